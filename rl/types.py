@@ -1,0 +1,183 @@
+"""The values that flow through a loop, in the order in which a step produces them.
+
+prompt -> Completion -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
+
+Plain, frozen and picklable; arrays are NumPy so that a message carries exactly its own bytes. Legend: T tokens of one
+sequence, N tokens of one completion.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the generator samples. Log-probs are always those of the distribution that was sampled from."""
+
+    max_tokens: int
+    """Most tokens to sample, at least 1."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; their tokens stay in it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, besides the model's own end token; the token stays in the completion."""
+    seed: int | None = None
+    """Sample i of a call uses seed + i. None draws a fresh seed."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if self.max_tokens < 1:
+            raise ValueError(f"SamplingParams.max_tokens is {self.max_tokens}; it must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"SamplingParams.temperature is {self.temperature}; it must be finite and at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"SamplingParams.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"SamplingParams.top_k is {self.top_k}; it must be -1 (all) or at least 1")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled sequence."""
+
+    tokens: tuple[int, ...]
+    """[N] sampled tokens, the stop token included."""
+    logprobs: tuple[float, ...]
+    """[N] log-prob of each sampled token under the distribution it was sampled from."""
+    versions: tuple[int, ...]
+    """[N] policy version that produced each token."""
+    text: str
+    """The tokens decoded, special tokens and stop strings left out."""
+    finish_reason: FinishReason
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One episode with its reward. Single-turn: the completion of one prompt."""
+
+    prompt_tokens: tuple[int, ...]
+    completion: Completion
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the environment reports beside the reward, averaged over the step by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All rollouts of one prompt."""
+
+    problem_id: str
+    """Identifies the problem within its environment; held-out and training problems never share one."""
+    prompt: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[num_rollouts] rewards."""
+        return np.array([r.reward for r in self.rollouts], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence, self-contained: the tokens the model reads and, per position, what its loss needs.
+
+    Arrays are already shifted, as in Tinker: position t reads `tokens[t]` and is scored on `target_tokens[t]`.
+    `loss_inputs` always holds `target_tokens` and may hold `weights`: each position's term in the loss is multiplied by
+    its weight, and positions of weight 0 are neither scored nor counted. Without `weights` every position counts once.
+    """
+
+    tokens: NDArray[np.int64]
+    """[T] input tokens, T at least 1."""
+    loss_inputs: Mapping[str, NDArray[Any]]
+    """Each [T]: target_tokens int64; weights, logprobs, advantages float32; a custom loss may name more."""
+
+    @property
+    def weights(self) -> NDArray[np.float32]:
+        """[T] the weights, 1 where none were given."""
+        given = self.loss_inputs.get("weights")
+        return np.ones(len(self.tokens), dtype=np.float32) if given is None else given.astype(np.float32, copy=False)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Positions that the loss scores."""
+        return int(np.count_nonzero(self.weights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """Everything AdamW needs for one step. The trainer keeps none of it from step to step."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, as in AdamW (https://arxiv.org/abs/1711.05101)."""
+    grad_clip_norm: float = 0.0
+    """Global norm above which the gradient is scaled down to it; 0 switches clipping off."""
+    learning_rate_multipliers: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Pattern of Hugging Face parameter names (fnmatch) -> factor on the learning rate. The first match counts."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        non_negative = ("learning_rate", "weight_decay", "grad_clip_norm")
+        for name in non_negative:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"AdamParams.{name} is {value}; it must be finite and at least 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"AdamParams.{name} is {value}; it must be in [0, 1)")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(f"AdamParams.eps is {self.eps}; it must be finite and above 0")
+        for pattern, factor in self.learning_rate_multipliers.items():
+            if not (math.isfinite(factor) and factor >= 0):
+                raise ValueError(
+                    f"AdamParams.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardOutput:
+    """What `forward` and `forward_backward` return, for the whole batch, in its order."""
+
+    logprobs: tuple[NDArray[np.float32], ...]
+    """One [T] per datum: log-prob of each target token at temperature 1, 0 where its weight is 0."""
+    entropy: tuple[NDArray[np.float32], ...] | None
+    """One [T] per datum when asked for: entropy of the next-token distribution in nats, 0 where the weight is 0."""
+    metrics: Mapping[str, float]
+    """`loss` (the sum over all tokens), `num_loss_tokens`, and what the loss function reports. Sums over the batch,
+    except names that end in `_max` or `_min`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepOutput:
+    """What one optimizer step did."""
+
+    policy_version: int
+    """Number of optimizer steps applied so far."""
+    learning_rate: float
+    """The learning rate this step used."""
+    grad_norm: float
+    """Global norm of the gradient after `grad_scale`, before clipping; not finite when the step was skipped."""
+    skipped: bool
+    """The gradient held a NaN or an infinity: it was cleared; parameters, optimizer state and version are as before."""
