@@ -1,0 +1,92 @@
+"""Policy-gradient losses, per token and summed.
+
+Legend: S scored positions; p = the trainer's log-prob of the sampled token, q = `logprobs`, the sampler's,
+r = exp(p - q) the importance ratio, A = `advantages`, w = `weights`. Clip thresholds are absolute bounds on r, as in
+Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2.
+"""
+
+import torch
+from torch import Tensor
+
+from rl.losses.base import LossInputs, Metrics
+
+
+def importance_sampling(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """-sum w r A: the off-policy policy gradient; at r = 1 its gradient is REINFORCE's."""
+    del entropy
+    ratio = torch.exp(logprobs - inputs["logprobs"])
+    return -(inputs.weights * ratio * inputs["advantages"]).sum(), {}
+
+
+def ppo(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    *,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+) -> tuple[Tensor, Metrics]:
+    """-sum w min(r A, clip(r, low, high) A): PPO's clipped surrogate, eq. 7 of https://arxiv.org/abs/1707.06347.
+
+    A `clip_high_threshold` further from 1 than the low one is DAPO's clip-higher (https://arxiv.org/abs/2503.14476).
+    """
+    del entropy
+    ratio = torch.exp(logprobs - inputs["logprobs"])
+    return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
+
+
+def cispo(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    *,
+    clip_low_threshold: float = 0.0,
+    clip_high_threshold: float = 4.0,
+) -> tuple[Tensor, Metrics]:
+    """-sum w stop_grad(clip(r, low, high)) p A: clips the importance weight, so that no token's gradient is dropped.
+
+    MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585.
+    """
+    del entropy
+    ratio = torch.exp(logprobs - inputs["logprobs"]).detach()
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    loss = -(inputs.weights * clipped * logprobs * inputs["advantages"]).sum()
+    return loss, {"clipped_tokens": (clipped != ratio).sum()}
+
+
+def dro(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, Metrics]:
+    """-sum w (p A - beta/2 (p - q)^2): direct reward optimisation (https://arxiv.org/abs/2405.19107), per token.
+
+    The quadratic term keeps the policy near the sampler without a clip.
+    """
+    del entropy
+    gap = logprobs - inputs["logprobs"]
+    return -(inputs.weights * (logprobs * inputs["advantages"] - 0.5 * beta * gap**2)).sum(), {}
+
+
+def gspo(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    *,
+    clip_low_threshold: float = 1 - 3e-4,
+    clip_high_threshold: float = 1 + 4e-4,
+) -> tuple[Tensor, Metrics]:
+    """-sum w min(s_t A, clip(s_t, low, high) A): the sequence's ratio, clipped as one.
+
+    s = exp(mean over the sequence of p - q), and s_t = stop_grad(s) exp(p - stop_grad(p)) carries the gradient of each
+    token: GSPO-token, eqs. 7 and 13 of https://arxiv.org/abs/2507.18071, with that paper's clip range as default.
+    """
+    del entropy
+    gap = logprobs.detach() - inputs["logprobs"]
+    sequence_ratio = torch.exp(inputs.mean_per_datum(gap))[inputs.datum_index]
+    ratio = sequence_ratio * torch.exp(logprobs - logprobs.detach())
+    return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
+
+
+def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> tuple[Tensor, Metrics]:
+    """The pessimistic minimum of the ratio's term and the clipped ratio's, and how many tokens it stopped."""
+    advantages = inputs["advantages"]
+    unclipped, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
+    loss = -(inputs.weights * torch.minimum(unclipped, clipped)).sum()
+    return loss, {"clipped_tokens": (clipped < unclipped).sum()}
