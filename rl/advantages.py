@@ -23,7 +23,7 @@ def group_mean_std(rewards: Rewards) -> Rewards:
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """[G] -> [G]: reward minus the mean of the others: RLOO (https://arxiv.org/abs/2402.14740), unbiased. G at least 2."""
+    """[G] -> [G]: reward minus the mean of the others: RLOO (https://arxiv.org/abs/2402.14740). G at least 2."""
     return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
 
 

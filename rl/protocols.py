@@ -10,6 +10,10 @@ from typing import Any, Protocol
 
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
 
+Prompt = str | Sequence[Mapping[str, str]]
+"""Text that the model continues as it stands, or a chat: messages with `role` and `content`, put through the model's
+chat template."""
+
 
 class Trainer(Protocol):
     """Owns parameters, gradients and optimizer state. Executes calls in the order in which they were issued."""
@@ -68,8 +72,8 @@ class Problem(Protocol):
         ...
 
     @property
-    def messages(self) -> Sequence[Mapping[str, str]]:
-        """The chat so far: dictionaries with `role` and `content`."""
+    def prompt(self) -> Prompt:
+        """What the policy is asked."""
         ...
 
     def reward(self, completion: str) -> float:
@@ -83,6 +87,11 @@ class Env(Protocol):
     @property
     def name(self) -> str:
         """What a reader of the metrics sees."""
+        ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer, besides the model's own end token."""
         ...
 
     def train_problems(self, seed: int, start: int, count: int) -> Sequence[Problem]:

@@ -8,7 +8,7 @@ Schedule = Callable[[int], float]
 
 def constant(value: float) -> Schedule:
     """The same value at every step."""
-    return lambda step: value
+    return lambda _step: value
 
 
 def linear(start: float, end: float, num_steps: int) -> Schedule:
@@ -32,9 +32,9 @@ def cosine(start: float, end: float, num_steps: int) -> Schedule:
 
 
 def wsd(peak: float, end: float, num_steps: int, decay_fraction: float = 0.2) -> Schedule:
-    """`peak`, then a straight line to `end` over the last fraction of the steps: warmup-stable-decay without the warmup.
+    """`peak`, then a straight line to `end` over the last fraction of the steps.
 
-    MiniCPM, https://arxiv.org/abs/2404.06395; `warmup` adds the rest.
+    With `warmup` around it, the warmup-stable-decay schedule of MiniCPM, https://arxiv.org/abs/2404.06395.
     """
     decay_steps = max(round(num_steps * decay_fraction), 1)
     decay = linear(peak, end, decay_steps + 1)

@@ -1,0 +1,77 @@
+"""What a step reports about itself: flat dictionaries of floats, one function per source."""
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from rl.types import Datum, ForwardBackwardOutput, Group
+
+
+class PhaseClock:
+    """Seconds spent in each phase of a step.
+
+    with clock("generate"): ...
+    """
+
+    def __init__(self) -> None:
+        """Starts the step."""
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Generator[None]:
+        """Adds the time of the block to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    def seconds(self, phase: str) -> float:
+        """Seconds spent in a phase so far."""
+        return self._phases.get(phase, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """`seconds_<phase>` of every phase, `seconds_step` since the clock was made."""
+        phases = {f"seconds_{phase}": seconds for phase, seconds in self._phases.items()}
+        return {**phases, "seconds_step": time.perf_counter() - self._start}
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Reward, length and signal of one step's rollouts."""
+    rewards = np.concatenate([group.rewards for group in groups])
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "completion_tokens_mean": float(np.mean([len(c.tokens) for c in completions])),
+        "truncated_fraction": float(np.mean([c.truncated for c in completions])),
+        "groups_with_signal": float(sum(group.rewards.std() > 0 for group in groups)),
+    }
+
+
+def num_completion_tokens(groups: Sequence[Group]) -> int:
+    """Tokens sampled in these groups."""
+    return sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
+
+
+def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
+    """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
+
+    Only meaningful when the trainer held the weights that sampled the batch. The mean of exp(delta) is 1 in expectation
+    when both compute the same distribution.
+    """
+    pairs = zip(batch, output.logprobs, strict=True)
+    delta = np.concatenate([(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]).astype(np.float64)
+    return {
+        "logprob_gap_mean": float(np.abs(delta).mean()),
+        "logprob_gap_max": float(np.abs(delta).max()),
+        "ratio_mean": float(np.exp(delta).mean()),
+    }
+
+
+def per_token(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """These sums of a `forward_backward`, divided by its number of scored tokens."""
+    return {name: metrics[name] / metrics["num_loss_tokens"] for name in names if name in metrics}
