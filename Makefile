@@ -1,0 +1,45 @@
+# The commands of this repository. Each sets up .venv first, from a pinned lock, when it is not up to date.
+
+DEVICE ?= cpu
+ARGS ?=
+RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_qwen3_gpu,grpo_smollm2_cpu)
+
+SHELL := /bin/bash
+BIN := .venv/bin
+# Test processes are many and small: one thread each, and no thread that spins while it waits.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow lint bench lock clean
+
+help: ## list the targets
+	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.11]'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+setup: ## create or update .venv; every other target does so first
+	@requirements/setup.sh $(DEVICE)
+
+train: setup ## train a language model with GRPO; ARGS="--num-steps 5" overrides the recipe
+	@exec $(BIN)/python -m controller.cli run $(RECIPE) $(ARGS)
+
+test: setup ## run the tests; ARGS="-k name" picks some
+	@exec env $(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: setup ## run the tests that take longer than a minute each
+	@exec env $(PYTEST) -m slow $(ARGS)
+
+lint: setup ## check format, style and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+bench: setup ## run every benchmark and rewrite benchmarks/RESULTS.md
+	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+lock: ## resolve pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
+	@requirements/setup.sh lock $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
