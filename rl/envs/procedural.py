@@ -1,0 +1,71 @@
+"""What procedurally generated environments share: problems by number, and a split that cannot leak.
+
+Whether a problem is held out is a property of its text, not of when or how often it was drawn: the same problem is on
+the same side in every stream, run and process.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rl.protocols import Prompt
+
+HELDOUT_FRACTION = 0.1
+_ATTEMPTS_PER_PROBLEM = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextProblem:
+    """A prompt with a scoring function of the answer's text."""
+
+    id: str
+    prompt: Prompt
+    score: Callable[[str], float]
+
+    def reward(self, completion: str) -> float:
+        """The reward of an answer."""
+        return self.score(completion)
+
+
+P = TypeVar("P", bound=TextProblem)
+
+
+def train_stream(make: Callable[[int], P], seed: int, start: int, count: int) -> list[P]:
+    """Problems start to start + count - 1 of the endless training stream of that seed.
+
+    `make(number)` builds a problem from any number in 0..2^31-1, always the same from the same. Problem i of a stream is a
+    pure function of (seed, i), so that a run can go on in the middle.
+    """
+    return [_first(make, f"train/{seed}/{i}", heldout=False) for i in range(start, start + count)]
+
+
+def heldout_set(make: Callable[[int], P], count: int) -> list[P]:
+    """The first `count` distinct held-out problems. Raises ValueError when the environment has fewer."""
+    found: dict[str, P] = {}
+    for attempt in range(count * 100):
+        problem = _first(make, f"heldout/{attempt}", heldout=True)
+        found.setdefault(problem.id, problem)
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(
+        f"num_heldout is {count}, but the environment has only about {len(found)} distinct held-out problems"
+    )
+
+
+def is_heldout(problem_id: str) -> bool:
+    """Whether a problem is on the held-out side."""
+    return _number(f"split/{problem_id}") < HELDOUT_FRACTION * 2**31
+
+
+def _first(make: Callable[[int], P], key: str, *, heldout: bool) -> P:
+    for attempt in range(_ATTEMPTS_PER_PROBLEM):
+        problem = make(_number(f"{key}/{attempt}"))
+        if is_heldout(problem.id) == heldout:
+            return problem
+    raise ValueError(f"no {'held-out' if heldout else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
+
+
+def _number(key: str) -> int:
+    """A number in 0..2^31-1 that depends on the key alone, on every machine."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1

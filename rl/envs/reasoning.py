@@ -1,0 +1,84 @@
+"""Any single-turn task of the reasoning-gym package, by name. https://github.com/open-thought/reasoning-gym."""
+
+import difflib
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rl.envs.procedural import TextProblem, heldout_set, train_stream
+from rl.protocols import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGym:
+    """One of reasoning-gym's tasks, asked in one turn and scored by the task's own verifier."""
+
+    task: str
+    """Name of the task, such as "spell_backward"."""
+    params: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own options, by its names."""
+    template: str = "{question}"
+    """What is sent, with `{question}` for the problem's text."""
+    chat: bool = True
+    """Whether the text is a user's message in a chat; otherwise the model continues it as it stands."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown task or option (names the nearest) or a template without `{question}`."""
+        if "{question}" not in self.template:
+            raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
+        known = _tasks()
+        if self.task not in known:
+            raise ValueError(
+                f"ReasoningGym.task is {self.task!r}, which is not known{_nearest(self.task, list(known))}"
+            )
+        options = [f.name for f in fields(known[self.task][1])]
+        for name in self.params:
+            if name not in options:
+                raise ValueError(f"ReasoningGym.params has {name!r}, which {self.task} lacks{_nearest(name, options)}")
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.task
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return train_stream(self._problem, seed, start, count)
+
+    def heldout_problems(self, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return heldout_set(self._problem, count)
+
+    def _problem(self, number: int) -> TextProblem:
+        dataset = _dataset(self.task, tuple(sorted(self.params.items())))
+        entry = dataset[number]
+        text = self.template.format(question=entry["question"])
+        prompt: Prompt = [{"role": "user", "content": text}] if self.chat else text
+
+        def score(completion: str) -> float:
+            return float(dataset.score_answer(answer=completion.strip(), entry=entry))
+
+        return TextProblem(id=f"{self.task}: {entry['question']}", prompt=prompt, score=score)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; it must be one of {', '.join(sorted(known))}"
+
+
+@functools.cache
+def _tasks() -> Mapping[str, tuple[Any, Any]]:
+    with warnings.catch_warnings():  # a dependency of it has invalid comparisons in its source
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from reasoning_gym.factory import DATASETS
+    return DATASETS
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(task: str, params: tuple[tuple[str, Any], ...]) -> Any:
+    dataset_class, config_class = _tasks()[task]
+    return dataset_class(config_class(seed=0, size=2**31 - 1, **dict(params)))
