@@ -1,0 +1,184 @@
+"""Every loss against its formula written again in NumPy, with a finite-difference check of the gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rl.losses import LOSSES, LossInputs, get_loss
+
+Array = NDArray[np.float64]
+
+
+def _inputs(seed: int = 0, lengths: tuple[int, ...] = (3, 1, 6)) -> tuple[Array, LossInputs]:
+    rng = np.random.default_rng(seed)
+    size = sum(lengths)
+    arrays = {
+        "weights": rng.choice([1.0, 0.25, -1e-6, 2.0], size=size),
+        "logprobs": -rng.exponential(size=size),
+        "advantages": rng.normal(size=size),
+        "target_tokens": rng.integers(0, 9, size=size),
+    }
+    index = np.repeat(np.arange(len(lengths)), lengths)
+    tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
+    p = arrays["logprobs"] + rng.normal(scale=0.7, size=size)
+    return p, LossInputs(arrays=tensors, datum_index=torch.from_numpy(index), num_datums=len(lengths))
+
+
+def _arrays(inputs: LossInputs) -> tuple[Array, Array, Array]:
+    return inputs.weights.numpy(), inputs["logprobs"].numpy(), inputs["advantages"].numpy()
+
+
+def _cross_entropy(p: Array, inputs: LossInputs) -> float:
+    return float(-np.sum(inputs.weights.numpy() * p))
+
+
+def _importance_sampling(p: Array, inputs: LossInputs) -> float:
+    w, q, a = _arrays(inputs)
+    return float(-np.sum(w * np.exp(p - q) * a))
+
+
+def _ppo(p: Array, inputs: LossInputs, lo: float = 0.8, hi: float = 1.2) -> float:
+    w, q, a = _arrays(inputs)
+    total = 0.0
+    for i in range(len(p)):
+        r = np.exp(p[i] - q[i])
+        total -= w[i] * min(r * a[i], min(max(r, lo), hi) * a[i])
+    return float(total)
+
+
+def _cispo(p: Array, inputs: LossInputs, frozen: Array | None = None, lo: float = 0.0, hi: float = 4.0) -> float:
+    w, q, a = _arrays(inputs)
+    r = np.exp((p if frozen is None else frozen) - q)
+    return float(-np.sum(w * np.clip(r, lo, hi) * p * a))
+
+
+def _dro(p: Array, inputs: LossInputs, beta: float = 0.05) -> float:
+    w, q, a = _arrays(inputs)
+    return float(-np.sum(w * (p * a - beta / 2 * (p - q) ** 2)))
+
+
+def _gspo(p: Array, inputs: LossInputs, frozen: Array | None = None, lo: float = 0.9997, hi: float = 1.0004) -> float:
+    w, q, a = _arrays(inputs)
+    held = p if frozen is None else frozen
+    total = 0.0
+    for d in range(inputs.num_datums):
+        rows = np.flatnonzero(inputs.datum_index.numpy() == d)
+        s = np.exp(np.mean(held[rows] - q[rows]))
+        for i in rows:
+            s_t = s * np.exp(p[i] - held[i])
+            total -= w[i] * min(s_t * a[i], np.clip(s_t, lo, hi) * a[i])
+    return float(total)
+
+
+REFERENCES: dict[str, Callable[..., float]] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+}
+
+
+def test_every_loss_has_a_reference() -> None:
+    assert set(REFERENCES) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_gradient(name: str, seed: int) -> None:
+    p, inputs = _inputs(seed)
+    logprobs = torch.from_numpy(p).requires_grad_()
+    loss, _ = get_loss(name)(logprobs, None, inputs)
+    loss.backward()
+    assert logprobs.grad is not None
+    reference = REFERENCES[name]
+    assert loss.item() == pytest.approx(reference(p, inputs), rel=1e-12)
+
+    # A loss with a stop-gradient is differentiated with that part held where it is.
+    held = {"frozen": p} if name in ("cispo", "gspo") else {}
+    step = 1e-6
+    for i in range(len(p)):
+        up, down = p.copy(), p.copy()
+        up[i] += step
+        down[i] -= step
+        slope = (reference(up, inputs, **held) - reference(down, inputs, **held)) / (2 * step)
+        assert logprobs.grad[i].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**16))
+@settings(max_examples=30, deadline=None)
+def test_loss_is_a_sum_over_datums(lengths: list[int], seed: int) -> None:
+    p, inputs = _inputs(seed, tuple(lengths))
+    for name in LOSSES:
+        whole, _ = get_loss(name)(torch.from_numpy(p), None, inputs)
+        parts = 0.0
+        for d in range(len(lengths)):
+            rows = inputs.datum_index == d
+            part = LossInputs(
+                arrays={k: v[rows] for k, v in inputs.arrays.items()},
+                datum_index=torch.zeros(lengths[d], dtype=torch.int64),
+                num_datums=1,
+            )
+            parts += get_loss(name)(torch.from_numpy(p)[rows], None, part)[0].item()
+        assert whole.item() == pytest.approx(parts, rel=1e-9, abs=1e-9)
+
+
+def test_options_change_the_clip() -> None:
+    p, inputs = _inputs()
+    loss, metrics = get_loss("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0})(
+        torch.tensor(p), None, inputs
+    )
+    assert loss.item() == pytest.approx(_ppo(p, inputs, 0.5, 3.0))
+    tight = get_loss("ppo", {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0})(torch.tensor(p), None, inputs)[1]
+    assert metrics["clipped_tokens"] < tight["clipped_tokens"]
+
+
+def test_a_users_function_and_its_import_path_are_the_same_loss() -> None:
+    p, inputs = _inputs()
+    by_value = get_loss(_half_square)(torch.tensor(p), torch.ones(len(p)), inputs)[0]
+    by_path = get_loss("math:prod")
+    assert by_value.item() == pytest.approx(0.5 * float(np.sum(p**2)) + len(p))
+    assert by_path.needs_entropy
+
+
+def _half_square(
+    logprobs: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    del inputs
+    return 0.5 * (logprobs**2).sum() + entropy.sum(), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "message"),
+    [
+        ("pppo", {}, "'pppo' is not known; did you mean 'ppo'"),
+        ("ppo", {"clip_hi_threshold": 1.0}, "did you mean 'clip_high_threshold'"),
+        ("ppo", {"clip_high_threshold": float("nan")}, "clip_high_threshold.*nan.*finite"),
+        ("ppo", {"clip_low_threshold": -0.1}, "clip_low_threshold.*at least 0"),
+        ("ppo", {"clip_low_threshold": 1.3}, "must not exceed clip_high_threshold 1.2"),
+        ("cross_entropy", {"beta": 1.0}, "it has no options"),
+        ("no_such_module:loss", {}, "cannot be imported"),
+        ("math:no_such_function", {}, "cannot be imported"),
+    ],
+)
+def test_mistakes_are_named(loss: str, config: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_loss(loss, config)
+
+
+def test_a_loss_that_is_not_a_sum_is_refused() -> None:
+    p, inputs = _inputs()
+
+    def per_token(logprobs: torch.Tensor, entropy: Any, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+        del entropy, inputs
+        return logprobs, {}
+
+    with pytest.raises(ValueError, match="must be a scalar sum"):
+        get_loss(per_token)(torch.tensor(p), None, inputs)
