@@ -1,0 +1,51 @@
+import pytest
+
+from rl.envs.procedural import TextProblem, heldout_set, is_heldout, train_stream
+from rl.envs.reasoning import ReasoningGym
+
+ENV = ReasoningGym(
+    task="spell_backward", params={"min_word_len": 3, "max_word_len": 4}, template="{question} ->", chat=False
+)
+
+
+def test_train_and_heldout_never_overlap() -> None:
+    heldout = {p.id for p in ENV.heldout_problems(200)}
+    assert len(heldout) == 200
+    for seed in range(3):
+        assert heldout.isdisjoint(p.id for p in ENV.train_problems(seed, 0, 1000))
+
+
+def test_a_stream_is_a_function_of_seed_and_number() -> None:
+    ids = [p.id for p in ENV.train_problems(5, 0, 40)]
+    assert [p.id for p in ENV.train_problems(5, 30, 10)] == ids[30:]
+    assert [p.id for p in ENV.train_problems(6, 0, 40)] != ids
+
+
+def test_reward_is_the_tasks_own() -> None:
+    problem = ENV.train_problems(0, 0, 1)[0]
+    word = problem.id.rsplit(" ", 1)[-1]
+    assert problem.reward(f" {word[::-1]}\n") == 1.0
+    assert problem.reward("") < 0.5
+    assert str(problem.prompt).endswith(f"{word} ->")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "spell_backwrd"}, "did you mean 'spell_backward'"),
+        ({"task": "spell_backward", "params": {"max_word_length": 4}}, "did you mean 'max_word_len'"),
+        ({"task": "spell_backward", "template": "Go."}, "must contain {question}"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReasoningGym(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_too_few_distinct_problems_is_said() -> None:
+    def coin(number: int) -> TextProblem:
+        return TextProblem(id=f"coin {number % 40}", prompt="?", score=lambda a: 0.0)
+
+    assert all(not is_heldout(p.id) for p in train_stream(coin, 0, 0, 50))
+    with pytest.raises(ValueError, match="num_heldout is 200, but the environment has only about"):
+        heldout_set(coin, 200)

@@ -1,0 +1,47 @@
+"""Stand-ins that satisfy the protocols, so that what uses them can be tested without a process."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rl.types import Completion, SamplingParams
+
+
+class WordRenderer:
+    """A word is a token: its length. Enough of a renderer for rollouts."""
+
+    def encode(self, prompt: object) -> tuple[int, ...]:
+        """One token per word."""
+        return tuple(len(word) for word in str(prompt).split())
+
+
+class ScriptedGenerator:
+    """Answers what `answer(prompt_tokens, sample, seed)` says, one token per character, in scrambled order of time."""
+
+    def __init__(self, answer: Callable[[tuple[int, ...], int, int | None], str]) -> None:
+        """`answer` makes the text of a completion."""
+        self._answer = answer
+        self.calls: list[tuple[tuple[int, ...], SamplingParams, int]] = []
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+    ) -> list[Completion]:
+        """See `rl.protocols.Generator`."""
+        prompt = tuple(prompt_tokens)
+        self.calls.append((prompt, sampling, num_samples))
+        await asyncio.sleep(0.001 * (5 - len(self.calls) % 5))
+        return [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
+
+    async def pull_model_state_dict(self, version: int) -> None:
+        """Nothing to pull."""
+
+
+def completion(text: str, version: int = 0) -> Completion:
+    """A completion whose tokens are the characters of its text, all of log-prob -1."""
+    tokens = tuple(map(ord, text))
+    return Completion(
+        tokens=tokens,
+        logprobs=(-1.0,) * len(tokens),
+        versions=(version,) * len(tokens),
+        text=text,
+        finish_reason="stop",
+    )

@@ -1,0 +1,45 @@
+import time
+
+import numpy as np
+import pytest
+
+from rl.metrics import PhaseClock, logprob_gap, num_completion_tokens, rollout_metrics
+from rl.types import Datum, ForwardBackwardOutput, Group, Rollout
+from tests.rl.fakes import completion
+
+
+def test_gap_counts_scored_tokens_only() -> None:
+    arrays = {
+        "target_tokens": np.array([1, 2, 3]),
+        "weights": np.array([0, 1, 1], dtype=np.float32),
+        "logprobs": np.array([0, -1, -2], dtype=np.float32),
+    }
+    batch = [Datum(tokens=np.array([0, 1, 2]), loss_inputs=arrays)]
+    output = ForwardBackwardOutput(logprobs=(np.array([0, -1.5, -1.9], dtype=np.float32),), entropy=None, metrics={})
+    gap = logprob_gap(batch, output)
+    assert gap["logprob_gap_mean"] == pytest.approx(0.3)
+    assert gap["logprob_gap_max"] == pytest.approx(0.5)
+    assert gap["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
+
+
+def test_rollout_metrics_count_groups_with_signal() -> None:
+    def group(*rewards: float) -> Group:
+        rollouts = tuple(Rollout(prompt_tokens=(1,), completion=completion("abc"), reward=r) for r in rewards)
+        return Group(problem_id="p", prompt="p", rollouts=rollouts)
+
+    groups = [group(0, 1), group(1, 1)]
+    metrics = rollout_metrics(groups)
+    assert metrics["reward_mean"] == 0.75
+    assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 1, 1]))
+    assert metrics["groups_with_signal"] == 1
+    assert metrics["completion_tokens_mean"] == 3
+    assert num_completion_tokens(groups) == 12
+
+
+def test_phases_add_up() -> None:
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock("generate"):
+            time.sleep(0.01)
+    assert 0.02 <= clock.seconds("generate") <= clock.metrics()["seconds_step"]
+    assert clock.metrics()["seconds_generate"] == clock.seconds("generate")
