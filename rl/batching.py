@@ -151,7 +151,9 @@ def validate_batch(
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
         shape = getattr(array, "shape", None)
-        raise ValueError(f"{field} is a {type(array).__name__} of shape {shape}; a NumPy array of one dimension is expected")
+        raise ValueError(
+            f"{field} is a {type(array).__name__} of shape {shape}; a NumPy array of one dimension is expected"
+        )
     if integer and array.dtype != np.int64:
         raise ValueError(f"{field} has dtype {array.dtype}; int64 is expected")
     if array.dtype.kind not in "fiub":
@@ -166,3 +168,19 @@ def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> N
     if len(outside):
         first = int(outside[0])
         raise ValueError(f"{field}[{first}] is {array[first]}; token ids are between 0 and {vocab_size - 1}")
+
+
+def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of parts of a batch -> of the whole: sums, except names that end in `_max` or `_min`."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name.endswith("_max"):
+                merged[name] = max(merged[name], value)
+            elif name.endswith("_min"):
+                merged[name] = min(merged[name], value)
+            else:
+                merged[name] += value
+    return merged

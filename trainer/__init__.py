@@ -1,0 +1,1 @@
+"""The trainer: owns parameters, gradients and optimizer state; engines do the mathematics."""

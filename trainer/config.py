@@ -1,0 +1,65 @@
+"""How a trainer is laid out and how it computes. What a step does (learning rate, clip) is not here: it comes with the call."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+EngineName = Literal["torchtitan"]
+ComputeDtype = Literal["bfloat16", "float32"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """A trainer of `data_parallel_replicate * data_parallel_shard * tensor_parallel` ranks, one process each."""
+
+    model: Path
+    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files."""
+    engine: EngineName = "torchtitan"
+    """The backend that computes; a row of `trainer.engines.ENGINES`."""
+    compute_dtype: ComputeDtype = "bfloat16"
+    """Dtype of matrix products. Parameters, gradients and optimizer state are float32 in either case."""
+    data_parallel_shard: int = 1
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    data_parallel_replicate: int = 1
+    """Replicas of that sharded group (HSDP)."""
+    tensor_parallel: int = 1
+    """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
+    max_tokens_per_microbatch: int = 4096
+    """Tokens of one packed forward and backward pass on a rank; bounds activation memory. A longer datum runs alone."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Activations that are recomputed in the backward pass instead of kept."""
+    num_threads: int = 1
+    """Threads of each rank on the CPU."""
+    seed: int = 0
+    """Seed of the rank's random state."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        choices = {
+            "engine": ("torchtitan",),
+            "compute_dtype": ("bfloat16", "float32"),
+            "activation_checkpointing": ("none", "selective", "full"),
+        }
+        for name, accepted in choices.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
+        for name in (
+            "data_parallel_shard",
+            "data_parallel_replicate",
+            "tensor_parallel",
+            "max_tokens_per_microbatch",
+            "num_threads",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of this trainer."""
+        return self.num_data_parallel_ranks * self.tensor_parallel
+
+    @property
+    def num_data_parallel_ranks(self) -> int:
+        """Ranks that are given different data."""
+        return self.data_parallel_replicate * self.data_parallel_shard

@@ -1,0 +1,15 @@
+"""Training backends: one file or folder each and a row in the table below."""
+
+import importlib
+from collections.abc import Mapping
+
+from trainer.config import TrainerConfig
+from trainer.engines.base import Engine
+
+ENGINES: Mapping[str, str] = {"torchtitan": "trainer.engines.titan.engine:TitanEngine"}
+
+
+def load_engine(config: TrainerConfig) -> Engine:
+    """Builds this rank's engine. With more than one rank, torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set."""
+    module, _, name = ENGINES[config.engine].partition(":")
+    return getattr(importlib.import_module(module), name)(config)

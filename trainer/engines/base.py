@@ -1,0 +1,78 @@
+"""What every training backend does, and nothing that only one of them needs.
+
+An engine is the mathematics of one rank. It knows neither actors nor roles, and runs alone:
+
+    engine = load_engine(TrainerConfig(model=Path("model"), compute_dtype="float32"))
+    datum = Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:]})
+    for step in range(10):
+        output = engine.forward_backward([[datum]], get_loss("cross_entropy"))
+        engine.optim_step(AdamParams(learning_rate=1e-3), grad_scale=1 / output.metrics["num_loss_tokens"])
+        print(step, output.metrics["loss"])
+
+With several ranks, every rank makes the same calls in the same order with equally many micro-batches; those of a rank
+that has fewer datums are empty. Losses are sums, and so are gradients: over tokens, datums, calls and ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rl.losses import Loss
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+
+Microbatch = Sequence[Datum]
+
+
+class PeerError(RuntimeError):
+    """This rank gave up a call because another rank failed in it; the other rank's error says why."""
+
+
+class Engine(ABC):
+    """One rank's share of a model, its gradient and its optimizer state."""
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Optimizer steps applied so far."""
+
+    @abstractmethod
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
+        """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
+
+        Returns this rank's part: log-probs per datum in the order given, metrics summed over this rank's datums. When
+        anything raises, on any rank, the accumulated gradient is as it was before the call.
+        """
+
+    @abstractmethod
+    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
+        """Log-probs (and entropies) of this rank's datums, in the order given; leaves no gradient."""
+
+    @abstractmethod
+    def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
+        """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
+
+        A gradient that is not finite is cleared and changes nothing else. Raises ValueError when no gradient was
+        accumulated.
+        """
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drops the accumulated gradient."""
+
+    @abstractmethod
+    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every float32 parameter once, by its Hugging Face name; a DTensor where it is sharded. Nothing is copied."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: Path) -> None:
+        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path) -> int:
+        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version."""
+
+    @abstractmethod
+    def export_hf(self, path: Path, dtype: torch.dtype) -> None:
+        """Writes a directory that transformers and vLLM load, with weights of that dtype."""

@@ -1,0 +1,120 @@
+"""What the engines need to know of a Hugging Face `config.json`, and whether they can train such a model.
+
+Pure reading of a dictionary: imports neither torch nor an engine, so the controller can refuse a model before any process
+starts. Both spellings of rotary embeddings are read, `rope_parameters` of transformers 5 and the older `rope_theta` with
+`rope_scaling`. Absent keys have the defaults of transformers' own configuration classes.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Family = Literal["llama", "qwen3"]
+
+_FAMILIES: dict[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1 for long contexts (https://arxiv.org/abs/2407.21783, section 3.4.2)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFModelConfig:
+    """The shape of a dense decoder of the Llama or Qwen3 family."""
+
+    family: Family
+    vocab_size: int
+    dim: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    max_seq_len: int
+    """Longest sequence the model accepts, in tokens (`max_position_embeddings`)."""
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+
+
+def read_hf_config(model: Path) -> HFModelConfig:
+    """Reads `config.json` of a model directory. Raises ValueError when it is missing, unreadable or unsupported."""
+    file = model / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model is {str(model)!r}; a directory with a config.json is expected") from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    return check_supported(raw)
+
+
+def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
+    """Parses the contents of a `config.json`. Raises ValueError naming the key, its value and what is supported."""
+    architectures = config.get("architectures") or []
+    family = next((_FAMILIES[name] for name in architectures if name in _FAMILIES), None)
+    if family is None:
+        raise ValueError(
+            f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    _refuse_options(config)
+    num_heads = int(config["num_attention_heads"])
+    dim = int(config["hidden_size"])
+    rope_theta, rope_scaling = _read_rope(config)
+    return HFModelConfig(
+        family=family,
+        vocab_size=int(config["vocab_size"]),
+        dim=dim,
+        hidden_dim=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else dim // num_heads)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_seq_len=int(config.get("max_position_embeddings", 2048)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+    )
+
+
+def _refuse_options(config: Mapping[str, Any]) -> None:
+    accepted: dict[str, Any] = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
+    for key, supported in accepted.items():
+        value = config.get(key, supported)
+        if value != supported:
+            raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported")
+    if config.get("quantization_config") is not None:
+        raise ValueError("config.json: quantization_config is set; only unquantized weights can be trained")
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type == "llama3":
+        return theta, Llama3RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"config.json: rope_type is {rope_type!r}; supported are 'default' and 'llama3'")

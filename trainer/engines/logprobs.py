@@ -1,0 +1,113 @@
+"""Log-probs and entropies of scored positions, in float32, without ever holding the [positions, vocabulary] matrix.
+
+The vocabulary projection is recomputed in the backward pass, one chunk of positions at a time, so that memory is bounded
+by the chunk. Under tensor parallelism each rank holds some rows of the projection and ranks exchange two numbers per
+position. The gradient is exact for any loss of the log-probs and the entropies.
+
+Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# float32 logits held at a time.
+_CHUNK_BYTES = 128 << 20
+
+
+def logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: bool, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores each target under the softmax of `hidden @ weight.T`.
+
+    hidden [S, D] and weight [V, D] share a dtype, targets [S] int64. With a `group`, rank r of it holds the vocabulary
+    rows r*V to r*V + V - 1, and the gradient of `hidden` is this rank's part of a sum over the group.
+    Returns log-probs [S] float32 and, if asked for, entropies [S] float32 in nats; both are differentiable.
+    """
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, entropy, group)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs, entropies
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor | None]:
+        size = hidden.shape[0]
+        lse = hidden.new_empty(size, dtype=torch.float32)
+        logprobs = torch.empty_like(lse)
+        entropies = torch.empty_like(lse) if entropy else None
+        start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+        for part in _chunks(size, weight.shape[0]):
+            logits = _logits(hidden[part], weight)
+            lse[part] = _sum_over(group, torch.logsumexp(logits, dim=-1), log=True)
+            column, here = _local_targets(targets[part], start_row, weight.shape[0])
+            chosen = logits.gather(1, column[:, None])[:, 0] * here
+            logprobs[part] = _sum_over(group, chosen) - lse[part]
+            if entropies is not None:
+                expected_logit = (torch.exp(logits - lse[part, None]) * logits).sum(-1)
+                entropies[part] = lse[part] - _sum_over(group, expected_logit)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropies)
+        ctx.start_row = start_row
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, entropies = ctx.saved_tensors
+        grad_logprobs, grad_entropies = grads
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight: Tensor | None = None
+        for part in _chunks(hidden.shape[0], weight.shape[0]):
+            # With z the logits, p their softmax and H the entropy:
+            # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
+            log_p = _logits(hidden[part], weight).sub_(lse[part, None])
+            factor = -grad_logprobs[part, None]
+            if grad_entropies is not None:
+                factor = factor - grad_entropies[part, None] * (log_p + entropies[part, None])
+            grad_logits = log_p.exp_().mul_(factor)
+            column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
+            grad_logits.scatter_add_(1, column[:, None], (grad_logprobs[part] * here)[:, None])
+            grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            update = grad_logits.T @ hidden[part]
+            grad_weight = update if grad_weight is None else grad_weight.float().add_(update)
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(size: int, rows: int) -> list[slice]:
+    """Cuts S positions into equal chunks within the memory bound."""
+    num_chunks = max(1, -(-size * rows * 4 // _CHUNK_BYTES))
+    step = max(1, -(-size // num_chunks))
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[C, V] float32, computed in the dtype of the weights."""
+    return (hidden @ weight.T).float()
+
+
+def _local_targets(targets: Tensor, start_row: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Column of each target among the rows held here, and 1.0 where it is held here (the column is 0 where not)."""
+    column = targets - start_row
+    here = (column >= 0) & (column < rows)
+    return column * here, here.float()
+
+
+def _sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:
+    """Sum of a [C] tensor over the group; with `log`, of its exponential, in log space."""
+    if group is None:
+        return value
+    if not log:
+        dist.all_reduce(value, group=group)
+        return value
+    largest = value.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = torch.exp(value - largest)
+    dist.all_reduce(total, group=group)
+    return largest + total.log()

@@ -1,0 +1,84 @@
+"""AdamW whose every value comes with the step, over plain or sharded float32 parameters."""
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from rl.types import AdamParams
+
+
+class Optimizer:
+    """Owns first and second moments. Keeps no learning rate, decay or clip from one step to the next."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """`parameters` by Hugging Face name."""
+        self._parameters = parameters
+        self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
+
+    def step(self, params: AdamParams, grad_scale: float) -> float:
+        """Scales, clips and applies the gradient, if it is finite; returns its norm after scaling, before clipping."""
+        grads = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = abs(grad_scale) * math.sqrt(_square_sum(grads))
+        if not math.isfinite(norm):
+            return norm
+        factor = grad_scale
+        if params.grad_clip_norm > 0:
+            factor *= min(1.0, params.grad_clip_norm / (norm + 1e-6))
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        self._adamw.param_groups = self._groups(params)
+        self._adamw.step()
+        return norm
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Moments and step count of every parameter, by name; zeros before the first step."""
+        return {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
+
+    def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self._adamw.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        return state
+
+    def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
+        """One group per learning-rate multiplier."""
+        members: dict[float, list[torch.nn.Parameter]] = {}
+        for name, parameter in self._parameters.items():
+            members.setdefault(_multiplier(name, params.learning_rate_multipliers), []).append(parameter)
+        return [
+            {
+                **self._adamw.defaults,
+                "params": parameters,
+                "lr": params.learning_rate * multiplier,
+                "betas": (params.beta1, params.beta2),
+                "eps": params.eps,
+                "weight_decay": params.weight_decay,
+            }
+            for multiplier, parameters in members.items()
+        ]
+
+
+def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
+    return next((factor for pattern, factor in multipliers.items() if fnmatchcase(name, pattern)), 1.0)
+
+
+def _square_sum(grads: Iterable[torch.Tensor]) -> float:
+    """Sum of squares over all ranks, in float64: a float32 sum over 1e8 elements is wrong in the fifth digit."""
+    total = torch.zeros((), dtype=torch.float64)
+    for grad in grads:
+        replicas = 1
+        if isinstance(grad, DTensor):
+            mesh, placements = grad.device_mesh, grad.placements
+            replicas = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
+            grad = grad.to_local()
+        total = total.to(grad.device) + torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 / replicas
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item()

@@ -1,0 +1,52 @@
+"""Collects what the micro-batches of one call produced into one output. Copies from the device once, at the end."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl.batching import PackedRow, merge_metrics
+from rl.types import Datum, ForwardBackwardOutput
+
+_Arrays = tuple[NDArray[np.float32], ...]
+
+
+class OutputCollector:
+    """Rows in, one `ForwardBackwardOutput` out, datums in the order in which they came."""
+
+    def __init__(self, *, entropy: bool) -> None:
+        """With `entropy`, every row brings its entropies."""
+        self._entropy = entropy
+        self._rows: list[tuple[PackedRow, Tensor | None, Tensor | None]] = []
+        self._metrics: list[Mapping[str, Tensor]] = []
+
+    def add(
+        self, row: PackedRow, logprobs: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]
+    ) -> None:
+        """Takes the [S] results of a row, or None for a row that scores nothing."""
+        self._rows.append((row, logprobs, entropy))
+        self._metrics.append(metrics)
+
+    def result(self) -> ForwardBackwardOutput:
+        """Everything added so far."""
+        num_loss_tokens = float(sum(len(row.scored) for row, _, _ in self._rows))
+        parts = [{name: float(value) for name, value in metrics.items()} for metrics in self._metrics]
+        return ForwardBackwardOutput(
+            logprobs=_unpack([(row, logprobs) for row, logprobs, _ in self._rows]),
+            entropy=_unpack([(row, entropy) for row, _, entropy in self._rows]) if self._entropy else None,
+            metrics={"num_loss_tokens": num_loss_tokens, **merge_metrics(parts)},
+        )
+
+
+def _unpack(rows: Sequence[tuple[PackedRow, Tensor | None]]) -> _Arrays:
+    empty = np.zeros(0, dtype=np.float32)
+    return tuple(
+        array
+        for row, values in rows
+        for array in row.unpack(empty if values is None else values.detach().float().cpu().numpy())
+    )
+
+
+IDLE_DATUM = Datum(tokens=np.zeros(1, dtype=np.int64), loss_inputs={"target_tokens": np.zeros(1, dtype=np.int64)})
+"""What a rank computes, and discards, while its peers have something to do."""

@@ -1,0 +1,220 @@
+"""The pushing side of weight synchronisation: every trainer rank casts its own shards into the published version.
+
+No rank gathers anything: a shard goes to its rows of a slot that all ranks map (one host), or to TorchStore as it is
+(any hosts). What a slot is and why a reader never sees two versions at once is in `rl/weights.py`.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate
+
+from rl.weights import (
+    INDEX_KEY,
+    LIVING_VERSIONS,
+    Manifest,
+    Store,
+    Transport,
+    VersionRecord,
+    WeightsError,
+    WeightSlot,
+    build_manifest,
+    host_identity,
+    slot_size,
+)
+
+T = TypeVar("T")
+
+_MAX_PUTS_IN_FLIGHT = 8
+
+
+class WeightPublisher:
+    """Publishes a model's parameters, version after version. One per trainer rank, made alike on all of them."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        transport: Transport = "shared_memory",
+        *,
+        store: Store | None = None,
+        reader_timeout_s: float = 60.0,
+    ) -> None:
+        """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
+
+        A push waits at most `reader_timeout_s` for generators that still read the version two pushes back. Raises
+        ValueError for a transport that does not exist.
+        """
+        if transport not in get_args(Transport):
+            raise ValueError(f"weight transport is {transport!r}; it must be one of {', '.join(get_args(Transport))}")
+        self._dtype = dtype
+        self._transport = transport
+        self._store = store
+        self._reader_timeout_s = reader_timeout_s
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._manifest: Manifest = ()
+        self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
+        self._slots: list[WeightSlot] = []
+        self._publication = -1
+        self._records: tuple[VersionRecord, ...] = ()  # rank 0's: what the index in the store says
+
+    async def publish(self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
+
+        A collective: every rank calls it, with its own parameters. When it returns on every rank the version can be
+        pulled, and the one published before still can. Tied parameters are passed once. Raises `WeightsError` when
+        memory is short or a reader never lets go; nothing is published then.
+        """
+        tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
+        if not self._manifest:
+            await asyncio.to_thread(self._prepare, tensors)
+        self._publication += 1
+        slot = self._slots[self._publication % LIVING_VERSIONS] if self._slots else None
+        record = VersionRecord(
+            version=version,
+            publication=self._publication,
+            manifest=self._manifest,
+            dtype=self._dtype,
+            transport=self._transport,
+            host=host_identity(),
+            slot=slot.location if slot else None,
+        )
+        if slot is not None:
+            await asyncio.to_thread(self._write_slot, slot, record, tensors)
+        else:
+            await self._put_tensors(record, tensors)
+        if self._rank == 0:
+            await self._put_index(record)
+
+    def _prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Agrees with the other ranks on the manifest and, on one host, on the slots."""
+        local = [(name, tuple(t.shape), self._cast_dtype(t), isinstance(t, DTensor)) for name, t in tensors]
+        union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for rank, entries in enumerate(_all_gather(local)):
+            for name, shape, dtype, sharded in entries:
+                if union.setdefault(name, (shape, dtype)) != (shape, dtype):
+                    raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, dtype)}")
+                if not sharded:
+                    self._writers.setdefault(name, rank)
+        manifest = build_manifest((name, *union[name]) for name in sorted(union))
+        if self._transport == "shared_memory":
+            self._slots = self._map_slots(slot_size(manifest))
+        self._manifest = manifest
+
+    def _map_slots(self, size_bytes: int) -> list[WeightSlot]:
+        """Rank 0 allocates, the others map. Every rank raises if one cannot."""
+        if len(set(_all_gather(host_identity()))) > 1:
+            raise WeightsError("the trainer's ranks are on several hosts; weights need transport='torchstore' there")
+        outcome: list[Any] = [None]
+        slots: list[WeightSlot] = []
+        if self._rank == 0:
+            try:
+                slots = [WeightSlot.create(size_bytes) for _ in range(LIVING_VERSIONS)]
+                outcome = [[slot.location for slot in slots]]
+            except WeightsError as error:
+                outcome = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], WeightsError):
+            raise outcome[0]
+        return slots or [WeightSlot.open(location, writable=True) for location in outcome[0]]
+
+    @torch.no_grad()
+    def _write_slot(self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Casts this rank's shards into their places. Rank 0 holds the lock; the header is sealed when all have."""
+        specs = {spec.name: spec for spec in record.manifest}
+        problem: str | None = None
+        if self._rank == 0:
+            try:
+                slot.begin_write(self._reader_timeout_s)
+            except WeightsError as error:
+                problem = str(error)
+        _raise_on_every_rank(problem)
+        try:
+            for name, tensor in tensors:
+                local, region = self._shard(name, tensor)
+                if local is not None:
+                    slot.tensor(specs[name])[region].copy_(local)
+        except (KeyError, RuntimeError) as error:  # not the tensors that were published first
+            problem = f"cannot write {name!r}: {error}"
+        try:
+            _raise_on_every_rank(problem)
+        except WeightsError:
+            slot.abandon_write()
+            raise
+        if self._rank == 0:
+            slot.seal(record)
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[slice, ...]]:
+        """What this rank writes of a tensor, if anything, and where it belongs in the full one."""
+        if not isinstance(tensor, DTensor):
+            return (tensor if self._writers[name] == self._rank else None), ()
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if any(placement.is_partial() for placement in placements):
+            raise ValueError(f"{name!r} holds partial sums on a mesh axis; only sharded and replicated weights exist")
+        coordinate = mesh.get_coordinate()
+        if coordinate is None or any(
+            isinstance(placement, Replicate) and position > 0
+            for placement, position in zip(placements, coordinate, strict=True)
+        ):
+            return None, ()  # another rank holds the same bytes and writes them
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        if 0 in shape:
+            return None, ()
+        return tensor.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+    async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there."""
+        store = await self._get_store()
+        limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
+
+        async def put(name: str, tensor: torch.Tensor) -> None:
+            async with limit:
+                # A clone, because pickling a view would ship all of the storage it looks at.
+                value = tensor.to(self._cast_dtype(tensor), copy=True).contiguous()
+                await store.put(record.key(name), value)
+
+        await asyncio.gather(
+            *(put(name, t) for name, t in tensors if isinstance(t, DTensor) or self._writers[name] == self._rank)
+        )
+        if dist.is_initialized():
+            await asyncio.to_thread(dist.barrier)
+
+    async def _put_index(self, record: VersionRecord) -> None:
+        """Makes the version known, and forgets the one whose place it took."""
+        store = await self._get_store()
+        kept = (*self._records, record)[-LIVING_VERSIONS:]
+        await store.put(INDEX_KEY, kept)
+        dropped = [old for old in self._records if old not in kept and old.slot is None]
+        self._records = kept
+        await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
+
+    async def _get_store(self) -> Store:
+        if self._store is None:
+            import torchstore  # starts Monarch, which a publisher with a store of its own does not need
+
+            self._store = await torchstore.client()
+        return self._store
+
+    def _cast_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _all_gather(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _raise_on_every_rank(problem: str | None) -> None:
+    """A barrier that raises everywhere if one rank has a problem, so that no rank waits for one that gave up."""
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(_all_gather(problem)) if text]
+    if problems:
+        raise WeightsError("; ".join(problems))
