@@ -76,7 +76,8 @@ if command -v flock >/dev/null && ! flock -n 9; then
 fi
 
 # Two lines: what is installed, and where. Scripts in .venv name its path, so a checkout that was moved needs a new one.
-wanted="$device $(cat "$lock" pyproject.toml | sha256sum | cut -c1-16)"$'\n'"$PWD"
+# Of pyproject.toml, what follows the first [tool] table configures tools that read it themselves.
+wanted="$device $({ cat "$lock"; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
 found=$(cat "$stamp" 2>/dev/null || true)
 usable=no
 if "$venv/bin/uv" --version >/dev/null 2>&1 && [ "${found#*$'\n'}" = "$PWD" ]; then usable=yes; fi

@@ -1,0 +1,164 @@
+"""What a Hugging Face model directory holds, read without loading the model.
+
+Looks at `config.json`, the headers of the safetensors files and the names of the tokenizer's files, so that a wrong
+directory is reported in milliseconds, before any process starts. Does not read weights, does not import transformers.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+"""What the trainer and the generator both implement."""
+
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The shape of a causal language model, by the names of its `config.json`."""
+
+    path: Path
+    architecture: str
+    """One of `SUPPORTED_ARCHITECTURES`."""
+    max_context: int
+    """Tokens that prompt and completion may have together."""
+    vocab_size: int
+    tied: bool
+    """Whether the output layer is the embedding matrix."""
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+    weight_files: tuple[Path, ...]
+    """The safetensors files, in the order of their names."""
+
+
+def inspect_model(path: Path) -> ModelInfo:
+    """Checks that `path` is a complete model directory that ownloop can train, and says what is in it.
+
+    Raises ValueError naming the directory, what is wrong with it and what is accepted.
+    """
+    if not path.is_dir():
+        raise ValueError(f"model directory {path} does not exist or is not a directory")
+    config = _read_config(path)
+    architecture = _architecture(path, config)
+    weight_files = _weight_files(path)
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+        raise ValueError(f"model directory {path} has no tokenizer; tokenizer.json or tokenizer.model is needed")
+    num_attention_heads = _positive(path, config, "num_attention_heads")
+    return ModelInfo(
+        path=path,
+        architecture=architecture,
+        max_context=_positive(path, config, "max_position_embeddings"),
+        vocab_size=_positive(path, config, "vocab_size"),
+        # Both families default to an untied output layer; those that tie say so.
+        tied=bool(config.get("tie_word_embeddings", False)),
+        hidden_size=_positive(path, config, "hidden_size"),
+        num_layers=_positive(path, config, "num_hidden_layers"),
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
+        eos_token_ids=_eos_token_ids(path, config),
+        weight_files=weight_files,
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    """The directory's config.json."""
+    return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
+def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
+    """A JSON object; ValueError with `missing` when there is no such file."""
+    if not file.is_file():
+        raise ValueError(missing)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a JSON {type(value).__name__}; an object is needed")
+    return cast("dict[str, Any]", value)
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """The one architecture that the config names, if it is supported."""
+    named = config.get("architectures") or []
+    supported = [name for name in named if name in SUPPORTED_ARCHITECTURES]
+    if not supported:
+        raise ValueError(
+            f"model directory {path} is of architecture {', '.join(named) or '(none named)'}; "
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if "quantization_config" in config:
+        raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
+    return supported[0]
+
+
+def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """An integer of the config that must be above 0."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
+    return value
+
+
+def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """End tokens of generation_config.json, which may name more than config.json does, else of config.json."""
+    generation = path / "generation_config.json"
+    value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of the directory, each present and complete."""
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        weight_map = _read_json(index, "").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        files = [path / name for name in sorted(set(cast("dict[str, str]", weight_map).values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"model directory {path} lacks {', '.join(missing)}, which {index.name} names")
+    else:
+        others = sorted(file.name for file in path.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".gguf"})
+        found = f"; {', '.join(others)} cannot be used" if others else ""
+        raise ValueError(f"model directory {path} has no weights; model.safetensors or {index.name} is needed{found}")
+    for file in files:
+        _check_complete(file)
+    return tuple(files)
+
+
+def _check_complete(file: Path) -> None:
+    """Compares the file's size with the end of its data, which the header names: enough to see a cut-off copy.
+
+    The format: https://huggingface.co/docs/safetensors/index#format
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (header_size,) = struct.unpack("<Q", stream.read(8))
+            if header_size > size:
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(header_size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
+    expected = 8 + header_size + max(ends, default=0)
+    if size != expected:
+        raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")

@@ -1,0 +1,78 @@
+"""The picture of a run: reward over steps, in training and on held-out problems. Draws to a file, never to a screen."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+_TRAIN = "#4477aa"  # Paul Tol's "bright" scheme, which the colour-blind can tell apart
+_HELDOUT = "#cc3311"
+
+
+def plot_reward(metrics: Sequence[Mapping[str, float]], file: Path, title: str) -> None:
+    """Draws the reward curve of a run's steps (see `rl.recording.read_metrics`) as a PNG, with what there is of it.
+
+    Training: each step's mean as a dot, the moving average as a line, the standard deviation of the step's rollouts as
+    a band. Held-out: the mean with its 95 % interval. A row may hold either or both.
+    """
+    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    training = _columns(metrics, "step", "reward_mean", "reward_std")
+    if training.size:
+        steps, mean, std = training
+        window = max(1, min(len(steps) // 4, 10))
+        smooth = _moving_average(mean, window)
+        spread = _moving_average(std, window)
+        axes.fill_between(steps, smooth - spread, smooth + spread, color=_TRAIN, alpha=0.12, linewidth=0)
+        axes.plot(steps, mean, "o", color=_TRAIN, markersize=3, alpha=0.45, markeredgewidth=0)
+        label = (
+            f"training, mean of {window} steps ± spread of rollouts" if window > 1 else "training ± spread of rollouts"
+        )
+        axes.plot(steps, smooth, "-", color=_TRAIN, linewidth=1.8, label=label)
+    heldout = _columns(metrics, "step", "heldout_reward", "heldout_reward_low", "heldout_reward_high")
+    if heldout.size:
+        steps, mean, low, high = heldout
+        axes.errorbar(
+            steps,
+            mean,
+            yerr=np.clip([mean - low, high - mean], 0, None),
+            fmt="s-",
+            color=_HELDOUT,
+            markersize=5,
+            linewidth=1.2,
+            capsize=3,
+            label="held-out, 95 % interval",
+            zorder=3,
+        )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if training.size or heldout.size:
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    canvas.print_png(str(file))
+
+
+def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
+    """[len(names), rows] of the rows that have all these names with finite values."""
+    rows = [
+        [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
+    ]
+    return np.array(rows, dtype=np.float64).T
+
+
+def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """[N] mean of each value and up to `window - 1` before it."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
