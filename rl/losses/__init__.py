@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl.losses.base import Loss, LossInputs, custom_loss, nearest
+from rl.checks import check_known
+from rl.losses.base import Loss, LossInputs, custom_loss
 from rl.losses.policy_gradient import cispo, dro, gspo, importance_sampling, ppo
 from rl.losses.supervised import cross_entropy
 
@@ -33,8 +34,7 @@ def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | 
     if isinstance(loss, Loss):
         found = loss
     elif isinstance(loss, str) and ":" not in loss:
-        if loss not in LOSSES:
-            raise ValueError(f"loss {loss!r} is not known{nearest(loss, LOSSES)}")
+        check_known("loss", loss, LOSSES)
         found = LOSSES[loss]
     else:
         found = custom_loss(loss)

@@ -4,7 +4,6 @@ A loss never sees a model, a batch layout or a rank. It returns a sum over token
 what, is the controller's choice at `optim_step`.
 """
 
-import difflib
 import importlib
 import inspect
 import math
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rl.checks import did_you_mean
 
 Metrics = dict[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Metrics]]
@@ -72,7 +73,9 @@ class Loss:
         known = option_defaults(self.function)
         for name, value in config.items():
             if name not in known:
-                raise ValueError(f"loss_config has {name!r}, which {self.name!r} does not know{nearest(name, known)}")
+                raise ValueError(
+                    f"loss_config has {name!r}, which {self.name!r} does not know{did_you_mean(name, known)}"
+                )
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"loss_config[{name!r}] is {value}; {self.name!r} needs it finite and at least 0")
         merged = {**known, **config}
@@ -94,14 +97,6 @@ def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Keyword-only parameters of a loss function and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; it knows {', '.join(sorted(known))}" if known else "; it has no options"
 
 
 def custom_loss(function: str | LossFunction) -> Loss:

@@ -1,0 +1,27 @@
+"""Checks of what users choose, worded the same everywhere."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def check_at_least(minimum: float, **values: float) -> None:
+    """Raises ValueError naming the first value below the minimum (or not a number)."""
+    for name, value in values.items():
+        if not value >= minimum:
+            raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+
+
+def check_known(name: str, value: str, known: Iterable[str]) -> None:
+    """Raises ValueError when the value is not a known one, naming the nearest."""
+    known = list(known)
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, which is not known{did_you_mean(value, known)}")
+
+
+def did_you_mean(value: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(value, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else "; there are none"
