@@ -1,12 +1,12 @@
 """Any single-turn task of the reasoning-gym package, by name. https://github.com/open-thought/reasoning-gym."""
 
-import difflib
 import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rl.checks import check_known
 from rl.envs.procedural import TextProblem, heldout_set, train_stream
 from rl.protocols import Prompt
 
@@ -30,15 +30,10 @@ class ReasoningGym:
         """Raises ValueError for an unknown task or option (names the nearest) or a template without `{question}`."""
         if "{question}" not in self.template:
             raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
-        known = _tasks()
-        if self.task not in known:
-            raise ValueError(
-                f"ReasoningGym.task is {self.task!r}, which is not known{_nearest(self.task, list(known))}"
-            )
-        options = [f.name for f in fields(known[self.task][1])]
+        check_known("ReasoningGym.task", self.task, _tasks())
+        options = [f.name for f in fields(_tasks()[self.task][1])]
         for name in self.params:
-            if name not in options:
-                raise ValueError(f"ReasoningGym.params has {name!r}, which {self.task} lacks{_nearest(name, options)}")
+            check_known(f"an option of {self.task} in ReasoningGym.params", name, options)
 
     @property
     def name(self) -> str:
@@ -63,11 +58,6 @@ class ReasoningGym:
             return float(dataset.score_answer(answer=completion.strip(), entry=entry))
 
         return TextProblem(id=f"{self.task}: {entry['question']}", prompt=prompt, score=score)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it must be one of {', '.join(sorted(known))}"
 
 
 @functools.cache

@@ -158,12 +158,12 @@ def _half_square(
 @pytest.mark.parametrize(
     ("loss", "config", "message"),
     [
-        ("pppo", {}, "'pppo' is not known; did you mean 'ppo'"),
+        ("pppo", {}, "'pppo', which is not known; did you mean 'ppo'"),
         ("ppo", {"clip_hi_threshold": 1.0}, "did you mean 'clip_high_threshold'"),
         ("ppo", {"clip_high_threshold": float("nan")}, "clip_high_threshold.*nan.*finite"),
         ("ppo", {"clip_low_threshold": -0.1}, "clip_low_threshold.*at least 0"),
         ("ppo", {"clip_low_threshold": 1.3}, "must not exceed clip_high_threshold 1.2"),
-        ("cross_entropy", {"beta": 1.0}, "it has no options"),
+        ("cross_entropy", {"beta": 1.0}, "there are none"),
         ("no_such_module:loss", {}, "cannot be imported"),
         ("math:no_such_function", {}, "cannot be imported"),
     ],
