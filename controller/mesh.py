@@ -16,8 +16,9 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # not
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
 import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
-from monarch.actor import Actor, ActorError, BootstrapCommand, default_bootstrap_cmd, endpoint, this_host
+from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 from controller.errors import DeadlineError, MeshError

@@ -34,7 +34,7 @@ P = TypeVar("P", bound=TextProblem)
 def train_stream(make: Callable[[int], P], seed: int, start: int, count: int) -> list[P]:
     """Problems start to start + count - 1 of the endless training stream of that seed.
 
-    `make(number)` builds a problem from any number in 0..2^31-1, always the same from the same. Problem i of a stream is
+    `make(number)` builds a problem from a number in 0..2^31-1, always the same from the same. Problem i of a stream is
     a pure function of (seed, i), so that a run can go on in the middle.
     """
     return [_first(make, f"train/{seed}/{i}", heldout=False) for i in range(start, start + count)]
