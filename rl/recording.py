@@ -113,7 +113,7 @@ class RunFolder:
 
     def saved(self) -> str:
         """What the folder holds now, in a few words."""
-        parts = [f"{len(self.metrics())} steps of metrics"]
+        parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
         checkpoints = sorted(self.checkpoints.iterdir(), key=_mtime) if self.checkpoints.is_dir() else []
         complete = [path.name for path in checkpoints if path.is_dir() and not path.name.startswith(".")]
         if complete:

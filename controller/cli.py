@@ -1,0 +1,183 @@
+"""The command line: `ownloop run RECIPE [--field value ...]`, and `show`, `list` and `model`.
+
+Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
+runs follows from the configuration: it is the coroutine function `run(config, report)` in the module that defines the
+configuration's class, which has the fields `seed` and `num_steps`.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from controller.output import CapturedOutput
+from controller.processes import StopSignals, adopt_orphans, end_descendants
+from controller.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override, recipe_files
+from rl.recording import RunFolder, to_json
+
+_STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s
+_FAILED = 1
+_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}; see ownloop --help", file=sys.stderr)
+        raise SystemExit(_USAGE)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0, 1 for a run that failed, 2 for a mistake of the caller, 128 + signal."""
+    options, overrides = _parser().parse_known_args(arguments)
+    try:
+        code = options.command(options, overrides)
+    except HelpRequestedError as help_text:
+        print(help_text)
+        code = 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = _USAGE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code > 128:
+        os._exit(code)  # exit handlers of libraries may wait for processes that are dead by now
+    raise SystemExit(code)
+
+
+def _parser() -> _Parser:
+    """One sub-parser per command. What `run` and `show` do not know goes on to the recipe."""
+    parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run", help="run a recipe; `run RECIPE --help` lists its fields", allow_abbrev=False, add_help=False
+    )
+    run.add_argument("recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or the path of a Python file")
+    run.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
+    run.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
+    run.set_defaults(command=_run)
+    show = commands.add_parser("show", help="print a recipe's configuration", allow_abbrev=False, add_help=False)
+    show.add_argument("recipe", metavar="RECIPE")
+    show.set_defaults(command=_show)
+    recipes = commands.add_parser("list", help="list the recipes and the hardware that each is for", allow_abbrev=False)
+    recipes.set_defaults(command=_list)
+    model = commands.add_parser("model", help="prepare a model and print its directory", allow_abbrev=False)
+    model.add_argument("model", metavar="NAME")
+    model.set_defaults(command=_model)
+    return parser
+
+
+def _list(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Needs no recipe to be importable."""
+    del options
+    _refuse(overrides)
+    files = recipe_files()
+    width = max(map(len, files), default=0)
+    for name, file in files.items():
+        print(f"{name:<{width}}  {describe(file)}")
+    return 0
+
+
+def _model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from controller.models import resolve_model
+
+    _refuse(overrides)
+    with CapturedOutput() as output:
+        path = resolve_model(options.model, lambda text: print(text, file=output.errors))
+        print(path, file=output.terminal)
+    return 0
+
+
+def _show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    with CapturedOutput() as output:
+        config = _configuration(options.recipe, overrides, "show")
+        print(json.dumps(to_json(config), indent=2), file=output.terminal)
+    return 0
+
+
+def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Everything from the command line to the end of the last process."""
+    find_recipe(options.recipe)
+    with CapturedOutput() as output:
+        config = _configuration(options.recipe, overrides, "run")
+        # Later than the configuration, so that a mistake in it is reported at once.
+        from controller.console import Console
+        from controller.report import Report
+
+        folder = RunFolder(_run_path(options, config), config)
+        output.move_to(folder.logs / "controller.log")
+        console = Console(output.terminal)
+
+        def say_saved() -> None:
+            console.close()
+            print(f"interrupted; saved: {folder.saved()}", file=output.errors, flush=True)
+
+        adopt_orphans()
+        loop = importlib.import_module(type(config).__module__).run
+        report = Report(folder, console, config.num_steps)
+        code = 0
+        with StopSignals(_STOP_DEADLINE_S, say_saved) as stop:
+            try:
+                asyncio.run(_cancellable(loop(config, report), stop))
+            except BaseException as error:  # whatever it is, the processes must end and the user must be told
+                traceback.print_exc()  # to the log
+                console.close()
+                if stop.received is None:
+                    code = _explain(error, folder, output)
+            finally:
+                console.close()
+                end_descendants(grace_s=0.5)
+            if stop.received is not None:
+                say_saved()
+                code = 128 + stop.received
+    return code
+
+
+async def _cancellable(run: Any, stop: StopSignals) -> None:
+    """The loop, in the task that a signal cancels."""
+    stop.cancel_current_task()
+    await run
+
+
+def _configuration(recipe: str, overrides: Sequence[str], command: str) -> Any:
+    """The recipe's configuration with the command line's overrides."""
+    file = find_recipe(recipe)
+    return override(load_recipe(file), overrides, f"ownloop {command} {recipe}", describe(file))
+
+
+def _run_path(options: argparse.Namespace, config: Any) -> Path:
+    """Folder of a new run; one that nobody named is given a name that is free."""
+    if options.name:
+        return options.runs / options.name
+    path = options.runs / f"{Path(options.recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
+
+
+def _explain(error: BaseException, folder: RunFolder, output: CapturedOutput) -> int:
+    """Says in short what ended the run; the log holds the traceback."""
+    if isinstance(error, ValueError) and not folder.metrics():
+        print(f"error: {error}", file=output.errors)
+        return _USAGE
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
+    print(f"saved: {folder.saved()}\ndetails in {folder.logs / 'controller.log'}", file=output.errors)
+    return _FAILED
+
+
+def _refuse(arguments: Sequence[str]) -> None:
+    """For commands that take no overrides."""
+    if arguments:
+        raise ValueError(f"unexpected argument {arguments[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Ends a run when it is asked to, and with it every process that it started, within a fixed time.
+
+Consumer of SIGINT and SIGTERM: a thread of its own, woken by the signal even while the main thread is inside native
+code. It cancels the run's task, which closes the meshes; when that has not happened by the deadline it kills what is
+left and ends this process. Knows nothing of Monarch: it goes by the process table.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Makes the children of a dead child ours instead of init's, so that `descendants` misses none. Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants() -> list[int]:
+    """Process ids of all live processes that this one started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry.name))
+    found: list[int] = []
+    pending = [os.getpid()]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def end_descendants(grace_s: float) -> int:
+    """Ends every process that this one started, by SIGTERM and after `grace_s` by SIGKILL. Returns their number."""
+    count = len(descendants())
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
+        end = time.monotonic() + patience_s
+        for pid in descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while descendants() and time.monotonic() < end:
+            time.sleep(0.02)
+    return count
+
+
+class StopSignals:
+    """SIGINT and SIGTERM, for as long as the block lasts, cancel a task; a second one, or a deadline, ends the process.
+
+        with StopSignals(deadline_s=8, at_deadline=say_so) as stop:
+            asyncio.run(main(stop))  # main calls stop.cancel_current_task() first
+        if stop.received: ...
+
+    Must be entered in the main thread.
+    """
+
+    def __init__(self, deadline_s: float, at_deadline: Callable[[], None]) -> None:
+        """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends."""
+        self.received: int | None = None
+        """Number of the signal that came, if one did."""
+        self._deadline_s = deadline_s
+        self._at_deadline = at_deadline
+        self._over = threading.Event()
+        self._again = threading.Event()
+        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._lock = threading.RLock()  # the handler may run while the main thread holds it
+
+    def __enter__(self) -> "StopSignals":
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._in_main_thread) for number in _SIGNALS}
+        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._writer.close()
+
+    def cancel_current_task(self) -> None:
+        """Names the running task as the one to cancel."""
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            self._task = (asyncio.get_running_loop(), task)
+            if self.received is not None:
+                task.cancel()
+
+    def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
+        """Python's own handler. The thread has been woken already, unless somebody took over the wakeup descriptor."""
+        del frame
+        self._receive(number, from_handler=True)
+
+    def _listen(self) -> None:
+        """The thread: one byte per signal, its number, until the other end is closed."""
+        with self._reader:
+            while data := self._reader.recv(16):
+                for number in data:
+                    if number in _SIGNALS:
+                        self._receive(number)
+
+    def _receive(self, number: int, *, from_handler: bool = False) -> None:
+        with self._lock:
+            if self.received is not None:
+                if not from_handler:  # each signal comes both ways
+                    self._again.set()
+                return
+            self.received = number
+            if self._task is not None:
+                loop, task = self._task
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the run has just ended by itself
+                    loop.call_soon_threadsafe(task.cancel)
+        threading.Thread(target=self._await_end, name="stop-deadline", daemon=True).start()
+
+    def _await_end(self) -> None:
+        """Ends everything unless the block is left in time."""
+        end = time.monotonic() + self._deadline_s
+        while time.monotonic() < end and not self._again.is_set():
+            if self._over.wait(0.05):
+                return
+        end_descendants(grace_s=0)
+        assert self.received is not None
+        try:
+            self._at_deadline()
+        finally:
+            os._exit(128 + self.received)

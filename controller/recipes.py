@@ -1,0 +1,124 @@
+"""Recipes by name: finding them without importing them, and overriding their fields from the command line.
+
+A recipe is a module in `configs/` (or any Python file, by its path) whose docstring's first line says what hardware it
+is for, with a function `recipe()` that returns the configuration of a loop.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+
+class HelpRequestedError(Exception):
+    """`--help` was among the options; the message is the help text."""
+
+
+def recipe_files() -> dict[str, Path]:
+    """Name -> file of every recipe in `configs/`, by name."""
+    spec = importlib.util.find_spec("configs")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = (file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("_"))
+    return {file.stem: file for file in sorted(files)}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by name or path. Raises ValueError naming the nearest."""
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ValueError(f"there is no recipe file {name}")
+        return Path(name)
+    files = recipe_files()
+    if name not in files:
+        raise ValueError(f"unknown recipe {name!r}{_nearest(name, files)}; `ownloop list` shows all")
+    return files[name]
+
+
+def describe(file: Path) -> str:
+    """First line of a recipe's docstring, read without running it."""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    return docstring.splitlines()[0] if docstring else ""
+
+
+def load_recipe(file: Path) -> Any:
+    """Runs a recipe's file and returns the configuration it makes."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their own module up by name.
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    make = getattr(module, "recipe", None)
+    if not callable(make):
+        raise ValueError(f"recipe {file} has no function recipe()")
+    config = make()
+    if not dataclasses.is_dataclass(config):
+        raise ValueError(f"recipe() of {file} returned a {type(config).__name__}; a dataclass is needed")
+    return config
+
+
+def override(config: Any, options: Sequence[str], program: str, description: str = "") -> Any:
+    """`config` with the fields that `options` name ("--trainer.seed", "1") replaced.
+
+    Raises ValueError of one line for an unknown option, naming the nearest, and for a value that its field refuses;
+    HelpRequestedError for --help.
+    """
+    if not {"-h", "--help"} & set(options):
+        known = set(option_names(config))
+        for option in options:
+            name = option.partition("=")[0].replace("_", "-")
+            if option.startswith("--") and name not in known:
+                raise ValueError(f"unknown option {option.partition('=')[0]}{_nearest(name, known)}")
+    output, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            return tyro.cli(type(config), args=list(options), default=config, prog=program, description=description)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise HelpRequestedError(output.getvalue()) from None
+        raise ValueError(_first_message(errors.getvalue() + output.getvalue())) from None
+
+
+def option_names(config: Any, prefix: str = "--") -> list[str]:
+    """Every option that a configuration has, those of nested dataclasses with a dot."""
+    names: list[str] = []
+    for field in dataclasses.fields(config):
+        name = prefix + field.name.replace("_", "-")
+        value = getattr(config, field.name)
+        names.append(name)
+        if isinstance(value, bool):
+            names.append(f"{prefix}no-{field.name.replace('_', '-')}")
+        if dataclasses.is_dataclass(value):
+            names += option_names(value, name + ".")
+    return names
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A hint, when something similar exists."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _first_message(text: str) -> str:
+    """What the box that tyro draws says between its title and its first rule, as one line."""
+    lines: list[str] = []
+    for line in text.splitlines()[1:]:
+        content = line.strip("│╰╯ ")
+        if set(content) <= {"─", "-"}:
+            if lines:
+                break
+        else:
+            lines.append(content)
+    message = " ".join(lines) or text.strip()
+    return re.sub(r"^Error parsing [\w.]+: ", "", message)  # a dataclass's own message names its field
