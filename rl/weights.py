@@ -26,6 +26,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 Transport = Literal["shared_memory", "torchstore"]
+"""How the bytes travel: in place on one host, or through TorchStore between any hosts."""
+
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "torchstore")
 
 INDEX_KEY = "ownloop/weights"
 """Key in TorchStore of the tuple of `VersionRecord`s that can be pulled, oldest first."""

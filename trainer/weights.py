@@ -6,7 +6,7 @@ No rank gathers anything: a shard goes to its rows of a slot that all ranks map 
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from rl.weights import (
     INDEX_KEY,
     LIVING_VERSIONS,
+    TRANSPORTS,
     Manifest,
     Store,
     Transport,
@@ -49,14 +50,15 @@ class WeightPublisher:
         A push waits at most `reader_timeout_s` for generators that still read the version two pushes back. Raises
         ValueError for a transport that does not exist.
         """
-        if transport not in get_args(Transport):
-            raise ValueError(f"weight transport is {transport!r}; it must be one of {', '.join(get_args(Transport))}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"weight transport is {transport!r}; it must be one of {', '.join(TRANSPORTS)}")
         self._dtype = dtype
-        self._transport = transport
+        self._transport: Transport = transport
         self._store = store
         self._reader_timeout_s = reader_timeout_s
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._manifest: Manifest = ()
+        self._names: list[str] = []  # of this rank's tensors
         self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
         self._slots: list[WeightSlot] = []
         self._publication = -1
@@ -94,6 +96,7 @@ class WeightPublisher:
         """Agrees with the other ranks on the manifest and, on one host, on the slots."""
         local = [(name, tuple(t.shape), self._cast_dtype(t), isinstance(t, DTensor)) for name, t in tensors]
         union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._names = [name for name, _ in tensors]
         for rank, entries in enumerate(_all_gather(local)):
             for name, shape, dtype, sharded in entries:
                 if union.setdefault(name, (shape, dtype)) != (shape, dtype):
@@ -127,27 +130,34 @@ class WeightPublisher:
     def _write_slot(self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Casts this rank's shards into their places. Rank 0 holds the lock; the header is sealed when all have."""
         specs = {spec.name: spec for spec in record.manifest}
-        problem: str | None = None
-        if self._rank == 0:
-            try:
+        problem: Exception | None = None
+        try:
+            if self._rank == 0:
                 slot.begin_write(self._reader_timeout_s)
-            except WeightsError as error:
-                problem = str(error)
+        except WeightsError as error:
+            problem = error
         _raise_on_every_rank(problem)
         try:
+            self._check_names(tensors)
             for name, tensor in tensors:
                 local, region = self._shard(name, tensor)
                 if local is not None:
-                    slot.tensor(specs[name])[region].copy_(local)
-        except (KeyError, RuntimeError) as error:  # not the tensors that were published first
-            problem = f"cannot write {name!r}: {error}"
+                    _copy_exactly(local, slot.tensor(specs[name])[region], name)
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            problem = error
         try:
             _raise_on_every_rank(problem)
-        except WeightsError:
+        except BaseException:
             slot.abandon_write()
             raise
         if self._rank == 0:
             slot.seal(record)
+
+    def _check_names(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The layout was agreed at the first push; a tensor that is left out later would silently keep old bytes."""
+        differing = set(self._names) ^ {name for name, _ in tensors}
+        if differing or len(tensors) != len(self._names):
+            raise ValueError(f"these tensors were published at first or are now, not both: {sorted(differing)}")
 
     def _shard(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[slice, ...]]:
         """What this rank writes of a tensor, if anything, and where it belongs in the full one."""
@@ -169,6 +179,7 @@ class WeightPublisher:
 
     async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there."""
+        self._check_names(tensors)
         store = await self._get_store()
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
 
@@ -213,8 +224,18 @@ def _all_gather(value: T) -> list[T]:
     return values
 
 
-def _raise_on_every_rank(problem: str | None) -> None:
+def _copy_exactly(source: torch.Tensor, destination: torch.Tensor, name: str) -> None:
+    """`copy_`, which casts, without its broadcasting."""
+    if source.shape != destination.shape:
+        raise ValueError(f"{name!r} has the shape {tuple(source.shape)} where {tuple(destination.shape)} was published")
+    destination.copy_(source)
+
+
+def _raise_on_every_rank(problem: Exception | None) -> None:
     """A barrier that raises everywhere if one rank has a problem, so that no rank waits for one that gave up."""
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(_all_gather(problem)) if text]
-    if problems:
-        raise WeightsError("; ".join(problems))
+    problems = _all_gather(str(problem) if problem else None)
+    if problem:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text:
+            raise WeightsError(f"trainer rank {rank} could not publish its weights: {text}")

@@ -1,0 +1,1 @@
+"""The generator: a vLLM engine in a Monarch actor that samples tokens and takes in new weights."""

@@ -1,0 +1,113 @@
+"""What a generator is made of, checked before any process starts. This module imports neither vLLM nor torch."""
+
+import ast
+import difflib
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+GeneratorDtype = Literal["bfloat16", "float16", "float32"]
+
+_OWN_FIELDS = {
+    "model": "model",
+    "dtype": "dtype",
+    "tensor_parallel_size": "tensor_parallel",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+}
+_FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorConfig:
+    """One generator: `tensor_parallel` ranks, a process each, that hold one copy of the model."""
+
+    model: Path
+    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files."""
+    dtype: GeneratorDtype = "bfloat16"
+    """Of weights and activations. The trainer casts to it when it pushes."""
+    tensor_parallel: int = 1
+    """Ranks that share every matrix product; must divide the attention heads."""
+    max_model_len: int = 2048
+    """Most tokens of a prompt and its completion together."""
+    max_num_seqs: int = 32
+    """Sequences that are sampled at the same time; more wait their turn."""
+    num_threads: int = 1
+    """Threads of each rank on the CPU."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further options of vLLM's `EngineArgs`, by their names there."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if self.dtype not in get_args(GeneratorDtype):
+            raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
+        for name in ("tensor_parallel", "max_model_len", "max_num_seqs", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.engine_args:
+            _check_engine_args(self.engine_args)
+
+    def check_model(self) -> None:
+        """Looks at the model directory. Raises ValueError if this generator could not serve what is in it."""
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
+        if not any(self.model.glob("*.safetensors")):
+            raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no *.safetensors weights")
+        model = json.loads((self.model / "config.json").read_text())
+        heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
+        # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
+        accepted = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if self.tensor_parallel not in accepted:
+            raise ValueError(
+                f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; this model has {heads} attention heads and"
+                f" {kv_heads} key-value heads, which can be split over {', '.join(map(str, accepted))} ranks"
+            )
+        longest = model.get("max_position_embeddings", self.max_model_len)
+        if self.max_model_len > longest:
+            raise ValueError(
+                f"GeneratorConfig.max_model_len is {self.max_model_len}; this model's context is {longest}"
+            )
+
+
+def check_request(prompt_tokens: int, max_tokens: int, num_samples: int, config: GeneratorConfig) -> None:
+    """Raises ValueError for a request that the context cannot hold, or that asks for nothing."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+    if prompt_tokens < 1:
+        raise ValueError("prompt_tokens is empty; a prompt has at least 1 token")
+    if prompt_tokens + max_tokens > config.max_model_len:
+        raise ValueError(
+            f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens} need {prompt_tokens + max_tokens}"
+            f" tokens; the generator's context holds {config.max_model_len} (GeneratorConfig.max_model_len)"
+        )
+
+
+def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    known = _engine_arg_names()
+    for name in engine_args:
+        if name in _OWN_FIELDS:
+            raise ValueError(f"GeneratorConfig.engine_args[{name!r}]: set GeneratorConfig.{_OWN_FIELDS[name]} instead")
+        if name in _FIXED:
+            raise ValueError(f"GeneratorConfig.engine_args[{name!r}] is set by the generator and cannot be chosen")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"GeneratorConfig.engine_args[{name!r}]: vLLM has no such option; the nearest is {nearest}"
+            )
+
+
+def _engine_arg_names() -> list[str]:
+    """The fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None, "vllm is not installed"
+    module = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
+    classes = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    return [
+        field.target.id
+        for field in next(classes).body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]

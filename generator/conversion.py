@@ -1,0 +1,49 @@
+"""Our requests in vLLM's terms, and vLLM's answers in ours."""
+
+from typing import Any
+
+import vllm
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+from rl.types import Completion, SamplingParams
+
+
+def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
+    """vLLM gives sample i the seed `seed + i`."""
+    return vllm.SamplingParams(
+        n=num_samples,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),  # token by token, which only the search for stop strings needs
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def to_completion(sample: CompletionOutput, tokenizer: Any) -> Completion:
+    """A finished sample. Its text is empty without a tokenizer. Raises RuntimeError if vLLM did not finish it."""
+    tokens = tuple(sample.token_ids)
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request after {len(tokens)} tokens: {sample.finish_reason}")
+    assert sample.logprobs is not None
+    assert sample.weight_versions is not None
+    if isinstance(sample.stop_reason, str):  # a stop string, which vLLM has cut off
+        text = sample.text
+    elif tokenizer is not None:
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    else:
+        text = ""
+    return Completion(
+        tokens=tokens,
+        logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
+        versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
+        text=text,
+        finish_reason=sample.finish_reason,
+    )

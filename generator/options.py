@@ -1,0 +1,74 @@
+"""What a `GeneratorConfig` means to vLLM: the environment of a rank's process and the arguments of its engine.
+
+One path for CPU and GPU. What is set for the CPU is what vLLM would get wrong there or take long over; everything else
+is vLLM's own default, and `GeneratorConfig.engine_args` has the last word.
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from generator.config import GeneratorConfig
+
+_CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 is longer than most prompts, and only whole blocks of a prefix are shared
+_MIN_BATCHED_TOKENS = 2048  # vLLM's own default
+
+
+def generator_env(config: GeneratorConfig) -> dict[str, str]:
+    """Environment of every rank's process, to be set before it imports anything."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a directory
+    }
+    if not torch.cuda.is_available():
+        env |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default gives two ranks of one NUMA node the same core
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin starve the trainer on the same cores
+            # Keep freed memory instead of returning it: packing weights after a pull then touches no fresh pages.
+            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+            "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+        }
+    return env
+
+
+def engine_options(config: GeneratorConfig) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`."""
+    options: dict[str, Any] = {
+        "model": str(config.model),
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
+        "disable_log_stats": True,
+        "skip_tokenizer_init": not any(config.model.glob("tokenizer*")),
+    }
+    if config.tensor_parallel > 1:
+        options["distributed_executor_backend"] = "external_launcher"
+    if not torch.cuda.is_available():
+        options |= {
+            "enforce_eager": True,  # compiling takes 25 s longer than it saves in an hour
+            "kv_cache_memory_bytes": _kv_cache_bytes(config),
+            "block_size": _CPU_BLOCK_SIZE,
+            # A seeded request whose prompt is cut into chunks ends the engine: "CPU Generator does not use offset".
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_model_len, _MIN_BATCHED_TOKENS),
+        }
+        if config.tensor_parallel > 1:
+            options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"
+    return {**options, **config.engine_args}
+
+
+def _kv_cache_bytes(config: GeneratorConfig) -> int:
+    """A rank's share of the keys and values of `max_num_seqs` sequences of full length."""
+    model = json.loads((config.model / "config.json").read_text())
+    num_heads = model["num_attention_heads"]
+    kv_heads = -(-model.get("num_key_value_heads", num_heads) // config.tensor_parallel)
+    head_dim = model.get("head_dim") or model["hidden_size"] // num_heads
+    itemsize = getattr(torch, config.dtype).itemsize
+    blocks_per_sequence = -(-config.max_model_len // _CPU_BLOCK_SIZE) + 1
+    num_tokens = (config.max_num_seqs * blocks_per_sequence + 1) * _CPU_BLOCK_SIZE
+    return 2 * model["num_hidden_layers"] * kv_heads * head_dim * itemsize * num_tokens
