@@ -49,6 +49,11 @@ async def sample(
     return [task.result() for task in started]
 
 
+def step_seed(seed: int, step: int) -> int:
+    """The sampling seed of a step of a run: far enough apart for 2^20 completions a step."""
+    return (seed << 40) + (step << 20)
+
+
 def score(samples: Samples) -> Group:
     """Rewards every completion of a problem. Raises ValueError for a reward that is not a finite number."""
     problem = samples.problem
