@@ -1,8 +1,8 @@
 """The command line: `ownloop run RECIPE [--field value ...]`, and `show`, `list` and `model`.
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
-runs follows from the configuration: it is the coroutine function `run(config, report)` in the module that defines the
-configuration's class, which has the fields `seed` and `num_steps`.
+runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
+defines the configuration's class.
 """
 
 import argparse
@@ -110,7 +110,6 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config = _configuration(options.recipe, overrides, "run")
         # Later than the configuration, so that a mistake in it is reported at once.
         from controller.console import Console
-        from controller.report import Report
 
         folder = RunFolder(_run_path(options, config), config)
         output.move_to(folder.logs / "controller.log")
@@ -122,11 +121,10 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         adopt_orphans()
         loop = importlib.import_module(type(config).__module__).run
-        report = Report(folder, console, config.num_steps)
         code = 0
         with StopSignals(_STOP_DEADLINE_S, say_saved) as stop:
             try:
-                asyncio.run(_cancellable(loop(config, report), stop))
+                asyncio.run(_cancellable(loop(config, folder, console), stop))
             except BaseException as error:  # whatever it is, the processes must end and the user must be told
                 traceback.print_exc()  # to the log
                 console.close()

@@ -5,7 +5,6 @@ in the user's cache. Nothing is fetched from a hub.
 """
 
 import contextlib
-import difflib
 import fcntl
 import importlib.util
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from rl.checks import did_you_mean
 from rl.hf_model import inspect_model
 
 Report = Callable[[str], None]
@@ -37,10 +37,8 @@ def resolve_model(name_or_path: str | Path, report: Report = _silent) -> Path:
         inspect_model(directory)
         return directory.absolute()
     if isinstance(name_or_path, Path) or name not in _BUILDERS:
-        close = difflib.get_close_matches(name, _BUILDERS, n=1)
-        hint = f"; nearest is {close[0]!r}" if close else ""
         raise ValueError(
-            f"model {name!r} is neither a local directory nor a known name ({', '.join(_BUILDERS)}){hint}; "
+            f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
             "any local directory of a Llama or Qwen3 model works by its path"
         )
     target = cache_directory() / "models" / name

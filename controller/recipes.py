@@ -7,17 +7,18 @@ is for, with a function `recipe()` that returns the configuration of a loop.
 import ast
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
+
+from rl.checks import check_known, did_you_mean
 
 
 class HelpRequestedError(Exception):
@@ -39,8 +40,7 @@ def find_recipe(name: str) -> Path:
             raise ValueError(f"there is no recipe file {name}")
         return Path(name)
     files = recipe_files()
-    if name not in files:
-        raise ValueError(f"unknown recipe {name!r}{_nearest(name, files)}; `ownloop list` shows all")
+    check_known("recipe", name, files)
     return files[name]
 
 
@@ -75,11 +75,11 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     HelpRequestedError for --help.
     """
     if not {"-h", "--help"} & set(options):
-        known = set(option_names(config))
+        known = option_names(config)
         for option in options:
             name = option.partition("=")[0].replace("_", "-")
             if option.startswith("--") and name not in known:
-                raise ValueError(f"unknown option {option.partition('=')[0]}{_nearest(name, known)}")
+                raise ValueError(f"unknown option {name}{did_you_mean(name, known)}")
     output, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -102,12 +102,6 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
         if dataclasses.is_dataclass(value):
             names += option_names(value, name + ".")
     return names
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint, when something similar exists."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _first_message(text: str) -> str:

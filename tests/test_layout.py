@@ -1,0 +1,146 @@
+"""Ratchets on the shape of the repository: import directions, names, sizes. They may be tightened, not loosened."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
+FORBIDDEN = {
+    "rl": {"monarch", "vllm", "torchtitan", "torchstore", "trainer", "generator", "controller", "configs"},
+    "trainer": {"generator", "controller", "configs", "vllm"},
+    "generator": {"trainer", "controller", "configs", "torchtitan"},
+    "controller": {"configs"},
+    "configs": set[str](),
+}
+TOP_LEVEL = {
+    *PACKAGES,
+    *("tests", "benchmarks", "requirements", "README.md", "LICENSE", "Makefile", "pyproject.toml"),
+    *(".ci", ".gitignore"),
+}
+MAX_CONFIG_FIELDS = 20
+MAX_ALL_CONFIG_FIELDS = 80
+MAX_LOOP_LINES = 60
+MAX_LOOP_FILE_LINES = 110
+MAX_FILE_LINES = 350
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files below these top-level folders, as paths relative to the root."""
+    return sorted(path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_packages(tree: ast.AST) -> set[str]:
+    """Top-level names that a module imports anywhere, functions included."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a module comes from"
+            names.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant):
+                names.add(str(first.value).partition(".")[0])
+    return names
+
+
+def config_fields() -> dict[str, int]:
+    """Number of fields of every dataclass whose name ends in Config."""
+    counts: dict[str, int] = {}
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+                if any("Protocol" in ast.unparse(base) for base in node.bases):
+                    continue
+                counts[f"{path}:{node.name}"] = sum(isinstance(line, ast.AnnAssign) for line in node.body)
+    return counts
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package: str) -> None:
+    for path in sources(package):
+        wrong = imported_packages(ast.parse((ROOT / path).read_text())) & FORBIDDEN[package]
+        assert not wrong, f"{path} imports {', '.join(sorted(wrong))}"
+
+
+def test_import_check_sees_every_form_of_import() -> None:
+    code = "import vllm.engine\ndef f():\n    from torchtitan.models import x\nimportlib.import_module('monarch.actor')"
+    assert imported_packages(ast.parse(code)) == {"vllm", "torchtitan", "monarch"}
+
+
+def test_no_module_is_named_after_a_dependency() -> None:
+    # A module `vllm.py` beside another would be imported in its place whenever a file is run by its path.
+    taken = set(packages_distributions()) - {*PACKAGES, "tests", "benchmarks"}
+    for path in sources(*PACKAGES, "benchmarks"):
+        for name in (path.stem, *path.parent.parts[1:]):
+            assert name not in taken, f"{path}: {name} is an installed package"
+
+
+def test_top_level_packages_shadow_no_standard_module() -> None:
+    assert not set(PACKAGES) & sys.stdlib_module_names
+
+
+def test_top_level_holds_what_the_design_names() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = {line.partition("/")[0] for line in tracked.splitlines()}
+    assert found <= TOP_LEVEL, f"unexpected at the top level: {sorted(found - TOP_LEVEL)}"
+
+
+def test_wheel_holds_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == set(PACKAGES)
+
+
+def test_config_fields_stay_few() -> None:
+    counts = config_fields()
+    assert max(counts.values()) <= MAX_CONFIG_FIELDS, counts
+    assert sum(counts.values()) <= MAX_ALL_CONFIG_FIELDS, counts
+
+
+@pytest.mark.parametrize("loop", ["controller/grpo.py"])
+def test_a_loop_is_one_page(loop: str) -> None:
+    lines = (ROOT / loop).read_text().splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("async def run("))
+    assert len(lines) <= MAX_LOOP_FILE_LINES
+    assert len(lines) - start <= MAX_LOOP_LINES
+
+
+def test_files_stay_readable() -> None:
+    long = {str(p): n for p in sources(*PACKAGES, "tests", "benchmarks") if (n := lines_of(p)) > MAX_FILE_LINES}
+    assert not long
+
+
+def test_readme_stays_short() -> None:
+    assert lines_of(Path("README.md")) <= 150
+
+
+def test_every_module_says_what_it_does() -> None:
+    for path in sources(*PACKAGES, "benchmarks"):
+        text = (ROOT / path).read_text()
+        assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+
+
+def test_no_file_names_a_home_directory_or_an_index() -> None:
+    pattern = re.compile(r"(?<![\w.])/(home|root|Users)/\w|(--(extra-)?index-url|find-links)[ =]+[a-z]+:/")
+    files = [
+        *sources(*PACKAGES, "tests", "benchmarks"),
+        *(p.relative_to(ROOT) for p in (ROOT / "requirements").iterdir()),
+    ]
+    for path in [*files, Path("Makefile"), Path("README.md"), Path("pyproject.toml"), Path(".ci/run")]:
+        found = pattern.search((ROOT / path).read_text())
+        assert not found, f"{path}: {found.group()}"
+
+
+def lines_of(path: Path) -> int:
+    """Number of lines of a file of the repository."""
+    return len((ROOT / path).read_text().splitlines())
