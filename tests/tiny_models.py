@@ -1,72 +1,54 @@
-"""Small models with random weights in Hugging Face form, with a byte-level tokenizer, made in milliseconds."""
+"""Hugging Face model directories with random weights, small enough that a test builds one in a fraction of a second."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
-from transformers.models.qwen3 import Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-END_TOKEN = 256
-VOCAB_SIZE = 288
+VOCAB_SIZE = 64
 
 
-def tiny_llama(path: Path, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A 2-layer Llama with 4 heads and 2 key-value heads of 32 dimensions, saved under `path`."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=END_TOKEN,
-        pad_token_id=None,
-        initializer_range=0.1,  # large enough for distributions that are far from uniform
-    )
-    return _save(LlamaForCausalLM(config), dtype, path)
+def tiny_llama(
+    path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
+) -> Path:
+    """A Llama of two layers, four heads and 64 tokens; `options` go to `LlamaConfig`."""
+    config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**_shape(), **options})
+    return _save(LlamaForCausalLM, config, path, dtype)
 
 
-def tiny_qwen3(path: Path, *, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A 2-layer Qwen3 with 4 heads and 2 key-value heads of 32 dimensions, saved under `path`."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=END_TOKEN,
-        pad_token_id=None,
-        initializer_range=0.1,
-    )
-    return _save(Qwen3ForCausalLM(config), dtype, path)
+def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A Qwen3 of the same shape, whose head size is not dim / heads."""
+    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, head_dim=16, **{**_shape(), **options})
+    return _save(Qwen3ForCausalLM, config, path, dtype)
 
 
-def _save(model: PreTrainedModel, dtype: torch.dtype, path: Path) -> Path:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-    model.save_pretrained(path)
-    _byte_tokenizer().save_pretrained(path)
+def _shape() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,  # large enough that a mistake anywhere changes the logits
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
+    }
+
+
+def _save(model_class: Any, config: Any, path: Path, dtype: torch.dtype) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # ones by default, which would hide a swapped norm
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(dtype).save_pretrained(path)
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(path)
     return path
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, in the order of GPT-2's byte alphabet, and one that ends a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)} | {"<end>": END_TOKEN}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Family = Literal["llama", "qwen3"]
 
-_FAMILIES: dict[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_FAMILIES: Mapping[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
@@ -46,6 +46,17 @@ class HFModelConfig:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
 
+    def check_layout(self, tensor_parallel: int) -> None:
+        """Raises ValueError when the model cannot be cut into that many tensor-parallel parts."""
+        for name in ("num_heads", "num_kv_heads", "vocab_size", "hidden_dim"):
+            size: int = getattr(self, name)
+            if size % tensor_parallel:
+                divisors = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
+                raise ValueError(
+                    f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
+                    f"{size}; its key-value heads allow {divisors}"
+                )
+
 
 def read_hf_config(model: Path) -> HFModelConfig:
     """Reads `config.json` of a model directory. Raises ValueError when it is missing, unreadable or unsupported."""
@@ -62,7 +73,7 @@ def read_hf_config(model: Path) -> HFModelConfig:
 def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
     """Parses the contents of a `config.json`. Raises ValueError naming the key, its value and what is supported."""
     architectures = config.get("architectures") or []
-    family = next((_FAMILIES[name] for name in architectures if name in _FAMILIES), None)
+    family: Family | None = next((_FAMILIES[name] for name in architectures if name in _FAMILIES), None)
     if family is None:
         raise ValueError(
             f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -1,13 +1,13 @@
 """The torchtitan engine: torchtitan's model, parallelized by torchtitan, driven by our loop.
 
-With more than one rank torchtitan's `parallelize_fn` applies tensor parallelism, activation checkpointing and FSDP2. With
-one rank nothing is sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism are not
-offered here.
+With more than one rank torchtitan's `parallelize_fn` applies activation checkpointing and FSDP2. With one rank nothing is
+sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism are not offered here.
 """
 
 import contextlib
 import math
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl.batching import PackedRow, pack_row
 from rl.losses import Loss, LossInputs
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeerError
 from trainer.engines.hf_config import read_hf_config
@@ -30,6 +31,7 @@ from trainer.engines.outputs import IDLE_DATUM, OutputCollector
 from trainer.engines.titan.attention import attention_masks
 from trainer.engines.titan.build import DTYPES, build_model, choose_device, init_process_group
 from trainer.engines.titan.models import hf_parameters
+from trainer.export import write_hf_directory
 
 
 class TitanEngine(Engine):
@@ -69,7 +71,7 @@ class TitanEngine(Engine):
                     output.add(row, None, None, {})
                 if self._config.num_ranks > 1:
                     logprobs, _ = self._score(pack_row([IDLE_DATUM]), entropy=False)
-                    self._raise_together(None)
+                    self._tell_peers(failed=False)
                     (logprobs.sum() * 0.0).backward()
         return output.result()
 
@@ -80,12 +82,12 @@ class TitanEngine(Engine):
             datum_index=self._tensor(row.datum_index),
             num_datums=len(row.lengths),
         )
-        error: Exception | None = None
         try:
             loss_sum, metrics = loss(logprobs, entropy, inputs)
-        except Exception as raised:
-            error = raised
-        self._raise_together(error)
+        except Exception:
+            self._tell_peers(failed=True)
+            raise
+        self._tell_peers(failed=False)
         output.add(row, logprobs, None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
 
@@ -153,15 +155,13 @@ class TitanEngine(Engine):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raises on every rank when the loss of one of them raised, so that none waits for it in the backward pass."""
+    def _tell_peers(self, *, failed: bool) -> None:
+        """Raises PeerError here when the loss of another rank raised, so that none waits for it in the backward pass."""
         if self._config.num_ranks > 1:
-            failed = torch.tensor(float(error is not None), device=self._device)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-            if failed and error is None:
+            failures = torch.tensor(float(failed), device=self._device)
+            dist.all_reduce(failures)
+            if failures and not failed:
                 raise PeerError("the loss raised on another rank")
-        if error is not None:
-            raise error
 
     def _reshard(self) -> None:
         """Frees gathered parameters that no backward pass will free, lest they outlive the next optimizer step."""
@@ -173,10 +173,48 @@ class TitanEngine(Engine):
         yield from self._parameters.items()
 
     def save_checkpoint(self, path: Path) -> None:
-        raise NotImplementedError
+        state = self._state()
+        size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
+        checkpoint.save(path, state, self._info("checkpoint"), size_bytes=size_bytes)
 
     def load_checkpoint(self, path: Path) -> int:
-        raise NotImplementedError
+        state = self._state()
+        if checkpoint.read_info(path).num_ranks != self._config.num_ranks:
+            del state["rng"]
+        info = checkpoint.load(path, state, asdict(self._hf_config))
+        if "rng" in state:
+            torch.set_rng_state(state["rng"][str(self._rank)])
+        self.zero_grad()
+        self._version = info.policy_version
+        if self._masters is not None:
+            self._masters.refresh()
+        return self._version
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
-        raise NotImplementedError
+        size_bytes = dtype.itemsize * sum(parameter.numel() for parameter in self._parameters.values())
+        checkpoint.with_directory(
+            path,
+            self._info("export"),
+            size_bytes,
+            lambda partial: write_hf_directory(partial, self._config.model, self.hf_parameters(), dtype),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that a step depends on, in tensors that `torch.distributed.checkpoint` reads into in place."""
+        return {
+            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizer": self._optimizer.state(),
+            "rng": {str(self._rank): torch.get_rng_state()},
+        }
+
+    def _info(self, kind: checkpoint.Kind) -> checkpoint.CheckpointInfo:
+        return checkpoint.CheckpointInfo(
+            kind=kind,
+            policy_version=self._version,
+            model=asdict(self._hf_config),
+            num_ranks=self._config.num_ranks,
+        )
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,177 @@
+"""`TrainerHandle`: a mesh of `PolicyTrainer` ranks as the `Trainer` that a controller script sees.
+
+Checks a call before any rank computes, gives each data-parallel rank its own share of a batch and puts the results
+together again. Calls reach the ranks in the order in which they were issued, so several may be in flight.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from controller.mesh import Mesh
+from rl.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
+from rl.losses import get_loss
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from rl.weights import Transport
+from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
+from trainer.config import TrainerConfig
+from trainer.engines.base import PeerError
+from trainer.engines.hf_config import read_hf_config
+
+T = TypeVar("T")
+
+
+class TrainerHandle:
+    """Implements `rl.protocols.Trainer`."""
+
+    def __init__(self, mesh: Mesh, config: TrainerConfig) -> None:
+        """Use `launch`."""
+        self.mesh = mesh
+        self.config = config
+        self._hf_config = read_hf_config(config.model)
+
+    @classmethod
+    async def launch(
+        cls,
+        config: TrainerConfig,
+        generator_dtype: WeightDtype,
+        log_dir: Path,
+        *,
+        transport: Transport = "shared_memory",
+    ) -> "TrainerHandle":
+        """Starts the trainer's processes and waits until every rank has loaded the model.
+
+        Weights are pushed in `generator_dtype` over `transport`. Raises ValueError, before any process starts, for a
+        model or a layout that cannot be trained.
+        """
+        read_hf_config(config.model).check_layout(config.tensor_parallel)
+        mesh = await Mesh.spawn(
+            "trainer",
+            PolicyTrainer,
+            config,
+            generator_dtype,
+            transport,
+            num_ranks=config.num_ranks,
+            env=trainer_env(config),
+            log_dir=log_dir,
+        )
+        try:
+            handle = cls(mesh, config)
+            await handle.policy_version()
+        except BaseException:
+            await mesh.stop()
+            raise
+        return handle
+
+    async def stop(self) -> None:
+        """Ends the trainer's processes. May be called again."""
+        await self.mesh.stop()
+
+    async def policy_version(self) -> int:
+        """Optimizer steps applied so far."""
+        return (await self._gather([rank.policy_version.call_one() for rank in self._ranks]))[0]
+
+    async def forward_backward(
+        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
+    ) -> ForwardBackwardOutput:
+        """Adds the gradient of the loss, summed over all tokens of the batch, to the accumulated gradient.
+
+        Raises ValueError for a loss or a batch that cannot be computed with, and whatever a custom loss raises; the
+        accumulated gradient is as before then.
+        """
+        checked = get_loss(loss, loss_config)
+        plan = self._plan(batch, checked.required_inputs)
+        calls = [
+            rank.forward_backward.call_one(share, loss, dict(loss_config or {}))
+            for rank, share in zip(self._ranks, self._shares(plan, batch), strict=True)
+        ]
+        return self._merge(plan, await self._gather(calls))
+
+    async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
+        """Log-probs, and entropies if asked for, of the batch's target tokens; leaves no gradient.
+
+        Raises ValueError for a batch that cannot be computed with.
+        """
+        plan = self._plan(batch, ())
+        calls = [
+            rank.forward.call_one(share, entropy)
+            for rank, share in zip(self._ranks, self._shares(plan, batch), strict=True)
+        ]
+        return self._merge(plan, await self._gather(calls))
+
+    async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
+        """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
+
+        Raises ValueError when no gradient was accumulated or `grad_scale` is not finite.
+        """
+        return (await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks]))[0]
+
+    async def zero_grad(self) -> None:
+        """Drops the accumulated gradient."""
+        await self._gather([rank.zero_grad.call_one() for rank in self._ranks])
+
+    async def push_model_state_dict(self) -> int:
+        """Publishes the current weights in the generator's dtype; returns their policy version."""
+        return (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
+
+    async def save_checkpoint(self, path: Path) -> None:
+        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+
+        Raises ValueError when `path` exists and is not ours, cannot be written or has too little room.
+        """
+        await self._gather([rank.save_checkpoint.call_one(path.absolute()) for rank in self._ranks])
+
+    async def load_checkpoint(self, path: Path) -> int:
+        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version.
+
+        Raises ValueError when `path` is missing, damaged, not ours or of another model.
+        """
+        return (await self._gather([rank.load_checkpoint.call_one(path.absolute()) for rank in self._ranks]))[0]
+
+    async def export_hf(self, path: Path) -> None:
+        """Writes a directory that transformers and vLLM load, with weights in the generator's dtype.
+
+        Raises ValueError as `save_checkpoint` does.
+        """
+        await self._gather([rank.export_hf.call_one(path.absolute()) for rank in self._ranks])
+
+    @property
+    def _ranks(self) -> list[Any]:
+        return [self.mesh.rank(index) for index in range(self.config.num_ranks)]
+
+    def _plan(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> BatchPlan:
+        """Checks a batch and cuts it up."""
+        validate_batch(
+            batch,
+            required_inputs=required_inputs,
+            vocab_size=self._hf_config.vocab_size,
+            max_seq_len=self._hf_config.max_seq_len,
+        )
+        return plan_batch(
+            [len(datum.tokens) for datum in batch],
+            num_ranks=self.config.num_data_parallel_ranks,
+            max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+        )
+
+    def _shares(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
+        """What each rank is sent; the ranks of a tensor-parallel group, which are neighbours, get the same."""
+        return [share for share in plan.split(batch) for _ in range(self.config.tensor_parallel)]
+
+    def _merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+        """The ranks' outputs as one, in the order of the batch."""
+        parts = outputs[:: self.config.tensor_parallel]
+        entropies = [part.entropy for part in parts if part.entropy is not None]
+        return ForwardBackwardOutput(
+            logprobs=plan.restore([part.logprobs for part in parts]),
+            entropy=plan.restore(entropies) if entropies else None,
+            metrics=merge_metrics([part.metrics for part in parts]),
+        )
+
+    async def _gather(self, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """Answers of all ranks. When some raise, the cause is raised and not a peer's complaint about it."""
+        outcomes = await asyncio.gather(*(self.mesh.answer(call) for call in calls), return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

@@ -1,0 +1,89 @@
+"""What the engine must equal: transformers and plain autograd, one datum at a time, in float32."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl.types import Datum
+from tests.tiny_models import VOCAB_SIZE
+
+TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""(log-probs [T], loss inputs [T]) -> loss [T], before weights."""
+
+
+def random_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[Datum]:
+    """One datum per length; the first third of each is not scored."""
+    rng = np.random.default_rng(seed)
+    batch: list[Datum] = []
+    for length in lengths:
+        tokens = rng.integers(0, vocab_size, length + 1)
+        weights = rng.uniform(0.5, 1.5, length).astype(np.float32)
+        weights[: length // 3] = 0
+        inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
+            "target_tokens": tokens[1:],
+            "weights": weights,
+            "logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
+            "advantages": rng.normal(size=length).astype(np.float32),
+        }
+        batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
+    return batch
+
+
+class ReferencePolicy:
+    """A transformers model in float32 and the loop that anyone would write around it."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def logits(self, datum: Datum) -> Tensor:
+        """[T, V]"""
+        return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
+
+    def logprobs(self, datum: Datum) -> Tensor:
+        """[T] of the target tokens, scored or not."""
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        return torch.log_softmax(self.logits(datum), -1).gather(1, targets[:, None])[:, 0]
+
+    def entropy(self, datum: Datum) -> Tensor:
+        """[T]"""
+        logprobs = torch.log_softmax(self.logits(datum), -1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    def backward(self, batch: Sequence[Datum], token_loss: TokenLoss) -> float:
+        """Adds the gradient of the weighted sum over all datums; returns the sum."""
+        total = 0.0
+        for datum in batch:
+            inputs = {name: torch.from_numpy(array) for name, array in datum.loss_inputs.items()}
+            loss = (token_loss(self.logprobs(datum), inputs) * torch.from_numpy(datum.weights)).sum()
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By Hugging Face name."""
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By Hugging Face name."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+
+def cross_entropy(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """-p"""
+    del inputs
+    return -logprobs
+
+
+def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """-exp(p - q) A"""
+    return -torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of the expected."""
+    return float((actual - expected).norm() / expected.norm())

@@ -1,0 +1,98 @@
+"""`PolicyTrainer`: one rank of the trainer in a process of its own. The mathematics is in the engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from rl.losses import get_loss
+from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from rl.weights import Transport
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Microbatch
+from trainer.weights import WeightPublisher
+
+WeightDtype = Literal["bfloat16", "float16", "float32"]
+"""Dtypes that a generator may serve."""
+
+
+def trainer_env(config: TrainerConfig) -> dict[str, str]:
+    """The environment of each trainer process, to be set before it imports anything."""
+    env = {
+        "OMP_NUM_THREADS": str(config.num_threads),
+        # Spinning threads stall each other when ranks, or a generator, share the cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    if torch.cuda.is_available():
+        return env
+    return {
+        **env,
+        # A step allocates the same large tensors again and again. Kept by the process instead of handed back to the
+        # kernel, and on huge pages, they save a quarter of the time of a small model's step on the CPU.
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+
+
+class PolicyTrainer(Actor):
+    """The endpoints of one rank. Every rank of a mesh is sent the same calls in the same order."""
+
+    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype, transport: Transport) -> None:
+        """Builds the engine. `generator_dtype` is what weights are pushed and exported in."""
+        self._engine = load_engine(config)
+        self._dtype: torch.dtype = getattr(torch, generator_dtype)
+        self._publisher = WeightPublisher(self._dtype, transport)
+
+    @endpoint
+    async def policy_version(self) -> int:
+        """Optimizer steps applied so far."""
+        return self._engine.policy_version
+
+    @endpoint
+    async def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss: str | Callable[..., Any], loss_config: Mapping[str, Any]
+    ) -> ForwardBackwardOutput:
+        """`Engine.forward_backward` on this rank's share."""
+        return self._engine.forward_backward(microbatches, get_loss(loss, loss_config))
+
+    @endpoint
+    async def forward(self, microbatches: Sequence[Microbatch], entropy: bool) -> ForwardBackwardOutput:
+        """`Engine.forward` on this rank's share."""
+        return self._engine.forward(microbatches, entropy=entropy)
+
+    @endpoint
+    async def optim_step(self, params: AdamParams, grad_scale: float) -> OptimStepOutput:
+        """`Engine.optim_step`."""
+        return self._engine.optim_step(params, grad_scale)
+
+    @endpoint
+    async def zero_grad(self) -> None:
+        """`Engine.zero_grad`."""
+        self._engine.zero_grad()
+
+    @endpoint
+    async def push_model_state_dict(self) -> int:
+        """Publishes the current weights in the generator's dtype; returns their policy version."""
+        version = self._engine.policy_version
+        await self._publisher.publish(version, self._engine.hf_parameters())
+        return version
+
+    @endpoint
+    async def save_checkpoint(self, path: Path) -> None:
+        """`Engine.save_checkpoint`."""
+        self._engine.save_checkpoint(path)
+
+    @endpoint
+    async def load_checkpoint(self, path: Path) -> int:
+        """`Engine.load_checkpoint`."""
+        return self._engine.load_checkpoint(path)
+
+    @endpoint
+    async def export_hf(self, path: Path) -> None:
+        """`Engine.export_hf` in the generator's dtype."""
+        self._engine.export_hf(path, self._dtype)

@@ -1,0 +1,145 @@
+"""Directories that the trainer writes: complete or not there, and never over what is not ours.
+
+A checkpoint is written by `torch.distributed.checkpoint` into a hidden sibling directory and renamed once all ranks are
+done, so a killed save leaves nothing that loads. `ownloop.json` in it names the format, the policy version, the model and
+the size of every file. What is in the state is the engine's business.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+_FILE = "ownloop.json"
+_FORMAT = 1
+Kind = Literal["checkpoint", "export"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What `ownloop.json` says."""
+
+    kind: Kind
+    """`checkpoint` can be resumed from; `export` is a Hugging Face model directory."""
+    policy_version: int
+    model: Mapping[str, Any]
+    """The model's shape; weights of another shape are refused."""
+    num_ranks: int
+    """Ranks that wrote it, each with its own random state."""
+    format: int = _FORMAT
+
+
+def save(path: Path, state: Mapping[str, Any], info: CheckpointInfo, *, size_bytes: int) -> None:
+    """Writes tensors, sharded or not, as a checkpoint. A collective.
+
+    Raises ValueError, before anything is written, when `path` exists and is not ours, cannot be written, or has no room
+    for `size_bytes`.
+    """
+    with_directory(path, info, size_bytes, lambda partial: dcp.save(dict(state), checkpoint_id=partial))
+
+
+def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a hidden directory, on every rank, and gives it the name `path` once it is complete."""
+    path = path.absolute()
+    partial = path.with_name(f".{path.name}.partial")
+    _on_rank_0(lambda: _prepare(path, partial, size_bytes))
+    write(partial)
+    _on_rank_0(lambda: _publish(path, partial, info))
+
+
+def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
+    """Reads and checks `ownloop.json`. Raises ValueError when `path` is missing, not ours, truncated or of another kind."""
+    if not path.is_dir():
+        raise ValueError(f"checkpoint path {path} does not exist or is not a directory")
+    if not _is_ours(path):
+        raise ValueError(f"{path} is not an ownloop checkpoint: it holds no {_FILE}")
+    try:
+        content = json.loads((path / _FILE).read_text())
+        sizes: dict[str, int] = content.pop("file_sizes")
+        info = CheckpointInfo(**content)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / _FILE} cannot be read: {error!r}") from error
+    if info.format != _FORMAT:
+        raise ValueError(f"{path} has checkpoint format {info.format}; this version reads format {_FORMAT}")
+    if info.kind != kind:
+        raise ValueError(f"{path} is an ownloop {info.kind}; a {kind} is needed")
+    for name, size in sizes.items():
+        file = path / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise ValueError(f"checkpoint {path} is damaged: {name} {found}; {size} bytes were written")
+    return info
+
+
+def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
+    """Fills the tensors of `state` in place. A collective.
+
+    Raises ValueError, before anything is changed, for what `read_info` refuses and for a checkpoint of another model.
+    """
+    info = read_info(path)
+    differing = [key for key in model if info.model.get(key) != model[key]]
+    if differing:
+        details = ", ".join(f"{key} {info.model.get(key)!r} instead of {model[key]!r}" for key in differing)
+        raise ValueError(f"{path} is a checkpoint of another model: {details}")
+    try:
+        dcp.load(dict(state), checkpoint_id=path)
+    except CheckpointException as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    return info
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / _FILE).is_file()
+
+
+def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
+    """Refuses what cannot work, then makes an empty hidden directory."""
+    if path.exists() and not _is_ours(path):
+        raise ValueError(f"{path} exists and is not an ownloop checkpoint; it will not be overwritten")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from error
+    free = shutil.disk_usage(partial).free
+    if free < size_bytes:
+        partial.rmdir()
+        raise ValueError(f"{path} needs {size_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB are free there")
+
+
+def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
+    """Completes the hidden directory and renames it; an older one of ours steps aside for that instant."""
+    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
+    with (partial / _FILE).open("w") as file:
+        json.dump({**asdict(info), "file_sizes": sizes}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _on_rank_0(action: Callable[[], None]) -> None:
+    """Runs an action on rank 0; every rank waits for it and raises ValueError if it did."""
+    problem: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except ValueError as error:
+            problem = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])

@@ -1,0 +1,71 @@
+"""Writes a policy as a Hugging Face model directory."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+_SHARD_BYTES = 5_000_000_000
+
+
+def write_hf_directory(
+    directory: Path, source: Path, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
+
+    A collective: each tensor is gathered on every rank in turn, rank 0 keeps and writes it.
+    """
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size_bytes = 0
+    for name, tensor in _gathered(parameters, dtype):
+        if not is_writer:
+            continue
+        if size_bytes + tensor.nbytes > _SHARD_BYTES:
+            shards.append({})
+            size_bytes = 0
+        shards[-1][name] = tensor
+        size_bytes += tensor.nbytes
+    if is_writer:
+        _write_shards(directory, shards)
+        _copy_other_files(directory, source, dtype)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in parameters:
+        cast = parameter.detach().to(dtype)
+        full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+        yield name, full.cpu().contiguous()
+
+
+def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
+    metadata = {"format": "pt"}  # transformers refuses a file without it
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata)
+        weight_map.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    """Copies configuration, tokenizer and chat template, whatever they are called, but no weights."""
+    for file in source.iterdir():
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
+            shutil.copy(file, directory / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
