@@ -2,7 +2,7 @@
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
 runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
-defines the configuration's class.
+defines the configuration's class. That class has a field `seed`, for the name of the folder.
 """
 
 import argparse

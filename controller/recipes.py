@@ -14,9 +14,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from rl.checks import check_known, did_you_mean
 
@@ -83,7 +84,14 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     output, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            return tyro.cli(type(config), args=list(options), default=config, prog=program, description=description)
+            return tyro.cli(
+                type(config),
+                args=list(options),
+                default=config,
+                prog=program,
+                description=description,
+                registry=_registry(),
+            )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise HelpRequestedError(output.getvalue()) from None
@@ -102,6 +110,29 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
         if dataclasses.is_dataclass(value):
             names += option_names(value, name + ".")
     return names
+
+
+def _registry() -> ConstructorRegistry:
+    """tyro's rules and one more: a field of a protocol's type has the options of the dataclass that it holds."""
+    registry = ConstructorRegistry()
+
+    def protocol_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        value = info.default
+        if (
+            not getattr(info.type, "_is_protocol", False)
+            or not dataclasses.is_dataclass(value)
+            or isinstance(value, type)
+        ):
+            return None
+        hints = get_type_hints(type(value))
+        fields = [
+            StructFieldSpec(name=field.name, type=hints[field.name], default=getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        ]
+        return StructConstructorSpec(instantiate=type(value), fields=tuple(fields))
+
+    registry.struct_rule(protocol_rule)
+    return registry
 
 
 def _first_message(text: str) -> str:
