@@ -20,7 +20,8 @@ def tiny_llama(
 
 def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """A Qwen3 of the same shape, whose head size is not dim / heads."""
-    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, head_dim=16, **{**_shape(), **options})
+    options = {**_shape(), "head_dim": 16, **options}
+    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, **options)
     return _save(Qwen3ForCausalLM, config, path, dtype)
 
 

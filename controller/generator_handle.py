@@ -1,0 +1,76 @@
+"""`GeneratorHandle`: a mesh of `VLLMGenerator` ranks as the `Generator` that a controller script sees."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from controller.mesh import Mesh
+from generator.actor import VLLMGenerator
+from generator.config import GeneratorConfig, check_request
+from generator.options import generator_env
+from rl.types import Completion, SamplingParams
+
+
+class GeneratorHandle:
+    """Implements `rl.protocols.Generator`."""
+
+    def __init__(self, mesh: Mesh, config: GeneratorConfig) -> None:
+        """Use `launch`."""
+        self.mesh = mesh
+        self.config = config
+
+    @classmethod
+    async def launch(cls, config: GeneratorConfig, log_dir: Path) -> "GeneratorHandle":
+        """Starts the generator's processes and waits until vLLM has loaded the model.
+
+        Raises ValueError, before any process starts, for a model directory that cannot be served.
+        """
+        config.check_model()
+        mesh = await Mesh.spawn(
+            "generator",
+            VLLMGenerator,
+            config,
+            num_ranks=config.tensor_parallel,
+            env=generator_env(config),
+            log_dir=log_dir,
+        )
+        try:
+            await mesh.answer(mesh.actors.version.call())
+        except BaseException:
+            await mesh.stop()
+            raise
+        return cls(mesh, config)
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+    ) -> list[Completion]:
+        """Samples `num_samples` completions of one prompt; see `GenerationEngine.generate`.
+
+        Many calls may be in flight; they are batched continuously. Cancelling one frees its place in vLLM.
+        """
+        check_request(len(prompt_tokens), sampling.max_tokens, num_samples, self.config)
+        rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
+        try:
+            return await self.mesh.answer(
+                rank_0.generate.call_one(call_id, tuple(prompt_tokens), sampling, num_samples)
+            )
+        except asyncio.CancelledError:
+            rank_0.cancel.broadcast(call_id)
+            raise
+
+    async def pull_model_state_dict(self, version: int) -> None:
+        """Takes exactly this version of the policy. Running requests finish first, under the weights they began with.
+
+        Raises ValueError naming the versions that can be pulled if this one cannot, and if it does not fit the model;
+        the weights in use stay as they are then.
+        """
+        await self.mesh.answer(self.mesh.rank(0).pull_model_state_dict.call_one(version))
+
+    async def version(self) -> int:
+        """Policy version of the weights in use; 0 before the first pull: the weights in the model's directory."""
+        return await self.mesh.answer(self.mesh.rank(0).version.call_one())
+
+    async def stop(self) -> None:
+        """Ends the generator's processes. May be called again."""
+        await self.mesh.stop()

@@ -1,0 +1,55 @@
+"""`VLLMGenerator`: one tensor-parallel rank of the generator in a process of its own. The sampling is in the engine."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torchstore
+from monarch.actor import Actor, concurrent_endpoint
+
+from generator.config import GeneratorConfig
+from rl.types import Completion, SamplingParams
+
+
+class VLLMGenerator(Actor):
+    """The endpoints of one rank. Rank 0 is sent every call; the other ranks follow its engine."""
+
+    def __init__(self, config: GeneratorConfig) -> None:
+        """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
+        # Here, because the controller imports this module too, and importing vLLM takes seconds.
+        from generator.engine import GenerationEngine
+
+        self._engine = GenerationEngine(config)
+        self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
+
+    @concurrent_endpoint
+    async def generate(
+        self, call_id: str, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int
+    ) -> list[Completion]:
+        """`GenerationEngine.generate`. `call_id` names the call for `cancel`."""
+        call = asyncio.create_task(self._engine.generate(prompt_tokens, sampling, num_samples))
+        self._calls[call_id] = call
+        try:
+            return await call
+        except asyncio.CancelledError:
+            raise RuntimeError("the call was cancelled") from None
+        finally:
+            del self._calls[call_id]
+
+    @concurrent_endpoint
+    async def cancel(self, call_id: str) -> None:
+        """Frees what a call to `generate` holds, if it is still running."""
+        if call_id in self._calls:
+            self._calls[call_id].cancel()
+
+    @concurrent_endpoint
+    async def pull_model_state_dict(self, version: int) -> None:
+        """Takes in exactly this published version, once the requests made before have finished."""
+        from generator.weights import find_record
+
+        store = await torchstore.client()
+        await self._engine.update_weights(await find_record(store, version), store)
+
+    @concurrent_endpoint
+    async def version(self) -> int:
+        """Policy version of the weights in use; 0 before the first pull."""
+        return self._engine.version

@@ -1,0 +1,18 @@
+"""The tiny models with attention heads of a size that vLLM's CPU kernels know."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_models import tiny_llama, tiny_qwen3
+
+_OPTIONS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.1}
+
+
+def served_llama(path: Path, *, tied: bool) -> Path:
+    """A float32 Llama with 4 heads and 2 key-value heads of 32 dimensions, and a context of 128 tokens."""
+    return tiny_llama(path, tied=tied, **_OPTIONS)
+
+
+def served_qwen3(path: Path, *, tied: bool) -> Path:
+    """A float32 Qwen3 of the same shape."""
+    return tiny_qwen3(path, tied=tied, **_OPTIONS)
