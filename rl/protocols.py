@@ -12,7 +12,7 @@ from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, Optim
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Text that the model continues as it stands, or a chat: messages with `role` and `content`, put through the model's
-chat template."""
+chat template. A last message of the role "assistant" is an answer begun, which the model goes on with."""
 
 
 class Trainer(Protocol):

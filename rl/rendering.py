@@ -1,6 +1,5 @@
 """From a prompt to tokens, by the model's own tokenizer. What the model produced is never tokenised again."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,17 @@ class Renderer:
             return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
         if not self._tokenizer.chat_template:
             raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
+        begun = prompt[-1]["role"] == "assistant"
         return tuple(
-            self._tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, return_dict=False)
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in prompt],
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
+                return_dict=False,
+            )
         )
 
 
 def prompt_text(prompt: Prompt) -> str:
     """The prompt for a reader: text as it is, a chat as its messages' contents."""
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-
-
-def _messages(prompt: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    return [dict(message) for message in prompt]

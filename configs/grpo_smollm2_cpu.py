@@ -1,0 +1,26 @@
+"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in minutes."""
+
+from pathlib import Path
+
+from controller.grpo import GRPOConfig
+from generator.config import GeneratorConfig
+from rl.envs.largest_number import LargestNumber
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> GRPOConfig:
+    """Trainer and generator take turns, so each may use both cores."""
+    return GRPOConfig(
+        model="smollm2-135m-instruct",
+        env=LargestNumber(),
+        trainer=TrainerConfig(model=Path(), num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(model=Path(), num_threads=2, max_model_len=256, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=16,
+        prompts_per_step=16,
+        group_size=8,
+        learning_rate=2e-5,
+        num_heldout=256,
+        evaluate_every=8,
+    )

@@ -1,0 +1,87 @@
+"""What a loop checks before it starts any process, and when it must stop; shared, so that a loop stays one page."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from controller.errors import TrainingStoppedError
+from controller.report import Report
+from generator.config import GeneratorConfig
+from rl.advantages import ADVANTAGES
+from rl.checks import check_at_least, check_known
+from rl.losses import get_loss
+from rl.protocols import Problem, Trainer
+from rl.rendering import Renderer
+from rl.types import AdamParams, SamplingParams
+
+_MAX_SKIPS_IN_A_ROW = 3
+
+
+class GroupLoopConfig(Protocol):
+    """The fields that every group-relative loop has."""
+
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def prompts_per_step(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def grad_clip_norm(self) -> float: ...
+    @property
+    def advantage(self) -> str: ...
+    @property
+    def loss(self) -> str: ...
+    @property
+    def loss_config(self) -> Mapping[str, float]: ...
+    @property
+    def num_heldout(self) -> int: ...
+    @property
+    def evaluate_every(self) -> int: ...
+    @property
+    def checkpoint_every(self) -> int: ...
+
+
+def check_group_loop(config: GroupLoopConfig) -> None:
+    """Raises ValueError naming the field, the value and what is accepted."""
+    check_at_least(
+        1,
+        num_steps=config.num_steps,
+        prompts_per_step=config.prompts_per_step,
+        num_heldout=config.num_heldout,
+        evaluate_every=config.evaluate_every,
+    )
+    check_at_least(0, warmup_steps=config.warmup_steps, checkpoint_every=config.checkpoint_every)
+    check_at_least(2, group_size=config.group_size)  # advantages are relative to the group
+    check_known("advantage", config.advantage, ADVANTAGES)
+    get_loss(config.loss, config.loss_config)
+    AdamParams(learning_rate=config.learning_rate, grad_clip_norm=config.grad_clip_norm)
+
+
+def check_prompts_fit(
+    renderer: Renderer, problems: Iterable[Problem], generator: GeneratorConfig, sampling: SamplingParams
+) -> None:
+    """Raises ValueError for the first prompt that leaves no room for its completion in the generator's context."""
+    room = generator.max_model_len - sampling.max_tokens
+    for problem in problems:
+        length = len(renderer.encode(problem.prompt))
+        if length > room:
+            raise ValueError(
+                f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "
+                f"generator's context of {generator.max_model_len} tokens (max_model_len) has room for {room}"
+            )
+
+
+async def stop_after_skips(trainer: Trainer, report: Report, step: int) -> None:
+    """Ends a run whose gradients are no longer finite, after saving a checkpoint of the last good state."""
+    if report.skipped_in_a_row < _MAX_SKIPS_IN_A_ROW:
+        return
+    path = report.checkpoint_path(step)
+    await trainer.save_checkpoint(path)
+    raise TrainingStoppedError(
+        f"the gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters are as "
+        f"they were before, saved in {path}. A lower learning rate or a smaller grad_clip_norm may help."
+    )

@@ -1,0 +1,105 @@
+"""GRPO (https://arxiv.org/abs/2402.03300), on-policy: sample groups, learn from them once, push the weights, repeat.
+
+Copy this page to write your own loop. Unlike the paper it has no KL term, since every token is trained on once, by the
+policy that sampled it, and the loss is averaged over the tokens of the step (DAPO, https://arxiv.org/abs/2503.14476).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from controller.checks import check_group_loop, check_prompts_fit, stop_after_skips
+from controller.console import Console
+from controller.launch import launch
+from controller.models import resolve_model
+from controller.report import Report
+from generator.config import GeneratorConfig
+from rl.advantages import ADVANTAGES
+from rl.evaluation import evaluate
+from rl.metrics import PhaseClock, num_completion_tokens
+from rl.protocols import Env
+from rl.recording import RunFolder
+from rl.rendering import Renderer
+from rl.rollouts import group_to_data, sample, score, step_seed
+from rl.schedules import constant, warmup
+from rl.types import AdamParams, SamplingParams
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOConfig:
+    """A recipe of this loop."""
+
+    model: str
+    """A local Hugging Face directory, or a name that `controller.models` knows."""
+    env: Env
+    trainer: TrainerConfig
+    generator: GeneratorConfig
+    sampling: SamplingParams
+    """Of training rollouts; held-out problems are answered greedily."""
+    num_steps: int
+    prompts_per_step: int
+    group_size: int
+    learning_rate: float
+    warmup_steps: int = 0
+    grad_clip_norm: float = 1.0
+    advantage: str = "group_mean_std"
+    loss: str = "importance_sampling"
+    loss_config: Mapping[str, float] = field(default_factory=dict[str, float])
+    num_heldout: int = 200
+    evaluate_every: int = 10
+    checkpoint_every: int = 0
+    """0 for none; the trained model is exported in any case."""
+    seed: int = 0
+    """Decides which training problems come, and how they are sampled."""
+
+    __post_init__ = check_group_loop
+
+
+async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
+    """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
+    report = Report(folder, console, config.num_steps)
+    model, env = resolve_model(config.model, report.phase), config.env
+    renderer, advantage = Renderer(model), ADVANTAGES[config.advantage]
+    learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
+    sampling = replace(config.sampling, stop=env.stop)
+    greedy = replace(sampling, temperature=0.0)
+    heldout = env.heldout_problems(config.num_heldout)
+    check_prompts_fit(renderer, heldout, config.generator, sampling)
+
+    async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+
+        for step in range(1, config.num_steps + 1):
+            if (step - 1) % config.evaluate_every == 0:
+                report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
+
+            clock = PhaseClock()
+            problems = env.train_problems(config.seed, (step - 1) * config.prompts_per_step, config.prompts_per_step)
+            with clock("generate"):
+                seeded = replace(sampling, seed=step_seed(config.seed, step))
+                samples = await sample(generator, renderer, problems, seeded, config.group_size)
+            with clock("score"):
+                groups = [score(s) for s in samples]
+            with clock("pack"):
+                batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+            if not batch:
+                report.step_without_signal(step, clock, groups)
+                continue
+            with clock("forward_backward"):
+                output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+            with clock("optim_step"):
+                params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
+                update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+            with clock("push"):
+                version = await trainer.push_model_state_dict()
+            with clock("pull"):
+                await generator.pull_model_state_dict(version)
+            report.step(step, clock, groups, batch, output, update)
+
+            await stop_after_skips(trainer, report, step)
+            if config.checkpoint_every and step % config.checkpoint_every == 0:
+                await trainer.save_checkpoint(report.checkpoint_path(step))
+
+        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))
+        await trainer.export_hf(report.model_dir)
+    report.finish()

@@ -1,0 +1,61 @@
+"""Comparing numbers: "Which number is the largest: 47, 83, 19, 62?".
+
+A small pretrained model tends to name the first number, or the last. The answer's first words are given, so that what
+it learns is the comparison and not a format.
+"""
+
+import functools
+import random
+from dataclasses import dataclass
+
+from rl.envs.procedural import TextProblem, heldout_set, train_stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestNumber:
+    """Which of some different numbers is the largest. Reward 1 for exactly that number, 0 for anything else."""
+
+    count: int = 4
+    """Numbers to compare, between 2 and 20."""
+    low: int = 10
+    """Smallest number that may come up, at least 0."""
+    high: int = 99
+    """Largest number that may come up."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if not 2 <= self.count <= 20:
+            raise ValueError(f"LargestNumber.count is {self.count}; it must be between 2 and 20")
+        if not 0 <= self.low <= self.high - self.count:
+            raise ValueError(
+                f"LargestNumber.low is {self.low} and high is {self.high}; low must be at least 0, and {self.count} "
+                "different numbers must fit between them"
+            )
+
+    @property
+    def name(self) -> str:
+        """See `rl.protocols.Env`."""
+        return f"largest of {self.count} numbers"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The model's own end token is enough."""
+        return ()
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return train_stream(self._problem, seed, start, count)
+
+    def heldout_problems(self, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return heldout_set(self._problem, count)
+
+    def _problem(self, number: int) -> TextProblem:
+        numbers = random.Random(number).sample(range(self.low, self.high + 1), self.count)
+        question = f"Which number is the largest: {', '.join(map(str, numbers))}?"
+        prompt = [{"role": "user", "content": question}, {"role": "assistant", "content": "The largest number is "}]
+        return TextProblem(id=question, prompt=prompt, score=functools.partial(_exact, max(numbers)))
+
+
+def _exact(answer: int, completion: str) -> float:
+    return float(completion.strip().removesuffix(".") == str(answer))

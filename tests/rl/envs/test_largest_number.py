@@ -1,0 +1,34 @@
+import re
+
+import pytest
+
+from rl.envs.largest_number import LargestNumber
+
+
+def test_reward_is_for_the_largest_number_alone() -> None:
+    for problem in LargestNumber().train_problems(0, 0, 50):
+        numbers = [int(n) for n in re.findall(r"\d+", problem.id)]
+        assert len(set(numbers)) == 4
+        rewards = [problem.reward(text) for text in (f"{max(numbers)}.", f" {max(numbers)}", f"{min(numbers)}", "")]
+        assert rewards == [1, 1, 0, 0]
+        assert problem.prompt[0] == {"role": "user", "content": problem.id}
+
+
+def test_splits_are_disjoint() -> None:
+    env = LargestNumber()
+    heldout = {p.id for p in env.heldout_problems(300)}
+    assert len(heldout) == 300
+    assert heldout.isdisjoint(p.id for seed in range(3) for p in env.train_problems(seed, 0, 500))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 1}, "count is 1"),
+        ({"low": -1}, "low is -1"),
+        ({"low": 97, "high": 99}, "4 different numbers must fit"),
+    ],
+)
+def test_ranges_that_cannot_be_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LargestNumber(**arguments)
