@@ -1,7 +1,7 @@
 """Cutting a batch into micro-batches of packed rows, sharing it out over data-parallel ranks, and putting results back.
 
-Pure functions of NumPy arrays. Legend: T tokens of a datum, L tokens of a packed row, S scored positions of a row (those
-of non-zero weight).
+Pure functions of NumPy arrays. Legend: T tokens of a datum, L tokens of a packed row, S scored positions of a row
+(those of non-zero weight).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ class BatchPlan:
 def plan_batch(lengths: Sequence[int], *, num_ranks: int, max_tokens_per_microbatch: int) -> BatchPlan:
     """Shares datums out over ranks and packs each share into micro-batches, both balanced by tokens.
 
-    `lengths` are the tokens of each datum. No micro-batch exceeds the budget, except one that holds a single datum longer
-    than it. Within a micro-batch datums are in ascending order of length.
+    `lengths` are the tokens of each datum. No micro-batch exceeds the budget, except one that holds a single datum
+    longer than it. Within a micro-batch datums are in ascending order of length.
     """
     shares = _balance(lengths, range(len(lengths)), num_ranks)
     packed = [_pack(lengths, share, max_tokens_per_microbatch) for share in shares]

@@ -1,8 +1,8 @@
 """Directories that the trainer writes: complete or not there, and never over what is not ours.
 
 A checkpoint is written by `torch.distributed.checkpoint` into a hidden sibling directory and renamed once all ranks are
-done, so a killed save leaves nothing that loads. `ownloop.json` in it names the format, the policy version, the model and
-the size of every file. What is in the state is the engine's business.
+done, so a killed save leaves nothing that loads. `ownloop.json` in it names the format, the policy version, the model
+and the size of every file. What is in the state is the engine's business.
 """
 
 import json
@@ -42,7 +42,11 @@ def save(path: Path, state: Mapping[str, Any], info: CheckpointInfo, *, size_byt
     Raises ValueError, before anything is written, when `path` exists and is not ours, cannot be written, or has no room
     for `size_bytes`.
     """
-    with_directory(path, info, size_bytes, lambda partial: dcp.save(dict(state), checkpoint_id=partial))
+
+    def write(partial: Path) -> None:
+        dcp.save(dict(state), checkpoint_id=partial)
+
+    with_directory(path, info, size_bytes, write)
 
 
 def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
@@ -55,7 +59,7 @@ def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Cal
 
 
 def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
-    """Reads and checks `ownloop.json`. Raises ValueError when `path` is missing, not ours, truncated or of another kind."""
+    """Reads and checks `ownloop.json`. Raises ValueError for what is missing, damaged, not ours or of another kind."""
     if not path.is_dir():
         raise ValueError(f"checkpoint path {path} does not exist or is not a directory")
     if not _is_ours(path):

@@ -1,4 +1,4 @@
-"""How a trainer is laid out and how it computes. What a step does (learning rate, clip) is not here: it comes with the call."""
+"""How a trainer is laid out and how it computes. What a step does (learning rate, clip) comes with the call instead."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -150,8 +150,8 @@ def test_steps_equal_adamw_with_the_values_of_each_call(llama: Path) -> None:
         step = engine.optim_step(params, grad_scale)
 
         reference.backward(batch, cross_entropy)
-        for parameter in reference.model.parameters():
-            parameter.grad.mul_(grad_scale)
+        for gradient in reference.gradients().values():
+            gradient.mul_(grad_scale)
         clip = params.grad_clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), clip)
         optimizer.param_groups = [

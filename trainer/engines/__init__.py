@@ -10,6 +10,6 @@ ENGINES: Mapping[str, str] = {"torchtitan": "trainer.engines.titan.engine:TitanE
 
 
 def load_engine(config: TrainerConfig) -> Engine:
-    """Builds this rank's engine. With more than one rank, torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set."""
+    """Builds this rank's engine. With several ranks, torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set."""
     module, _, name = ENGINES[config.engine].partition(":")
     return getattr(importlib.import_module(module), name)(config)

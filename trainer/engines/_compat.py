@@ -9,7 +9,7 @@ import torch
 
 
 def prepare_torchtitan() -> None:
-    """Makes torchtitan 0.3.0 importable and usable on a machine without an accelerator. Does nothing where there is one."""
+    """Makes torchtitan 0.3.0 importable and usable on a machine without an accelerator; with one, does nothing."""
     if torch.cuda.is_available():
         return
     assert not any(name.startswith("torchtitan.models") for name in sys.modules), "torchtitan was imported too early"

@@ -1,8 +1,8 @@
 """What the engines need to know of a Hugging Face `config.json`, and whether they can train such a model.
 
-Pure reading of a dictionary: imports neither torch nor an engine, so the controller can refuse a model before any process
-starts. Both spellings of rotary embeddings are read, `rope_parameters` of transformers 5 and the older `rope_theta` with
-`rope_scaling`. Absent keys have the defaults of transformers' own configuration classes.
+Pure reading of a dictionary: imports neither torch nor an engine, so the controller can refuse a model before any
+process starts. Both spellings of rotary embeddings are read, `rope_parameters` of transformers 5 and the older
+`rope_theta` with `rope_scaling`. Absent keys have the defaults of transformers' own configuration classes.
 """
 
 import json

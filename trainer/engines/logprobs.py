@@ -1,8 +1,8 @@
 """Log-probs and entropies of scored positions, in float32, without ever holding the [positions, vocabulary] matrix.
 
-The vocabulary projection is recomputed in the backward pass, one chunk of positions at a time, so that memory is bounded
-by the chunk. Under tensor parallelism each rank holds some rows of the projection and ranks exchange two numbers per
-position. The gradient is exact for any loss of the log-probs and the entropies.
+The vocabulary projection is recomputed in the backward pass, one chunk of positions at a time, so that memory is
+bounded by the chunk. Under tensor parallelism each rank holds some rows of the projection and ranks exchange two
+numbers per position. The gradient is exact for any loss of the log-probs and the entropies.
 
 Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here.
 """

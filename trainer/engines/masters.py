@@ -1,7 +1,7 @@
 """Mixed precision in one process: bfloat16 parameters to compute with, float32 ones to accumulate into and to step.
 
-Does what FSDP's `MixedPrecisionPolicy` does, for the case that nothing is sharded, without its cast of every parameter in
-every forward pass: the copies are refreshed once per optimizer step.
+Does what FSDP's `MixedPrecisionPolicy` does, for the case that nothing is sharded, without its cast of every parameter
+in every forward pass: the copies are refreshed once per optimizer step.
 """
 
 import torch
@@ -22,7 +22,8 @@ class MasterWeights:
     def refresh(self) -> None:
         """Makes the copies equal to the masters again, after these have changed."""
         with torch.no_grad():
-            torch._foreach_copy_(self._copies, self.masters)
+            for copy, master in zip(self._copies, self.masters, strict=True):
+                copy.copy_(master)
 
 
 class _Accumulate:

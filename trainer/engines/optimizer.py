@@ -30,7 +30,8 @@ class Optimizer:
         if params.grad_clip_norm > 0:
             factor *= min(1.0, params.grad_clip_norm / (norm + 1e-6))
         if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            for grad in grads:
+                grad.mul_(factor)
         self._adamw.param_groups = self._groups(params)
         self._adamw.step()
         return norm
@@ -73,12 +74,12 @@ def _square_sum(grads: Iterable[torch.Tensor]) -> float:
     """Sum of squares over all ranks, in float64: a float32 sum over 1e8 elements is wrong in the fifth digit."""
     total = torch.zeros((), dtype=torch.float64)
     for grad in grads:
-        replicas = 1
+        local, replicas = grad, 1
         if isinstance(grad, DTensor):
             mesh, placements = grad.device_mesh, grad.placements
             replicas = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
-            grad = grad.to_local()
-        total = total.to(grad.device) + torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 / replicas
+            local = grad.to_local()
+        total = total.to(local.device) + torch.linalg.vector_norm(local, dtype=torch.float64) ** 2 / replicas
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.decoder import Decoder
@@ -47,7 +47,7 @@ class DocumentAttention(FlexAttention):
         lengths = attention_masks.lengths
         dtype = torch.float32 if sum(lengths) < _SHORT_DOCUMENT * len(lengths) else q_BLNH.dtype
         documents = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             for q, k, v in zip(
                 *(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True
             )

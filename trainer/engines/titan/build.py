@@ -1,4 +1,4 @@
-"""From a model directory and a layout to a parallelized, loaded torchtitan model, in the order that torchtitan needs."""
+"""From a model directory and a layout to a loaded and parallelized torchtitan model, in the order torchtitan needs."""
 
 import os
 from dataclasses import dataclass
@@ -43,17 +43,16 @@ def init_process_group(config: TrainerConfig, device: torch.device) -> None:
 
 
 def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.device) -> Decoder:
-    """The model with its float32 weights loaded, sharded as the layout says, its output projection left to the caller."""
+    """The model with its float32 weights loaded, sharded as the layout says."""
     spec = build_spec(hf_config, choose_inner_attention(device, DTYPES[config.compute_dtype]))
     if config.num_ranks > 1:
-        model = _build_parallel(config, spec, device)
+        model = _build_parallel(config, spec)
     else:
         with torch.device("meta"):
             model = spec.model.build()
         if (checkpointing := _activation_checkpointing(config)) is not None:
             checkpointing.build().apply(model)
     assert isinstance(model, Decoder)
-    model._skip_lm_head = True
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_states(buffer_device=None)
@@ -69,7 +68,7 @@ class _RuntimeConfig:
     parallelism: ParallelismConfig
 
 
-def _build_parallel(config: TrainerConfig, spec: ModelSpec, device: torch.device) -> torch.nn.Module:
+def _build_parallel(config: TrainerConfig, spec: ModelSpec) -> torch.nn.Module:
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=config.data_parallel_replicate,
         data_parallel_shard_degree=config.data_parallel_shard,

@@ -1,7 +1,7 @@
 """The torchtitan engine: torchtitan's model, parallelized by torchtitan, driven by our loop.
 
-With more than one rank torchtitan's `parallelize_fn` applies activation checkpointing and FSDP2. With one rank nothing is
-sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism are not offered here.
+With more than one rank torchtitan's `parallelize_fn` applies activation checkpointing and FSDP2. With one rank nothing
+is sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism are not offered.
 """
 
 import contextlib
@@ -107,12 +107,17 @@ class TitanEngine(Engine):
         return output.result()
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [S] and entropies [S] of a row's scored positions; only those go through the output projection."""
+        """Log-probs [S] and entropies [S] of a row's scored positions."""
         tokens, positions = self._tensor(row.tokens)[None], self._tensor(row.positions)[None]
         masks = attention_masks(self._model, positions, row.lengths)
-        hidden = self._model(tokens, positions=positions, attention_masks=masks)
-        scored = hidden[0].index_select(0, self._tensor(row.scored))
-        return self._model.lm_head(scored, self._tensor(row.loss_inputs["target_tokens"]), entropy=entropy)
+        return self._model(
+            tokens,
+            positions,
+            masks,
+            scored=self._tensor(row.scored),
+            targets=self._tensor(row.loss_inputs["target_tokens"]),
+            entropy=entropy,
+        )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
@@ -156,7 +161,7 @@ class TitanEngine(Engine):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def _tell_peers(self, *, failed: bool) -> None:
-        """Raises PeerError here when the loss of another rank raised, so that none waits for it in the backward pass."""
+        """Raises PeerError when the loss of another rank raised, so that none waits for it in the backward pass."""
         if self._config.num_ranks > 1:
             failures = torch.tensor(float(failed), device=self._device)
             dist.all_reduce(failures)

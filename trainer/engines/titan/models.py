@@ -16,19 +16,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
+from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
-from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
+from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from trainer.engines.hf_config import HFModelConfig
-from trainer.engines.titan.logprob_head import LogprobHead
+from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 _NO_INIT = {"weight": skip_param_init}
@@ -67,7 +67,7 @@ class HFRoPE(CosSinRoPE):
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def _scale_llama3(inv_freq: torch.Tensor, config: CosSinRoPE.Config) -> torch.Tensor:
+def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
     """Stretches long wavelengths by the factor, keeps short ones, interpolates between (arXiv 2407.21783)."""
     low, high = config.low_freq_factor, config.high_freq_factor
     rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
@@ -78,7 +78,7 @@ def _scale_llama3(inv_freq: torch.Tensor, config: CosSinRoPE.Config) -> torch.Te
 def build_spec(config: HFModelConfig, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model; `inner_attention` is the configuration of its attention kernel."""
     model_class, block_class = (
-        (Llama3Model, Llama3TransformerBlock) if config.family == "llama" else (Qwen3Model, Qwen3TransformerBlock)
+        (LlamaPolicy, Llama3TransformerBlock) if config.family == "llama" else (Qwen3Policy, Qwen3TransformerBlock)
     )
     layers = [
         block_class.Config(

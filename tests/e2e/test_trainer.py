@@ -1,0 +1,119 @@
+"""The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from controller.trainer_handle import TrainerHandle
+from rl.losses import LossInputs, get_loss
+from rl.types import AdamParams
+from tests.tiny_models import tiny_llama
+from tests.trainer.reference import ReferencePolicy, importance_sampling, random_batch
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = (3, 17, 5, 40, 9, 23, 31)
+PARAMS = AdamParams(learning_rate=1e-3)
+
+
+@asynccontextmanager
+async def launched(config: TrainerConfig, log_dir: Path) -> AsyncGenerator[TrainerHandle]:
+    trainer = await TrainerHandle.launch(config, "float32", log_dir)
+    try:
+        yield trainer
+    finally:
+        await trainer.stop()
+
+
+def raises(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
+    """A custom loss with a mistake in it."""
+    raise ArithmeticError("my own mistake")
+
+
+def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    config = TrainerConfig(
+        model=model, compute_dtype="float32", data_parallel_shard=2, max_tokens_per_microbatch=40, num_threads=1
+    )
+    batch, reference = random_batch(LENGTHS), ReferencePolicy(model)
+
+    async def controller() -> None:
+        async with launched(config, tmp_path / "logs") as trainer:
+            first, second, step = await asyncio.gather(  # three calls in flight, executed in this order
+                trainer.forward_backward(batch[:6], "importance_sampling"),
+                trainer.forward_backward(batch[6:], "importance_sampling"),
+                trainer.optim_step(PARAMS, grad_scale=0.5),
+            )
+            loss = reference.backward(batch, importance_sampling)
+            norm = torch.cat([grad.flatten() for grad in reference.gradients().values()]).norm()
+            assert first.metrics["loss"] + second.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+            assert first.metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in batch[:6])
+            assert step.grad_norm == pytest.approx(0.5 * float(norm), rel=1e-4)
+            assert step.policy_version == 1
+            for datum, logprobs in zip(batch, first.logprobs + second.logprobs, strict=True):
+                expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
+                np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+            with pytest.raises(ArithmeticError, match="my own mistake"):
+                await trainer.forward_backward(batch, raises)
+            with pytest.raises(ValueError, match="without a gradient"):
+                await trainer.optim_step(PARAMS)
+
+            await trainer.save_checkpoint(tmp_path / "checkpoint")
+            await trainer.export_hf(tmp_path / "export")
+            output = await trainer.forward(batch, entropy=True)
+            assert output.entropy is not None
+            assert [len(array) for array in output.entropy] == list(LENGTHS)
+            exported = ReferencePolicy(tmp_path / "export")
+            for datum, logprobs in zip(batch, output.logprobs, strict=True):
+                expected = np.where(datum.weights != 0, exported.logprobs(datum).detach().numpy(), 0)
+                np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+    asyncio.run(controller())
+    one = load_engine(TrainerConfig(model=model, compute_dtype="float32"))
+    assert one.load_checkpoint(tmp_path / "checkpoint") == 1
+
+
+def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=40)
+    batch = random_batch(LENGTHS)
+
+    async def steps(trainer: TrainerHandle, count: int) -> None:
+        for _ in range(count):
+            await trainer.forward_backward(batch, "ppo")
+            await trainer.optim_step(PARAMS, grad_scale=0.1)
+
+    async def controller() -> None:
+        async with launched(config, tmp_path / "logs") as trainer:
+            await steps(trainer, 2)
+            await trainer.save_checkpoint(tmp_path / "half")
+            await steps(trainer, 2)
+            await trainer.save_checkpoint(tmp_path / "uninterrupted")
+        async with launched(config, tmp_path / "logs") as trainer:
+            await trainer.forward_backward(batch, "ppo")  # dropped by the load
+            assert await trainer.load_checkpoint(tmp_path / "half") == 2
+            await steps(trainer, 2)
+            await trainer.save_checkpoint(tmp_path / "resumed")
+
+    asyncio.run(controller())
+    uninterrupted, resumed = state(config, tmp_path / "uninterrupted"), state(config, tmp_path / "resumed")
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in resumed)
+
+
+def state(config: TrainerConfig, path: Path) -> dict[str, Any]:
+    """Parameters of a checkpoint, and what one more step makes of them, which the optimizer's state decides."""
+    engine = load_engine(config)
+    assert engine.load_checkpoint(path) == 4
+    loaded = {name: p.detach().clone() for name, p in engine.hf_parameters()}
+    engine.forward_backward([random_batch(LENGTHS)], get_loss("cross_entropy"))
+    engine.optim_step(PARAMS)
+    return {**loaded, **{f"{name} stepped": p.detach().clone() for name, p in engine.hf_parameters()}}

@@ -1,0 +1,108 @@
+"""Runs one script on several engine ranks over gloo, without Monarch, and returns what rank 0 saw."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+
+from rl.batching import BatchPlan, plan_batch
+from rl.losses import LossInputs, get_loss
+from rl.types import AdamParams, Datum
+from tests.trainer.reference import random_batch
+from trainer.config import TrainerConfig
+
+LENGTHS = (3, 17, 5, 40, 9, 23, 31)
+PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
+
+
+def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
+    return plan_batch(
+        [len(datum.tokens) for datum in batch],
+        num_ranks=config.num_data_parallel_ranks,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+    )
+
+
+def run(config: TrainerConfig, directory: Path) -> dict[str, Any]:
+    """Results of `script` on all ranks of a layout; with one rank, in this process."""
+    if config.num_ranks == 1:
+        return script(config, 0, directory)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(_rank_main, args=(config, port, directory), nprocs=config.num_ranks)
+    return torch.load(directory / "results.pt", weights_only=False)
+
+
+def _rank_main(rank: int, config: TrainerConfig, port: int, directory: Path) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(config.num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    results = script(config, rank, directory)
+    if rank == 0:
+        torch.save(results, directory / "results.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
+    """What is compared between layouts: gradients, a failing loss, three steps, a checkpoint and an export."""
+    from trainer.engines import load_engine
+
+    engine = load_engine(config)
+    index = rank // config.tensor_parallel
+    results: dict[str, Any] = {}
+    batch = random_batch(LENGTHS)
+
+    def share(data: list[Datum]) -> list[list[Datum]]:
+        return plan(config, data).split(data)[index]
+
+    output = engine.forward_backward(share(batch[:4]), get_loss("importance_sampling"))
+    results["logprobs"], results["metrics"] = output.logprobs, output.metrics
+    engine.forward_backward(share(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
+    results["gradients"] = {name: full(p.grad) for name, p in engine.hf_parameters() if p.grad is not None}
+
+    try:
+        engine.forward_backward(share(batch), get_loss(fail_on_the_longest))
+    except (ArithmeticError, RuntimeError) as error:
+        results["error"] = f"{type(error).__name__}: {error}"
+    results["gradients_after_error"] = {name: full(p.grad) for name, p in engine.hf_parameters() if p.grad is not None}
+
+    steps = [engine.optim_step(PARAMS, 0.1)]
+    for _ in range(2):
+        engine.forward(share(batch))  # gathers parameters, which must not outlive the step
+        engine.forward_backward(share(batch), get_loss("cross_entropy"))
+        steps.append(engine.optim_step(replace(PARAMS, grad_clip_norm=0.0), 0.01))
+    results["grad_norms"] = [step.grad_norm for step in steps]
+    results["parameters"] = {name: full(p) for name, p in engine.hf_parameters()}
+    engine.save_checkpoint(directory / "checkpoint")
+    engine.export_hf(directory / "export", torch.float32)
+    results["forward"] = engine.forward(share(batch), entropy=True)
+
+    engine.forward_backward(share(batch), get_loss("cross_entropy"))
+    engine.optim_step(PARAMS)
+    assert engine.load_checkpoint(directory / "checkpoint") == 3
+    results["loaded"] = {name: full(p) for name, p in engine.hf_parameters()}
+    return results
+
+
+def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
+    """Raises on one rank only."""
+    if len(logprobs) >= 40 * 2 // 3:
+        raise ArithmeticError("the longest datum is here")
+    return -logprobs.sum(), {}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -1,0 +1,91 @@
+"""Several ranks must compute what one computes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import tiny_llama, tiny_qwen3
+from tests.trainer import ranks
+from tests.trainer.reference import relative_error
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2_tied": {"data_parallel_shard": 2},
+    "hsdp_untied": {"data_parallel_shard": 2, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
+}
+
+Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The layout, its results, those of one rank, and where the layout wrote."""
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param.endswith("_tied"):
+        model = tiny_llama(directory / "model")
+    else:
+        model = tiny_qwen3(directory / "model", tied=False)
+    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50)
+    config = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **LAYOUTS[request.param])
+    for name in ("one", "many"):
+        (directory / name).mkdir()
+    return config, ranks.run(config, directory / "many"), ranks.run(one, directory / "one"), directory
+
+
+def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(relative_error(actual[name], expected[name]) for name in expected)
+
+
+def test_gradients_equal_those_of_one_rank(results: Results) -> None:
+    _, many, one, _ = results
+    assert worst(many["gradients"], one["gradients"]) <= 1e-5
+
+
+def test_loss_that_raises_on_one_rank_raises_on_all_and_changes_nothing(results: Results) -> None:
+    _, many, one, _ = results
+    assert one["error"] == "ArithmeticError: the longest datum is here"
+    assert "longest datum" in many["error"] or "PeerError" in many["error"]
+    assert worst(many["gradients_after_error"], many["gradients"]) == 0
+
+
+def test_steps_equal_those_of_one_rank(results: Results) -> None:
+    _, many, one, _ = results
+    np.testing.assert_allclose(many["grad_norms"], one["grad_norms"], rtol=1e-5)
+    assert worst(many["parameters"], one["parameters"]) <= 1e-5
+
+
+def test_checkpoint_restores_bitwise(results: Results) -> None:
+    _, many, one, _ = results
+    for of_layout in (many, one):
+        assert worst(of_layout["loaded"], of_layout["parameters"]) == 0
+
+
+def test_checkpoint_loads_in_another_layout(results: Results) -> None:
+    config, many, _, directory = results
+    engine = load_engine(TrainerConfig(model=config.model, compute_dtype="float32"))
+    assert engine.load_checkpoint(directory / "many" / "checkpoint") == 3
+    assert worst(dict(engine.hf_parameters()), many["parameters"]) == 0
+
+
+def test_export_holds_the_parameters(results: Results) -> None:
+    _, many, _, directory = results
+    model = AutoModelForCausalLM.from_pretrained(directory / "many" / "export", dtype=torch.float32)
+    assert worst(dict(model.named_parameters()), many["parameters"]) == 0
+
+
+def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
+    config, many, one, _ = results
+    batch = ranks.random_batch(ranks.LENGTHS)
+    mine = [i for microbatch in ranks.plan(config, batch).microbatches[0] for i in microbatch]
+    whole = ranks.plan(TrainerConfig(model=config.model, max_tokens_per_microbatch=50), batch)
+    expected = whole.restore([one["forward"].logprobs])
+    entropies = whole.restore([one["forward"].entropy])
+    for k, i in enumerate(mine):
+        np.testing.assert_allclose(many["forward"].logprobs[k], expected[i], atol=1e-4)
+        np.testing.assert_allclose(many["forward"].entropy[k], entropies[i], atol=1e-4)
