@@ -110,10 +110,11 @@ class GenerationEngine:
         check_request(len(prompt_tokens), sampling.max_tokens, num_samples, self._config)
         if sampling.seed is None:  # drawn here, so that every rank of a tensor-parallel group samples the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
-        request = _Generate(self._next_id(), tuple(prompt_tokens), sampling, num_samples)
+        num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
+        request = _Generate(self._next_id(), tuple(prompt_tokens), sampling, num_distinct)
         answer = self._submit(request)
         try:
-            return await asyncio.wrap_future(answer)
+            return (await asyncio.wrap_future(answer)) * (num_samples // num_distinct)
         except asyncio.CancelledError:
             self._commands.put(_Cancel(request.id))
             raise

@@ -1,0 +1,195 @@
+"""What is sampled, with which log-probs, against transformers and plain softmax."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from generator.engine import GenerationEngine
+from rl.types import Completion, SamplingParams
+from tests.generator.conftest import EngineFactory
+from tests.generator.served_models import served_llama
+
+PROMPT = list(range(3, 40))
+SHORT = list(range(20, 5, -1))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_llama(tmp_path_factory.mktemp("engine") / "model", tied=True)
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine: EngineFactory, model: Path) -> GenerationEngine:
+    return build_engine(model, "float32")
+
+
+def _generate(
+    engine: GenerationEngine, prompt: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+) -> list[Completion]:
+    return asyncio.run(engine.generate(prompt, sampling, num_samples))
+
+
+def _reference_logprobs(
+    model: Path, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """[N, V] log-probs of the next token at each position of the completion, by transformers in float32."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: GenerationEngine, model: Path) -> None:
+    for prompt in (PROMPT, SHORT):
+        (completion,) = _generate(engine, prompt, SamplingParams(max_tokens=30, temperature=0))
+        expected = _reference_logprobs(model, prompt, completion.tokens)
+        assert completion.tokens == tuple(expected.argmax(-1).tolist())
+        chosen = expected[range(len(completion.tokens)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)
+
+
+def test_greedy_samples_of_one_call_are_equal(engine: GenerationEngine) -> None:
+    samples = _generate(engine, PROMPT, SamplingParams(max_tokens=10, temperature=0), 3)
+    assert len(samples) == 3
+    assert len(set(samples)) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_sampled_logprobs_are_of_the_distribution_at_the_temperature(
+    engine: GenerationEngine, model: Path, temperature: float
+) -> None:
+    for completion in _generate(engine, PROMPT, SamplingParams(max_tokens=25, temperature=temperature, seed=1), 3):
+        expected = _reference_logprobs(model, PROMPT, completion.tokens, temperature)
+        chosen = expected[range(len(completion.tokens)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)
+
+
+def test_top_k_logprobs_are_of_the_truncated_distribution(engine: GenerationEngine, model: Path) -> None:
+    (completion,) = _generate(engine, PROMPT, SamplingParams(max_tokens=25, top_k=3, seed=2))
+    full = _reference_logprobs(model, PROMPT, completion.tokens)
+    top = full.topk(3, dim=-1)
+    for position, token in enumerate(completion.tokens):
+        assert token in top.indices[position]
+        expected = full[position, token] - top.values[position].logsumexp(-1)
+        assert completion.logprobs[position] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_samples_follow_the_distribution(engine: GenerationEngine, model: Path) -> None:
+    samples = _generate(engine, SHORT, SamplingParams(max_tokens=1, seed=0), 600)
+    counts = np.bincount([s.tokens[0] for s in samples], minlength=64)
+    expected = 600 * _reference_logprobs(model, SHORT, [0])[0].exp().numpy()
+    frequent = expected > 5
+    chi_squared = (((counts - expected) ** 2) / expected)[frequent].sum()
+    assert chi_squared < frequent.sum() + 4 * np.sqrt(2 * frequent.sum())
+
+
+def test_seeds_reproduce_and_samples_of_a_call_differ(engine: GenerationEngine) -> None:
+    sampling = SamplingParams(max_tokens=20, seed=11)
+    first, again = _generate(engine, PROMPT, sampling, 4), _generate(engine, PROMPT, sampling, 4)
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+    assert len({c.tokens for c in first}) == 4
+    (third,) = _generate(engine, PROMPT, SamplingParams(max_tokens=20, seed=13))
+    assert third.tokens == first[2].tokens
+    unseeded = SamplingParams(max_tokens=20)
+    assert _generate(engine, PROMPT, unseeded)[0].tokens != _generate(engine, PROMPT, unseeded)[0].tokens
+
+
+def test_stop_token_and_stop_string_end_a_completion(engine: GenerationEngine, model: Path) -> None:
+    (free,) = _generate(engine, PROMPT, SamplingParams(max_tokens=20, temperature=0))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert free.finish_reason == "length"
+    assert free.truncated
+    assert free.text == tokenizer.decode(free.tokens, skip_special_tokens=True)
+    stop = free.tokens[4]
+    end = free.tokens.index(stop) + 1
+    by_token = _generate(engine, PROMPT, SamplingParams(max_tokens=20, temperature=0, stop_token_ids=(stop,)))[0]
+    assert by_token.finish_reason == "stop"
+    assert by_token.tokens == free.tokens[:end]
+    assert len(by_token.logprobs) == len(by_token.versions) == end
+    word = tokenizer.decode([stop])
+    by_string = _generate(engine, PROMPT, SamplingParams(max_tokens=20, temperature=0, stop=(word,)))[0]
+    assert by_string.finish_reason == "stop"
+    assert by_string.tokens == free.tokens[: len(by_string.tokens)]
+    assert word not in by_string.text
+    assert word in tokenizer.decode(by_string.tokens)
+
+
+def test_a_request_joins_those_that_run(engine: GenerationEngine) -> None:
+    async def main() -> list[str]:
+        finished: list[str] = []
+
+        async def request(name: str, max_tokens: int) -> None:
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=())
+            await engine.generate(PROMPT, sampling)
+            finished.append(name)
+
+        long = asyncio.create_task(request("long", 80))
+        await asyncio.sleep(0.02)
+        short = asyncio.create_task(request("short", 2))
+        await asyncio.gather(long, short)
+        return finished
+
+    assert asyncio.run(main()) == ["short", "long"]
+
+
+def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
+    async def main() -> list[list[Completion]]:
+        sampling = SamplingParams(max_tokens=5, seed=0)
+        return list(await asyncio.gather(*(engine.generate([3 + i, 9], sampling, 2) for i in range(20))))
+
+    groups = asyncio.run(main())
+    assert [len(group) for group in groups] == [2] * 20
+
+
+def test_seeded_prompts_longer_than_a_batch_do_not_end_the_engine(engine: GenerationEngine) -> None:
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=2, seed=0)
+        await asyncio.gather(*(engine.generate([(i + j) % 60 for j in range(120)], sampling) for i in range(30)))
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine) -> None:
+    async def main() -> None:
+        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0)))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="a prompt of 37 tokens and max_tokens=100 need 137 tokens"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=100))
+        with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
+            await engine.generate([5, 9999], SamplingParams(max_tokens=5))
+        with pytest.raises(ValueError, match="prompt_tokens is empty"):
+            await engine.generate([], SamplingParams(max_tokens=5))
+        with pytest.raises(ValueError, match="num_samples is 0"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=5), 0)
+        assert len((await running)[0].tokens) == len((await running)[0].versions)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=90, seed=0)
+        calls = [asyncio.create_task(engine.generate(PROMPT, sampling, 8)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 3
+        # All eight places are taken if cancelling did not free them; 24 completions of 90 tokens would come first.
+        await asyncio.wait_for(engine.generate(SHORT, SamplingParams(max_tokens=2, temperature=0)), 5)
+        vllm_engine = engine._engine  # pyright: ignore[reportPrivateUsage]
+        assert vllm_engine.get_num_unfinished_requests() == 0
+
+    asyncio.run(main())
+
+
+def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> None:
+    closed = build_engine(model, "float32")
+    closed.close()
+    with pytest.raises(RuntimeError, match="the generation engine has stopped: it was closed"):
+        _generate(closed, PROMPT, SamplingParams(max_tokens=2))
