@@ -16,13 +16,17 @@ from trainer.engines import load_engine
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
-    "hsdp_untied": {"data_parallel_shard": 2, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
+SLOW = {"hsdp2x2_untied"}
 
 Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The layout, its results, those of one rank, and where the layout wrote."""
     directory = tmp_path_factory.mktemp(request.param)

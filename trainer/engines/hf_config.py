@@ -15,6 +15,7 @@ Family = Literal["llama", "qwen3"]
 
 _FAMILIES: Mapping[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,9 @@ def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
         raise ValueError(
             f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    for key in _REQUIRED:
+        if key not in config:
+            raise ValueError(f"config.json lacks {key!r}")
     _refuse_options(config)
     num_heads = int(config["num_attention_heads"])
     dim = int(config["hidden_size"])
