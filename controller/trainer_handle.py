@@ -25,10 +25,11 @@ T = TypeVar("T")
 class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
-    def __init__(self, mesh: Mesh, config: TrainerConfig) -> None:
+    def __init__(self, mesh: Mesh, config: TrainerConfig, *, share_prefixes: bool) -> None:
         """Use `launch`."""
         self.mesh = mesh
         self.config = config
+        self._share_prefixes = share_prefixes
         self._hf_config = read_hf_config(config.model)
 
     @classmethod
@@ -57,12 +58,11 @@ class TrainerHandle:
             log_dir=log_dir,
         )
         try:
-            handle = cls(mesh, config)
-            await handle.policy_version()
+            share_prefixes: list[bool] = list((await mesh.answer(mesh.actors.shares_prefixes.call())).values())
         except BaseException:
             await mesh.stop()
             raise
-        return handle
+        return cls(mesh, config, share_prefixes=all(share_prefixes))
 
     async def stop(self) -> None:
         """Ends the trainer's processes. May be called again."""
@@ -149,9 +149,10 @@ class TrainerHandle:
             max_seq_len=self._hf_config.max_seq_len,
         )
         return plan_batch(
-            [len(datum.tokens) for datum in batch],
+            batch,
             num_ranks=self.config.num_data_parallel_ranks,
             max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
+            share_prefixes=self._share_prefixes,
         )
 
     def _shares(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:

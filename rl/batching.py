@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.packing import PrefixGroup, group_by_prefix
 from rl.types import Datum
 
 Result = TypeVar("Result")
@@ -37,82 +38,71 @@ class BatchPlan:
         return tuple(placed[i] for i in range(len(placed)))
 
 
-def plan_batch(lengths: Sequence[int], *, num_ranks: int, max_tokens_per_microbatch: int) -> BatchPlan:
+def plan_batch(
+    batch: Sequence[Datum], *, num_ranks: int, max_tokens_per_microbatch: int, share_prefixes: bool
+) -> BatchPlan:
     """Shares datums out over ranks and packs each share into micro-batches, both balanced by tokens.
 
-    `lengths` are the tokens of each datum. No micro-batch exceeds the budget, except one that holds a single datum
-    longer than it. Within a micro-batch datums are in ascending order of length.
+    With `share_prefixes`, datums that begin alike stay together and count their common tokens once, as a packed row
+    does. No micro-batch exceeds the budget, except one that holds a single datum longer than it.
     """
-    shares = _balance(lengths, range(len(lengths)), num_ranks)
-    packed = [_pack(lengths, share, max_tokens_per_microbatch) for share in shares]
+    lengths = [len(datum.tokens) for datum in batch]
+    groups = group_by_prefix(batch) if share_prefixes else [PrefixGroup(0, (i,)) for i in range(len(batch))]
+    fair_share = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
+    units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, fair_share)]
+    sizes = [unit.num_tokens(lengths) for unit in units]
+    shares = _balance(sizes, range(len(units)), num_ranks)
+    packed = [_pack(sizes, share, max_tokens_per_microbatch) for share in shares]
     most = max(len(rank) for rank in packed)
-    return BatchPlan(microbatches=tuple((*rank, *[()] * (most - len(rank))) for rank in packed))
+    return BatchPlan(
+        microbatches=tuple(
+            (*(tuple(i for u in bin_ for i in units[u].members) for bin_ in rank), *[()] * (most - len(rank)))
+            for rank in packed
+        )
+    )
 
 
-def _balance(lengths: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
-    """Longest first, each into the emptiest bin: at most 4/3 of the best possible largest bin (Graham 1969)."""
+def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, fair_share: int) -> list[PrefixGroup]:
+    """Even parts of a group, each with the prefix of its own, of at most `budget` tokens where that is possible.
+
+    A part has at most `fair_share` tokens beside the prefix, so that a large group does not unbalance the ranks.
+    """
+    own = [lengths[i] - group.prefix for i in group.members]
+    room = max(1, min(budget - group.prefix, fair_share))
+    target = -(-sum(own) // -(-sum(own) // room)) if sum(own) else 0
+    parts: list[PrefixGroup] = []
+    members: list[int] = []
+    size = 0
+    for i, tokens in zip(group.members, own, strict=True):
+        if members and (size + tokens > room or size >= target):
+            parts.append(PrefixGroup(group.prefix, tuple(members)))
+            members, size = [], 0
+        members.append(i)
+        size += tokens
+    return [*parts, PrefixGroup(group.prefix, tuple(members))]
+
+
+def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
+    """Largest first, each into the emptiest bin: at most 4/3 of the best possible fullest bin (Graham 1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = np.zeros(num_bins, dtype=np.int64)
-    for i in sorted(indices, key=lambda i: (-lengths[i], i)):
+    for i in sorted(indices, key=lambda i: (-sizes[i], i)):
         emptiest = int(loads.argmin())
         bins[emptiest].append(i)
-        loads[emptiest] += lengths[i]
+        loads[emptiest] += sizes[i]
     return [tuple(reversed(members)) for members in bins]
 
 
-def _pack(lengths: Sequence[int], share: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+def _pack(sizes: Sequence[int], share: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Balanced micro-batches of one rank's share, as few as the budget allows a balanced split to have."""
     if not share:
         return []
-    num_bins = max(1, -(-sum(lengths[i] for i in share) // budget))
+    num_bins = max(1, -(-sum(sizes[i] for i in share) // budget))
     while True:
-        bins = [members for members in _balance(lengths, share, num_bins) if members]
-        if all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins):
+        bins = [members for members in _balance(sizes, share, num_bins) if members]
+        if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
             return bins
         num_bins += 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRow:
-    """The datums of one micro-batch, end to end without padding, with what the loss needs at scored positions."""
-
-    tokens: NDArray[np.int64]
-    """[L]"""
-    positions: NDArray[np.int64]
-    """[L] position within the datum; 0 starts the next datum."""
-    lengths: tuple[int, ...]
-    """Tokens of each datum."""
-    scored: NDArray[np.int64]
-    """[S] indices into the row."""
-    datum_index: NDArray[np.int64]
-    """[S] which datum of the row each scored position belongs to."""
-    loss_inputs: Mapping[str, NDArray[Any]]
-    """Each [S]; always holds `target_tokens` and `weights`."""
-
-    def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """[S] values of the scored positions -> one [T] array per datum, 0 where nothing is scored."""
-        row = np.zeros(len(self.tokens), dtype=np.float32)
-        row[self.scored] = values
-        return np.split(row, np.cumsum(self.lengths)[:-1])
-
-
-def pack_row(datums: Sequence[Datum]) -> PackedRow:
-    """Packs at least one datum; all name the same loss inputs."""
-    lengths = tuple(len(datum.tokens) for datum in datums)
-    weights = np.concatenate([datum.weights for datum in datums])
-    scored = np.flatnonzero(weights)
-    names = datums[0].loss_inputs.keys() - {"weights"}
-    return PackedRow(
-        tokens=np.concatenate([datum.tokens for datum in datums]),
-        positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
-        lengths=lengths,
-        scored=scored,
-        datum_index=np.repeat(np.arange(len(datums), dtype=np.int64), lengths)[scored],
-        loss_inputs={
-            "weights": weights[scored],
-            **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[scored] for name in names},
-        },
-    )
 
 
 def validate_batch(

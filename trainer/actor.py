@@ -54,6 +54,11 @@ class PolicyTrainer(Actor):
         return self._engine.policy_version
 
     @endpoint
+    async def shares_prefixes(self) -> bool:
+        """`Engine.shares_prefixes`."""
+        return self._engine.shares_prefixes
+
+    @endpoint
     async def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: str | Callable[..., Any], loss_config: Mapping[str, Any]
     ) -> ForwardBackwardOutput:

@@ -23,9 +23,10 @@ PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
 
 def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
     return plan_batch(
-        [len(datum.tokens) for datum in batch],
+        batch,
         num_ranks=config.num_data_parallel_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        share_prefixes=True,
     )
 
 

@@ -34,6 +34,27 @@ def random_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_
     return batch
 
 
+def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> list[Datum]:
+    """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
+
+    As in a rollout, the last token of the prompt is the first position that is scored.
+    """
+    rng = np.random.default_rng(seed)
+    batch: list[Datum] = []
+    for prompt_length, completion_lengths in sizes:
+        prompt = rng.integers(0, VOCAB_SIZE, prompt_length)
+        for length in completion_lengths:
+            tokens = np.concatenate([prompt, rng.integers(0, VOCAB_SIZE, length)])
+            inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
+                "target_tokens": tokens[1:],
+                "weights": (np.arange(len(tokens) - 1) >= prompt_length - 1).astype(np.float32),
+                "logprobs": rng.normal(-4.0, 0.5, len(tokens) - 1).astype(np.float32),
+                "advantages": rng.normal(size=len(tokens) - 1).astype(np.float32),
+            }
+            batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
+    return [batch[i] for i in rng.permutation(len(batch))]
+
+
 class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 

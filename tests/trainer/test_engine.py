@@ -16,6 +16,7 @@ from tests.trainer.reference import (
     cross_entropy,
     importance_sampling,
     random_batch,
+    random_groups,
     relative_error,
 )
 from trainer.config import TrainerConfig
@@ -92,6 +93,23 @@ def test_every_gradient_equals_autograd(model: Path) -> None:
     assert_close(gradients(engine), reference.gradients(), 1e-5)
 
 
+# Prompts with several completions, one with a single token, one alone; and a group too large for one masked call.
+GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
+
+
+@pytest.mark.parametrize("groups", [GROUPS[:3], GROUPS])
+def test_shared_prefixes_change_no_gradient(model: Path, groups: list[tuple[int, tuple[int, ...]]]) -> None:
+    batch = random_groups(groups)
+    engine, reference = build(model), ReferencePolicy(model)
+    assert engine.shares_prefixes
+    output = engine.forward_backward([batch], get_loss("importance_sampling"))
+    assert output.metrics["loss"] == pytest.approx(reference.backward(batch, importance_sampling), rel=1e-5)
+    assert_close(gradients(engine), reference.gradients(), 1e-5)
+    for datum, logprobs in zip(batch, output.logprobs, strict=True):
+        expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
 def test_activation_checkpointing_changes_no_gradient(llama: Path) -> None:
     batch = random_batch(LENGTHS)
     expected = build(llama)
@@ -106,7 +124,7 @@ def test_activation_checkpointing_changes_no_gradient(llama: Path) -> None:
 def test_gradient_does_not_depend_on_packing(llama: Path, budget: int) -> None:
     batch = random_batch(LENGTHS)
     engine, reference = build(llama), ReferencePolicy(llama)
-    plan = plan_batch([len(d.tokens) for d in batch], num_ranks=1, max_tokens_per_microbatch=budget)
+    plan = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=budget, share_prefixes=True)
     output = engine.forward_backward(plan.split(batch)[0], get_loss("cross_entropy"))
     reference.backward(batch, cross_entropy)
     assert_close(gradients(engine), reference.gradients(), 1e-5)

@@ -37,6 +37,11 @@ class Engine(ABC):
     def policy_version(self) -> int:
         """Optimizer steps applied so far."""
 
+    @property
+    @abstractmethod
+    def shares_prefixes(self) -> bool:
+        """Whether datums of a micro-batch that begin alike cost their common tokens once; see `rl/packing.py`."""
+
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.

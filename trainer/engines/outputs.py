@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl.batching import PackedRow, merge_metrics
+from rl.batching import merge_metrics
+from rl.packing import PackedRow
 from rl.types import Datum, ForwardBackwardOutput
 
 _Arrays = tuple[NDArray[np.float32], ...]

@@ -1,27 +1,37 @@
-"""The one place that chooses how packed documents attend to themselves and not to each other.
+"""The one place that chooses how the documents of a packed row attend to themselves and not to each other.
 
 On a GPU torchtitan's own kernels do it: `varlen` in bfloat16, `flex` in float32, which `varlen` lacks. Neither has a
-backward pass on the CPU, where `DocumentAttention` runs one causal `scaled_dot_product_attention` per document.
+backward pass on the CPU, where `DocumentAttention` runs one `scaled_dot_product_attention` per document, and documents
+may branch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
+from rl.packing import Document
+
 # Mean tokens per document below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
 _SHORT_DOCUMENT = 256
+# Tokens of a branching document up to which one masked call is faster than one call per branch.
+_DENSE_DOCUMENT = 512
 
 
-class DocumentLengths(NamedTuple):
-    """Tokens of each document of a packed row, in order; they add up to the row."""
+class DocumentMasks(NamedTuple):
+    """A packed row as `DocumentAttention` needs it."""
 
-    lengths: tuple[int, ...]
+    documents: tuple[Document, ...]
+    masks: tuple[Tensor | None, ...]
+    """For each document, [tokens, tokens] bool, true where a row may attend to a column; None for plain causal, and
+    for a branching document that is too large for one call."""
 
 
 class DocumentAttention(FlexAttention):
@@ -33,26 +43,33 @@ class DocumentAttention(FlexAttention):
 
     def forward(
         self,
-        q_BLNH: torch.Tensor,  # noqa: N803 - torchtitan passes and shards these by name
-        k_BLNH: torch.Tensor,  # noqa: N803
-        v_BLNH: torch.Tensor,  # noqa: N803
+        q_BLNH: Tensor,  # noqa: N803 - torchtitan passes and shards these by name
+        k_BLNH: Tensor,  # noqa: N803
+        v_BLNH: Tensor,  # noqa: N803
         *,
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
-    ) -> torch.Tensor:
-        """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentLengths`."""
-        assert isinstance(attention_masks, DocumentLengths)
-        lengths = attention_masks.lengths
+    ) -> Tensor:
+        """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`."""
+        assert isinstance(attention_masks, DocumentMasks)
+        documents = attention_masks.documents
+        lengths = [document.num_tokens for document in documents]
         dtype = torch.float32 if sum(lengths) < _SHORT_DOCUMENT * len(lengths) else q_BLNH.dtype
-        documents = [
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-            for q, k, v in zip(
-                *(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True
+        parts = zip(*(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True)
+        outputs: list[Tensor] = []
+        for document, mask, (q, k, v) in zip(documents, attention_masks.masks, parts, strict=True):
+            if mask is None and document.branches:
+                outputs += _attend_by_branch(document, q, k, v, scale=scale, enable_gqa=enable_gqa)
+                continue
+            causal = mask is None
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa
+                )
             )
-        ]
-        return torch.cat(documents, dim=2).transpose(1, 2).to(q_BLNH.dtype)
+        return torch.cat(outputs, dim=2).transpose(1, 2).to(q_BLNH.dtype)
 
 
 def choose_inner_attention(device: torch.device, compute_dtype: torch.dtype) -> Module.Config:
@@ -62,9 +79,47 @@ def choose_inner_attention(device: torch.device, compute_dtype: torch.dtype) -> 
     return get_attention_config("varlen" if compute_dtype == torch.bfloat16 else "flex")
 
 
-def attention_masks(model: Decoder, positions: torch.Tensor, lengths: tuple[int, ...]) -> Any:
-    """What the chosen kernel needs to know of a packed row; positions [1, L] restart at 0 with every document."""
+def shares_prefixes(device: torch.device) -> bool:
+    """Whether the kernel chosen for a device computes documents that branch."""
+    return device.type == "cpu"
+
+
+def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Document]) -> Any:
+    """What the chosen kernel needs to know of a packed row; positions are [1, L]."""
     if positions.device.type == "cpu":
-        return DocumentLengths(lengths)
+        return DocumentMasks(tuple(documents), tuple(_mask(document) for document in documents))
     masks: AttentionMasksType | None = model.get_attention_masks(positions)
     return masks
+
+
+def _mask(document: Document) -> Tensor | None:
+    """See `DocumentMasks.masks`."""
+    if not document.branches or document.num_tokens > _DENSE_DOCUMENT:
+        return None
+    branch = torch.repeat_interleave(
+        torch.arange(len(document.branches) + 1), torch.tensor((document.trunk, *document.branches))
+    )
+    same = branch[:, None] == branch[None, :]
+    return (same | (branch == 0)[None, :]).tril()
+
+
+def _attend_by_branch(
+    document: Document, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool
+) -> list[Tensor]:
+    """One call for the trunk, one for each branch with the trunk's keys and its own; all [1, heads, tokens, dim]."""
+    sizes = (document.trunk, *document.branches)
+    (q_trunk, *q_branches), (k_trunk, *k_branches), (v_trunk, *v_branches) = (x.split(sizes, dim=2) for x in (q, k, v))
+    outputs = [
+        F.scaled_dot_product_attention(q_trunk, k_trunk, v_trunk, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    ]
+    for q_branch, k_branch, v_branch in zip(q_branches, k_branches, v_branches, strict=True):
+        size = q_branch.shape[2]
+        if size:
+            mask = torch.ones(size, document.trunk + size, dtype=torch.bool).tril(document.trunk)
+            keys, values = torch.cat([k_trunk, k_branch], dim=2), torch.cat([v_trunk, v_branch], dim=2)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q_branch, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+                )
+            )
+    return outputs

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rl.batching import PackedRow, pack_row
 from rl.losses import Loss, LossInputs
+from rl.packing import PackedRow, pack_row
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer import checkpoint
 from trainer.config import TrainerConfig
@@ -28,7 +28,7 @@ from trainer.engines.hf_config import read_hf_config
 from trainer.engines.masters import MasterWeights
 from trainer.engines.optimizer import Optimizer
 from trainer.engines.outputs import IDLE_DATUM, OutputCollector
-from trainer.engines.titan.attention import attention_masks
+from trainer.engines.titan.attention import attention_masks, shares_prefixes
 from trainer.engines.titan.build import DTYPES, build_model, choose_device, init_process_group
 from trainer.engines.titan.models import hf_parameters
 from trainer.export import write_hf_directory
@@ -59,18 +59,22 @@ class TitanEngine(Engine):
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return shares_prefixes(self._device)
+
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         output = OutputCollector(entropy=False)
         with self._gradient_restored_on_failure():
             for microbatch in microbatches:
-                row = pack_row(microbatch) if microbatch else None
+                row = self._pack(microbatch) if microbatch else None
                 if row is not None and len(row.scored):
                     self._forward_backward_row(row, loss, output)
                     continue
                 if row is not None:
                     output.add(row, None, None, {})
                 if self._config.num_ranks > 1:
-                    logprobs, _ = self._score(pack_row([IDLE_DATUM]), entropy=False)
+                    logprobs, _ = self._score(self._pack([IDLE_DATUM]), entropy=False)
                     self._tell_peers(failed=False)
                     (logprobs.sum() * 0.0).backward()
         return output.result()
@@ -95,21 +99,21 @@ class TitanEngine(Engine):
         output = OutputCollector(entropy=entropy)
         with torch.no_grad():
             for microbatch in microbatches:
-                row = pack_row(microbatch) if microbatch else None
+                row = self._pack(microbatch) if microbatch else None
                 if row is not None and len(row.scored):
                     output.add(row, *self._score(row, entropy=entropy), {})
                     continue
                 if row is not None:
                     output.add(row, None, None, {})
                 if self._config.num_ranks > 1:
-                    self._score(pack_row([IDLE_DATUM]), entropy=entropy)
+                    self._score(self._pack([IDLE_DATUM]), entropy=entropy)
         self._reshard()
         return output.result()
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs [S] and entropies [S] of a row's scored positions."""
         tokens, positions = self._tensor(row.tokens)[None], self._tensor(row.positions)[None]
-        masks = attention_masks(self._model, positions, row.lengths)
+        masks = attention_masks(self._model, positions, row.documents)
         return self._model(
             tokens,
             positions,
@@ -118,6 +122,9 @@ class TitanEngine(Engine):
             targets=self._tensor(row.loss_inputs["target_tokens"]),
             entropy=entropy,
         )
+
+    def _pack(self, microbatch: Microbatch) -> PackedRow:
+        return pack_row(microbatch, share_prefixes=self.shares_prefixes)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
