@@ -1,7 +1,5 @@
 """Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in minutes."""
 
-from pathlib import Path
-
 from controller.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
@@ -14,8 +12,8 @@ def recipe() -> GRPOConfig:
     return GRPOConfig(
         model="smollm2-135m-instruct",
         env=LargestNumber(),
-        trainer=TrainerConfig(model=Path(), num_threads=2, max_tokens_per_microbatch=2048),
-        generator=GeneratorConfig(model=Path(), num_threads=2, max_model_len=256, max_num_seqs=128),
+        trainer=TrainerConfig(num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(num_threads=2, max_model_len=256, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=8),
         num_steps=16,
         prompts_per_step=16,

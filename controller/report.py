@@ -11,7 +11,6 @@ from pathlib import Path
 from controller.console import Console
 from rl.evaluation import Evaluation
 from rl.metrics import PhaseClock, logprob_gap, num_completion_tokens, per_token, rollout_metrics
-from rl.plotting import plot_reward
 from rl.recording import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -134,4 +133,6 @@ class Report:
         self._last_groups = groups
 
     def _plot(self) -> None:
+        from rl.plotting import plot_reward  # matplotlib, which a mistake in a recipe should not have to wait for
+
         plot_reward(self._folder.metrics(), self._folder.path / "reward.png", self._folder.path.name)

@@ -25,8 +25,9 @@ _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_si
 class GeneratorConfig:
     """One generator: `tensor_parallel` ranks, a process each, that hold one copy of the model."""
 
-    model: Path
-    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files."""
+    model: Path = Path()
+    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
+    out: a loop sets it to its own model."""
     dtype: GeneratorDtype = "bfloat16"
     """Of weights and activations. The trainer casts to it when it pushes."""
     tensor_parallel: int = 1

@@ -13,8 +13,9 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 class TrainerConfig:
     """A trainer of `data_parallel_replicate * data_parallel_shard * tensor_parallel` ranks, one process each."""
 
-    model: Path
-    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files."""
+    model: Path = Path()
+    """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
+    out: a loop sets it to its own model."""
     engine: EngineName = "torchtitan"
     """The backend that computes; a row of `trainer.engines.ENGINES`."""
     compute_dtype: ComputeDtype = "bfloat16"

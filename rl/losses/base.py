@@ -1,23 +1,26 @@
 """What a loss is: a pure function of log-probs, by name or by value, checked before any rank computes.
 
 A loss never sees a model, a batch layout or a rank. It returns a sum over tokens, never a mean: who normalises, and by
-what, is the controller's choice at `optim_step`.
+what, is the controller's choice at `optim_step`. This package does not import torch: the controller, which only checks
+names and options, has no use for it.
 """
+
+from __future__ import annotations
 
 import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rl.checks import did_you_mean
 
-Metrics = dict[str, Tensor]
-LossFunction = Callable[..., tuple[Tensor, Metrics]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Metrics = dict[str, "Tensor"]
+LossFunction = Callable[..., tuple["Tensor", Metrics]]
 """(logprobs [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums). Options have defaults."""
 
 
@@ -44,7 +47,7 @@ class LossInputs:
     def mean_per_datum(self, values: Tensor) -> Tensor:
         """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without any."""
         sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values)
-        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, torch.ones_like(values))
+        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values.new_ones(len(values)))
         return sums / counts.clamp(min=1)
 
 
@@ -68,7 +71,7 @@ class Loss:
             )
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    def with_options(self, config: Mapping[str, Any]) -> "Loss":
+    def with_options(self, config: Mapping[str, Any]) -> Loss:
         """The same loss with some options set. Raises ValueError for an unknown name or a value out of range."""
         known = option_defaults(self.function)
         for name, value in config.items():

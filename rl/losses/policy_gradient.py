@@ -5,16 +5,20 @@ r = exp(p - q) the importance ratio, A = `advantages`, w = `weights`. Clip thres
 Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rl.losses.base import LossInputs, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def importance_sampling(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """-sum w r A: the off-policy policy gradient; at r = 1 its gradient is REINFORCE's."""
     del entropy
-    ratio = torch.exp(logprobs - inputs["logprobs"])
+    ratio = (logprobs - inputs["logprobs"]).exp()
     return -(inputs.weights * ratio * inputs["advantages"]).sum(), {}
 
 
@@ -31,7 +35,7 @@ def ppo(
     A `clip_high_threshold` further from 1 than the low one is DAPO's clip-higher (https://arxiv.org/abs/2503.14476).
     """
     del entropy
-    ratio = torch.exp(logprobs - inputs["logprobs"])
+    ratio = (logprobs - inputs["logprobs"]).exp()
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 
 
@@ -48,7 +52,7 @@ def cispo(
     MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585.
     """
     del entropy
-    ratio = torch.exp(logprobs - inputs["logprobs"]).detach()
+    ratio = (logprobs - inputs["logprobs"]).exp().detach()
     clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
     loss = -(inputs.weights * clipped * logprobs * inputs["advantages"]).sum()
     return loss, {"clipped_tokens": (clipped != ratio).sum()}
@@ -79,8 +83,8 @@ def gspo(
     """
     del entropy
     gap = logprobs.detach() - inputs["logprobs"]
-    sequence_ratio = torch.exp(inputs.mean_per_datum(gap))[inputs.datum_index]
-    ratio = sequence_ratio * torch.exp(logprobs - logprobs.detach())
+    sequence_ratio = inputs.mean_per_datum(gap).exp()[inputs.datum_index]
+    ratio = sequence_ratio * (logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 
 
@@ -88,5 +92,5 @@ def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> tupl
     """The pessimistic minimum of the ratio's term and the clipped ratio's, and how many tokens it stopped."""
     advantages = inputs["advantages"]
     unclipped, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
-    loss = -(inputs.weights * torch.minimum(unclipped, clipped)).sum()
+    loss = -(inputs.weights * unclipped.minimum(clipped)).sum()
     return loss, {"clipped_tokens": (clipped < unclipped).sum()}

@@ -1,8 +1,13 @@
 """Losses on given target tokens. Legend: S scored positions; p the model's log-prob of the target."""
 
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rl.losses.base import LossInputs, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def cross_entropy(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
