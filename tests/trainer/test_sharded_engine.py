@@ -17,9 +17,11 @@ from trainer.engines import load_engine
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "tp2_tied": {"tensor_parallel": 2},
+    "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
-SLOW = {"hsdp2x2_untied"}
+SLOW = {"hsdp2x2_untied", "fsdp2_tp2_untied"}
 
 Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
 

@@ -1,7 +1,8 @@
 """The torchtitan engine: torchtitan's model, parallelized by torchtitan, driven by our loop.
 
-With more than one rank torchtitan's `parallelize_fn` applies activation checkpointing and FSDP2. With one rank nothing
-is sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism are not offered.
+With more than one rank torchtitan's `parallelize_fn` applies tensor parallelism, activation checkpointing and FSDP2.
+With one rank nothing is sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism
+are not offered.
 """
 
 import contextlib

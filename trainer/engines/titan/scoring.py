@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.protocols.sharding import ShardingConfig
 
 from trainer.engines.logprobs import logprobs_and_entropy
 
@@ -27,7 +29,16 @@ class LogprobHead(Linear):
         self, hidden: Tensor, targets: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [S, D], targets [S] -> log-probs [S] float32, entropies [S] float32 if asked for."""
-        return logprobs_and_entropy(hidden, self.weight, targets, entropy=entropy)
+        weight, group = self.weight, None
+        if isinstance(weight, DTensor):  # tensor parallelism: this rank's rows of the vocabulary
+            weight, group = weight.to_local(), weight.device_mesh.get_group()
+        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group)
+
+
+def _shard_head_only(head: Linear.Config) -> None:
+    """Leaves a head's weight sharded by rows; inputs and outputs stay plain tensors, which `LogprobHead` deals with."""
+    assert head.sharding_config is not None
+    head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
 
 
 class _Policy(Decoder):
@@ -52,6 +63,8 @@ class _Policy(Decoder):
         output projection.
         """
         hidden = super().forward(tokens, positions, attention_masks)
+        if isinstance(hidden, DTensor):  # its gradient comes from each tensor-parallel rank's part of the vocabulary
+            hidden = hidden.to_local(grad_placements=[Partial()])
         return self.lm_head(hidden[0].index_select(0, scored), targets, entropy=entropy)
 
 
@@ -62,6 +75,11 @@ class LlamaPolicy(_Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMe
     class Config(Llama3Model.Config):
         """Same fields as `Llama3Model.Config`."""
 
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Sets how every parameter and activation is sharded."""
+            Llama3Model.Config.update_from_config(self, config=config, **kwargs)
+            _shard_head_only(self.lm_head)
+
 
 class Qwen3Policy(_Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A Qwen3 that scores."""
@@ -69,3 +87,8 @@ class Qwen3Policy(_Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMet
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
         """Same fields as `Qwen3Model.Config`."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Sets how every parameter and activation is sharded."""
+            Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+            _shard_head_only(self.lm_head)
