@@ -58,7 +58,7 @@ class WeightPublisher:
         self._reader_timeout_s = reader_timeout_s
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._manifest: Manifest = ()
-        self._names: list[str] = []  # of this rank's tensors
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of this rank's tensors, whole
         self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
         self._slots: list[WeightSlot] = []
         self._publication = -1
@@ -96,7 +96,9 @@ class WeightPublisher:
         """Agrees with the other ranks on the manifest and, on one host, on the slots."""
         local = [(name, tuple(t.shape), self._cast_dtype(t), isinstance(t, DTensor)) for name, t in tensors]
         union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._names = [name for name, _ in tensors]
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+        if len(self._shapes) < len(tensors):
+            raise ValueError(f"weights name {len(tensors)} tensors but only {len(self._shapes)} different ones")
         for rank, entries in enumerate(_all_gather(local)):
             for name, shape, dtype, sharded in entries:
                 if union.setdefault(name, (shape, dtype)) != (shape, dtype):
@@ -138,11 +140,11 @@ class WeightPublisher:
             problem = error
         _raise_on_every_rank(problem)
         try:
-            self._check_names(tensors)
+            self._check_same(tensors)
             for name, tensor in tensors:
                 local, region = self._shard(name, tensor)
                 if local is not None:
-                    _copy_exactly(local, slot.tensor(specs[name])[region], name)
+                    slot.tensor(specs[name])[region].copy_(local)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem = error
         try:
@@ -153,11 +155,13 @@ class WeightPublisher:
         if self._rank == 0:
             slot.seal(record)
 
-    def _check_names(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The layout was agreed at the first push; a tensor that is left out later would silently keep old bytes."""
-        differing = set(self._names) ^ {name for name, _ in tensors}
-        if differing or len(tensors) != len(self._names):
-            raise ValueError(f"these tensors were published at first or are now, not both: {sorted(differing)}")
+    def _check_same(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The layout was agreed at the first push; what does not keep to it would silently leave old bytes."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+        if shapes != self._shapes:
+            differing = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
+            changes = ", ".join(f"{n!r} was {self._shapes.get(n)} and is {shapes.get(n)}" for n in differing)
+            raise ValueError(f"weights have other names or shapes than at the first push: {changes}")
 
     def _shard(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[slice, ...]]:
         """What this rank writes of a tensor, if anything, and where it belongs in the full one."""
@@ -179,7 +183,7 @@ class WeightPublisher:
 
     async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there."""
-        self._check_names(tensors)
+        self._check_same(tensors)
         store = await self._get_store()
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
 
@@ -222,13 +226,6 @@ def _all_gather(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _copy_exactly(source: torch.Tensor, destination: torch.Tensor, name: str) -> None:
-    """`copy_`, which casts, without its broadcasting."""
-    if source.shape != destination.shape:
-        raise ValueError(f"{name!r} has the shape {tuple(source.shape)} where {tuple(destination.shape)} was published")
-    destination.copy_(source)
 
 
 def _raise_on_every_rank(problem: Exception | None) -> None:

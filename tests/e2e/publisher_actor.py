@@ -15,12 +15,12 @@ from rl.weights import Transport
 from trainer.weights import WeightPublisher
 
 
-def perturbed(directory: Path, version: int) -> Mapping[str, torch.Tensor]:
-    """A model directory's float32 weights, moved by an amount that depends on the version; 0 leaves them."""
-    generator = torch.Generator().manual_seed(version)
+def perturbed(directory: Path, seed: int) -> Mapping[str, torch.Tensor]:
+    """A model directory's weights in float32, every one of them moved by an amount that depends on the seed."""
+    generator = torch.Generator().manual_seed(seed)
     weights = load_file(directory / "model.safetensors")
     return {
-        name: tensor.float() + 0.02 * (version > 0) * torch.randn(tensor.shape, generator=generator)
+        name: tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator)
         for name, tensor in sorted(weights.items())
     }
 
@@ -38,14 +38,9 @@ class Publisher(Actor):
         self._publisher = WeightPublisher(dtype, transport)
 
     @endpoint
-    async def publish(self, version: int, drop: tuple[str, ...] = ()) -> None:
-        """Publishes the perturbed weights, without those in `drop`."""
-        weights = {name: t for name, t in perturbed(self._directory, version).items() if name not in drop}
+    async def publish(self, version: int, seed: int, drop: tuple[str, ...] = ()) -> None:
+        """Publishes the weights perturbed by `seed`, without those in `drop`."""
+        weights = {name: tensor for name, tensor in perturbed(self._directory, seed).items() if name not in drop}
         if self._mesh is not None:
-            weights = {name: distribute_tensor(t, self._mesh, [Shard(0)]) for name, t in weights.items()}
+            weights = {name: distribute_tensor(tensor, self._mesh, [Shard(0)]) for name, tensor in weights.items()}
         await self._publisher.publish(version, weights.items())
-
-    @endpoint
-    async def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()

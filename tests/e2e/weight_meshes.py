@@ -1,0 +1,74 @@
+"""What end-to-end tests of weights start and stop."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from controller.generator_handle import GeneratorHandle
+from controller.mesh import Mesh
+from controller.store import WeightStore
+from generator.config import GeneratorConfig
+from rl.types import Completion, SamplingParams
+from rl.weights import Transport
+from tests.e2e.publisher_actor import Publisher
+
+PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@asynccontextmanager
+async def running_store(log_dir: Path) -> AsyncGenerator[WeightStore]:
+    store = await WeightStore.launch(log_dir)
+    try:
+        yield store
+    finally:
+        await store.stop()
+
+
+@asynccontextmanager
+async def running_publisher(directory: Path, dtype: str, transport: Transport, log_dir: Path) -> AsyncGenerator[Mesh]:
+    """Two ranks, each with half of every weight."""
+    env, arguments = {"OMP_NUM_THREADS": "1"}, (directory, getattr(torch, dtype), transport)
+    mesh = await Mesh.spawn("publisher", Publisher, *arguments, num_ranks=2, env=env, log_dir=log_dir)
+    try:
+        yield mesh
+    finally:
+        await mesh.stop()
+
+
+@asynccontextmanager
+async def running_generator(
+    directory: Path, dtype: str, log_dir: Path, **options: Any
+) -> AsyncGenerator[GeneratorHandle]:
+    options = {"max_model_len": 128, "max_num_seqs": 8, **options}
+    config = GeneratorConfig(model=directory, dtype=dtype, **options)  # pyright: ignore[reportArgumentType]
+    handle = await GeneratorHandle.launch(config, log_dir)
+    try:
+        yield handle
+    finally:
+        await handle.stop()
+
+
+async def publish(mesh: Mesh, version: int, seed: int, drop: tuple[str, ...] = ()) -> None:
+    """Every rank of `running_publisher` publishes."""
+    await mesh.answer(mesh.actors.publish.call(version, seed, drop), timeout_s=60)
+
+
+async def greedy(generator: GeneratorHandle) -> list[Completion]:
+    """One after the other: how requests fall into batches changes the last bits of a log-prob."""
+    return [(await generator.generate(prompt, GREEDY))[0] for prompt in PROMPTS]
+
+
+def export(source: Path, weights: Mapping[str, torch.Tensor], dtype: str, destination: Path) -> Path:
+    """A model directory like `source` with other weights."""
+    destination.mkdir()
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            (destination / path.name).write_bytes(path.read_bytes())
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    save_file(cast, destination / "model.safetensors", metadata={"format": "pt"})
+    return destination

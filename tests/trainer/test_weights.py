@@ -1,0 +1,174 @@
+"""What is published, from any sharding, is the full tensors cast to the generator's dtype."""
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from rl.weights import INDEX_KEY, VersionRecord, WeightsError, WeightSlot
+from trainer.weights import WeightPublisher
+
+
+class FakeStore:
+    """A dictionary with TorchStore's interface, of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        self.values[key] = value
+
+    async def get(self, key: str) -> Any:
+        return self.values[key]
+
+    async def delete(self, key: str) -> None:
+        del self.values[key]
+
+
+def _full(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"rows": (12, 5), "uneven": (7, 3), "one_row": (1, 6), "columns": (4, 9), "copied": (6,), "plain": (3, 2)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _read(record: VersionRecord) -> dict[str, torch.Tensor]:
+    assert record.slot is not None
+    slot = WeightSlot.open(record.slot)
+    with slot.reading(record):
+        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
+
+
+def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.Tensor]) -> None:
+    record = store.values[INDEX_KEY][-1]
+    assert record.version == version
+    published = _read(record)
+    assert published.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(published[name], tensor.to(torch.bfloat16)), name
+
+
+def _run(rank: int, world_size: int, port_file: str, body: Callable[[int, FakeStore], None]) -> None:
+    store = dist.FileStore(port_file, world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    try:
+        body(rank, FakeStore())
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the other ranks would wait for this one
+    dist.destroy_process_group()
+
+
+def _spawn(tmp_path: Path, world_size: int, body: Callable[[int, FakeStore], None]) -> None:
+    mp.spawn(_run, args=(world_size, str(tmp_path / "store"), body), nprocs=world_size)
+
+
+def _publish_shards(rank: int, store: FakeStore) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements: dict[str, Placement] = {
+        "rows": Shard(0),
+        "uneven": Shard(0),
+        "one_row": Shard(0),
+        "columns": Shard(1),
+        "copied": Replicate(),
+    }
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2, 3):
+        full = _full(version)
+        tensors: dict[str, torch.Tensor] = {
+            name: distribute_tensor(full[name], mesh, [placement]) for name, placement in placements.items()
+        }
+        if rank == 1:  # a pipeline stage of its own
+            tensors["plain"] = full["plain"]
+        asyncio.run(publisher.publish(version, tensors.items()))
+        if rank == 0:
+            _assert_published(store, version, full)
+            living = [record.version for record in store.values[INDEX_KEY]]
+            assert living == [v for v in (version - 1, version) if v > 0]
+    # What one rank cannot write, no rank publishes, and nobody waits for anybody.
+    longer = distribute_tensor(torch.zeros(13, 5), mesh, [Shard(0)])
+    wrong = {**tensors, "rows": longer} if rank == 0 else tensors
+    with pytest.raises((WeightsError, ValueError), match=r"'rows' was \(12, 5\) and is \(13, 5\)"):
+        asyncio.run(publisher.publish(4, wrong.items()))
+    asyncio.run(publisher.publish(5, tensors.items()))
+    if rank == 0:
+        _assert_published(store, 5, _full(3))
+
+
+def test_two_ranks_publish_their_shards(tmp_path: Path) -> None:
+    _spawn(tmp_path, 2, _publish_shards)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 12, bias=False)
+        self.down = nn.Linear(12, 10, bias=False)
+
+
+def _publish_fsdp_times_tp(rank: int, store: FakeStore) -> None:
+    torch.manual_seed(0)
+    block = _Block()
+    full = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+    assert all(isinstance(parameter, DTensor) for parameter in block.parameters())
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    asyncio.run(publisher.publish(1, block.named_parameters()))
+    if rank == 0:
+        _assert_published(store, 1, full)
+
+
+def test_fsdp_times_tensor_parallel(tmp_path: Path) -> None:
+    _spawn(tmp_path, 4, _publish_fsdp_times_tp)
+
+
+def test_one_rank_publishes_plain_tensors_and_reuses_its_slots() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    slots: set[tuple[int, int, int]] = set()
+    for version in range(5):
+        full = _full(version)
+        asyncio.run(publisher.publish(version, ((name, nn.Parameter(tensor)) for name, tensor in full.items())))
+        _assert_published(store, version, full)
+        slots.add(store.values[INDEX_KEY][-1].slot)
+    assert len(slots) == 2
+
+
+def test_a_tensor_left_out_later_is_refused() -> None:
+    publisher = WeightPublisher(torch.float32, store=FakeStore())
+    asyncio.run(publisher.publish(0, _full(0).items()))
+    fewer = {name: tensor for name, tensor in _full(1).items() if name != "plain"}
+    with pytest.raises(ValueError, match=r"'plain' was \(3, 2\) and is None"):
+        asyncio.run(publisher.publish(1, fewer.items()))
+
+
+def test_torchstore_keeps_two_versions() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, "torchstore", store=store)
+    for version in range(4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    assert [record.version for record in store.values[INDEX_KEY]] == [2, 3]
+    assert len(store.values) == 1 + 2 * len(_full(0))
+    for record in store.values[INDEX_KEY]:
+        for name, tensor in _full(record.version).items():
+            assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+
+
+def test_an_unknown_transport_is_named() -> None:
+    with pytest.raises(ValueError, match="'nccl'; it must be one of shared_memory, torchstore"):
+        WeightPublisher(torch.float32, "nccl")  # pyright: ignore[reportArgumentType]
