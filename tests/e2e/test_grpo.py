@@ -1,0 +1,116 @@
+"""The whole thing, as a user starts it: real processes, the real model, a few small steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.e2e
+
+SMALL = (
+    *("--num-steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--num-heldout", "8"),
+    *("--trainer.num-threads", "1", "--generator.num-threads", "1", "--sampling.max-tokens", "6"),
+)
+
+
+def _ownloop(runs: Path, *options: str) -> subprocess.Popen[str]:
+    """A run in a session of its own, whose processes can be counted when it is over."""
+    command = [sys.executable, "-m", "controller.cli", "run", "grpo_smollm2_cpu", "--runs", str(runs), "--name", "run"]
+    return subprocess.Popen(
+        [*command, *SMALL, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _left_behind(session: int) -> list[int]:
+    """Processes of that session that still run."""
+    left: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, *_, of_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(of_session) == session and state != "Z":
+                left.append(int(entry.name))
+    return left
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_run_in_bfloat16_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
+    run = _ownloop(tmp_path)
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output
+    assert _left_behind(run.pid) == []
+    assert output.rstrip().splitlines()[-1].startswith("Held-out reward went from ")
+    assert "Monarch" not in output
+    assert "vllm" not in output.lower()
+
+    folder = tmp_path / "run"
+    rows = _rows(folder / "metrics.jsonl")
+    steps = [row for row in rows if "seconds_push" in row]
+    assert [row["policy_version"] for row in steps] == [1, 2]
+    # bfloat16 itself costs about 0.03 per token of this model.
+    assert steps[0]["logprob_gap_mean"] <= 0.045
+    assert steps[0]["ratio_mean"] == pytest.approx(1, abs=0.02)
+    assert [row["step"] for row in rows if "heldout_reward" in row] == [0, 2]
+    rollouts = _rows(folder / "rollouts.jsonl")
+    assert len([r for r in rollouts if r["split"] == "train"]) == 2 * 4 * 4
+    assert {version for r in rollouts if r["step"] == 2 and r["split"] == "train" for version in r["versions"]} == {1}
+    train, heldout = ({r["problem_id"] for r in rollouts if r["split"] == split} for split in ("train", "heldout"))
+    assert train.isdisjoint(heldout)
+    assert json.loads((folder / "config.json").read_text())["group_size"] == 4
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "trainer-0.log" in {file.name for file in (folder / "logs").iterdir()}
+
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    original = AutoModelForCausalLM.from_pretrained(smollm2).state_dict()
+    assert trained.keys() == original.keys()
+    assert any((trained[name] != original[name]).any() for name in original)
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> None:
+    run = _ownloop(tmp_path, "--trainer.compute-dtype", "float32", "--generator.dtype", "float32")
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output
+    steps = [row for row in _rows(tmp_path / "run" / "metrics.jsonl") if "seconds_push" in row]
+    assert [row["policy_version"] for row in steps] == [1, 2]
+    for row in steps:  # the second step's tokens were sampled from weights that were pushed
+        assert row["logprob_gap_max"] <= 1e-4
+        assert row["ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path: Path) -> None:
+    run = _ownloop(tmp_path, "--num-steps", "1000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and '"step": 1.0' in metrics.read_text()):
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    start = time.monotonic()
+    os.kill(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=30)
+    assert run.returncode == 128 + signal.SIGINT
+    while _left_behind(run.pid):  # the kernel may still be taking down what was killed
+        assert time.monotonic() - start <= 10
+        time.sleep(0.05)
+    assert time.monotonic() - start <= 10
+    assert "interrupted; saved: " in output
+    assert "steps of metrics" in output
