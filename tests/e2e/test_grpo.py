@@ -113,4 +113,4 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert time.monotonic() - start <= 10
     assert "interrupted; saved: " in output
-    assert "steps of metrics" in output
+    assert "metrics and rollouts of" in output
