@@ -2,7 +2,7 @@
 
 DEVICE ?= cpu
 ARGS ?=
-RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_qwen3_gpu,grpo_smollm2_cpu)
+RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_smollm2_gpu,grpo_smollm2_cpu)
 
 SHELL := /bin/bash
 BIN := .venv/bin

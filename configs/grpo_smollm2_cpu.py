@@ -15,7 +15,7 @@ def recipe() -> GRPOConfig:
         trainer=TrainerConfig(num_threads=2, max_tokens_per_microbatch=2048),
         generator=GeneratorConfig(num_threads=2, max_model_len=256, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=8),
-        num_steps=16,
+        num_steps=24,
         prompts_per_step=16,
         group_size=8,
         learning_rate=2e-5,

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from controller.mesh import Mesh
+from controller.mesh import Mesh, visible_gpus
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
 from generator.options import generator_env
@@ -21,9 +21,12 @@ class GeneratorHandle:
         self.config = config
 
     @classmethod
-    async def launch(cls, config: GeneratorConfig, log_dir: Path) -> "GeneratorHandle":
+    async def launch(
+        cls, config: GeneratorConfig, log_dir: Path, *, gpus: Sequence[int] | None = None
+    ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
+        `gpus` are the host's GPUs to use, one per rank; by default all are visible.
         Raises ValueError, before any process starts, for a model directory that cannot be served.
         """
         config.check_model()
@@ -32,7 +35,7 @@ class GeneratorHandle:
             VLLMGenerator,
             config,
             num_ranks=config.tensor_parallel,
-            env=generator_env(config),
+            env={**generator_env(config), **visible_gpus(gpus)},
             log_dir=log_dir,
         )
         try:

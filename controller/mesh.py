@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,6 +150,11 @@ class Mesh:
             if _is_child(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def visible_gpus(gpus: Sequence[int] | None) -> dict[str, str]:
+    """Environment of a mesh that may see these GPUs alone; rank i then finds its own at index i. None hides nothing."""
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from controller.mesh import Mesh
+from controller.mesh import Mesh, visible_gpus
 from rl.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
@@ -40,13 +40,15 @@ class TrainerHandle:
         log_dir: Path,
         *,
         transport: Transport = "shared_memory",
+        gpus: Sequence[int] | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`. Raises ValueError, before any process starts, for a
-        model or a layout that cannot be trained.
+        Weights are pushed in `generator_dtype` over `transport`. `gpus` are the host's GPUs to use, one per rank; by
+        default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot be
+        trained.
         """
-        read_hf_config(config.model).check_layout(config.tensor_parallel)
+        cls.check_model(config)
         mesh = await Mesh.spawn(
             "trainer",
             PolicyTrainer,
@@ -54,7 +56,7 @@ class TrainerHandle:
             generator_dtype,
             transport,
             num_ranks=config.num_ranks,
-            env=trainer_env(config),
+            env={**trainer_env(config), **visible_gpus(gpus)},
             log_dir=log_dir,
         )
         try:
@@ -63,6 +65,11 @@ class TrainerHandle:
             await mesh.stop()
             raise
         return cls(mesh, config, share_prefixes=all(share_prefixes))
+
+    @staticmethod
+    def check_model(config: TrainerConfig) -> None:
+        """Raises ValueError for a model that cannot be trained, or not in this layout."""
+        read_hf_config(config.model).check_layout(config.tensor_parallel)
 
     async def stop(self) -> None:
         """Ends the trainer's processes. May be called again."""
