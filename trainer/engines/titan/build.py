@@ -1,6 +1,5 @@
 """From a model directory and a layout to a loaded and parallelized torchtitan model, in the order torchtitan needs."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -14,32 +13,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
 from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.ranks import DTYPES
 from trainer.engines.titan.attention import choose_inner_attention
 from trainer.engines.titan.models import build_spec, hf_parameters, load_hf_weights, share_rope_cache
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def choose_device() -> torch.device:
-    """This rank's accelerator, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def init_process_group(config: TrainerConfig, device: torch.device) -> None:
-    """Joins this rank to its peers. Raises ValueError when the world is not of the size that the layout asks for."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != config.num_ranks:
-        raise ValueError(
-            f"the layout asks for {config.num_ranks} ranks (data_parallel_replicate {config.data_parallel_replicate} x "
-            f"data_parallel_shard {config.data_parallel_shard} x tensor_parallel {config.tensor_parallel}); "
-            f"WORLD_SIZE is {world_size}"
-        )
-    if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
 
 
 def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.device) -> Decoder:

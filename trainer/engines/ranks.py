@@ -1,0 +1,32 @@
+"""This process as one rank of a trainer: its device, its peers, the dtype it computes in."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import TrainerConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def choose_device() -> torch.device:
+    """This rank's accelerator, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group(config: TrainerConfig, device: torch.device) -> None:
+    """Joins this rank to its peers. Raises ValueError when the world is not of the size that the layout asks for."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != config.num_ranks:
+        raise ValueError(
+            f"the layout asks for {config.num_ranks} ranks (data_parallel_replicate {config.data_parallel_replicate} x "
+            f"data_parallel_shard {config.data_parallel_shard} x tensor_parallel {config.tensor_parallel}); "
+            f"WORLD_SIZE is {world_size}"
+        )
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")

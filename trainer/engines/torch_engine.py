@@ -1,0 +1,234 @@
+"""What every engine on PyTorch shares: how gradients accumulate and fail, steps, checkpoints, exports.
+
+An engine of this kind brings a model, its parameters by Hugging Face name and one method that scores a packed row.
+How the model is built, sharded and named is its own business, and nothing of that is here.
+"""
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rl.losses import Loss, LossInputs
+from rl.packing import PackedRow, pack_row
+from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from trainer import checkpoint
+from trainer.config import TrainerConfig
+from trainer.engines.base import Engine, Microbatch, PeerError
+from trainer.engines.masters import MasterWeights
+from trainer.engines.optimizer import Optimizer
+from trainer.engines.outputs import IDLE_DATUM, OutputCollector
+from trainer.engines.ranks import DTYPES
+from trainer.export import write_hf_directory
+
+
+class TorchEngine(Engine):
+    """One rank of a model whose gradients autograd accumulates in `parameter.grad`."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        model_info: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        """`parameters` are float32, by Hugging Face name, in the order of `model`; `model_info` goes into checkpoints.
+
+        With one rank and another compute dtype, `model` is turned into copies of that dtype.
+        """
+        self._config = config
+        self._model = model
+        self._model_info = model_info
+        self._device = device
+        dtype = DTYPES[config.compute_dtype]
+        self._masters: MasterWeights | None = None
+        if config.num_ranks == 1 and dtype != torch.float32:
+            self._masters = MasterWeights(model, dtype)
+            parameters = dict(zip(parameters, self._masters.masters, strict=True))
+        self._parameters = parameters
+        self._optimizer = Optimizer(parameters)
+        self._version = 0
+
+    @abstractmethod
+    def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [S] float32 of a row's scored positions and, if asked for, entropies [S] float32."""
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
+        output = OutputCollector(entropy=False)
+        with self._gradient_restored_on_failure():
+            self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
+        return output.result()
+
+    def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
+        output = OutputCollector(entropy=entropy)
+        with torch.no_grad():
+            self._forward_rows([self._pack(microbatch) for microbatch in microbatches], output, entropy=entropy)
+        self._reshard()
+        return output.result()
+
+    def _forward_backward_rows(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+        """Runs a call's rows, None for those of peers only, and adds each of this rank's to the output."""
+        for row in rows:
+            if row is not None and len(row.scored):
+                self._forward_backward_row(row, loss, output)
+                continue
+            if row is not None:
+                output.add(row, None, None, {})
+            if self._config.num_ranks > 1:
+                logprobs, _ = self._score(self._idle_row(), entropy=False)
+                self._tell_peers(failed=False)
+                (logprobs.sum() * 0.0).backward()
+
+    def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
+        logprobs, entropy = self._score(row, entropy=loss.needs_entropy)
+        try:
+            loss_sum, metrics = loss(logprobs, entropy, self._loss_inputs(row))
+        except Exception:
+            self._tell_peers(failed=True)
+            raise
+        self._tell_peers(failed=False)
+        output.add(row, logprobs, None, {"loss": loss_sum.detach(), **metrics})
+        loss_sum.backward()
+
+    def _forward_rows(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
+        """As `_forward_backward_rows`, without a loss."""
+        for row in rows:
+            if row is not None and len(row.scored):
+                output.add(row, *self._score(row, entropy=entropy), {})
+                continue
+            if row is not None:
+                output.add(row, None, None, {})
+            if self._config.num_ranks > 1:
+                self._score(self._idle_row(), entropy=entropy)
+
+    def _pack(self, microbatch: Microbatch) -> PackedRow | None:
+        return pack_row(microbatch, share_prefixes=self.shares_prefixes) if microbatch else None
+
+    def _idle_row(self) -> PackedRow:
+        """What a rank computes and discards while its peers have something to do."""
+        return pack_row([IDLE_DATUM], share_prefixes=False)
+
+    def _loss_inputs(self, row: PackedRow) -> LossInputs:
+        return LossInputs(
+            arrays={name: self._tensor(array) for name, array in row.loss_inputs.items()},
+            datum_index=self._tensor(row.datum_index),
+            num_datums=len(row.lengths),
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+    def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
+        if not math.isfinite(grad_scale):
+            raise ValueError(f"grad_scale is {grad_scale}; it must be finite")
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            raise ValueError("optim_step was called without a gradient; call forward_backward first")
+        grad_norm = self._optimizer.step(params, grad_scale)
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            self._version += 1
+            self._refresh()
+        self.zero_grad()
+        return OptimStepOutput(
+            policy_version=self._version, learning_rate=params.learning_rate, grad_norm=grad_norm, skipped=skipped
+        )
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def _gradient_restored_on_failure(self) -> Generator[None]:
+        """Accumulates the block's gradient apart and adds it to what was there only when the block succeeds."""
+        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        self.zero_grad()
+        try:
+            yield
+        except BaseException:
+            self._model.zero_grad(set_to_none=True)
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+            self._reshard()
+            raise
+        for name, parameter in self._parameters.items():
+            earlier = before[name]
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _tell_peers(self, *, failed: bool) -> None:
+        """Raises PeerError when the loss of another rank raised, so that none waits for it in the backward pass."""
+        if self._config.num_ranks > 1:
+            failures = torch.tensor(float(failed), device=self._device)
+            dist.all_reduce(failures)
+            if failures and not failed:
+                raise PeerError("the loss raised on another rank")
+
+    def _reshard(self) -> None:
+        """Frees gathered parameters that no backward pass will free, lest they outlive the next optimizer step."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _refresh(self) -> None:
+        """Lets what is computed with follow the parameters, after these have changed."""
+        if self._masters is not None:
+            self._masters.refresh()
+
+    def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._parameters.items()
+
+    def save_checkpoint(self, path: Path) -> None:
+        size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
+        checkpoint.save(path, self._state(), self._info("checkpoint"), size_bytes=size_bytes)
+
+    def load_checkpoint(self, path: Path) -> int:
+        state = self._state()
+        if checkpoint.read_info(path).num_ranks != self._config.num_ranks:
+            del state["rng"]
+        info = checkpoint.load(path, state, self._model_info)
+        if "rng" in state:
+            torch.set_rng_state(state["rng"][str(self._rank)])
+        self.zero_grad()
+        self._version = info.policy_version
+        self._refresh()
+        return self._version
+
+    def export_hf(self, path: Path, dtype: torch.dtype) -> None:
+        size_bytes = dtype.itemsize * sum(parameter.numel() for parameter in self._parameters.values())
+        checkpoint.with_directory(
+            path,
+            self._info("export"),
+            size_bytes,
+            lambda partial: write_hf_directory(partial, self._config.model, self.hf_parameters(), dtype),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that a step depends on, in tensors that `torch.distributed.checkpoint` reads into in place."""
+        return {
+            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            "optimizer": self._optimizer.state(),
+            "rng": {str(self._rank): torch.get_rng_state()},
+        }
+
+    def _info(self, kind: checkpoint.Kind) -> checkpoint.CheckpointInfo:
+        return checkpoint.CheckpointInfo(
+            kind=kind, policy_version=self._version, model=self._model_info, num_ranks=self._config.num_ranks
+        )
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
