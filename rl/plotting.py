@@ -16,24 +16,21 @@ _HELDOUT = "#cc3311"
 def plot_reward(metrics: Sequence[Mapping[str, float]], file: Path, title: str) -> None:
     """Draws the reward curve of a run's steps (see `rl.recording.read_metrics`) as a PNG, with what there is of it.
 
-    Training: each step's mean as a dot, the moving average as a line, the standard deviation of the step's rollouts as
-    a band. Held-out: the mean with its 95 % interval. A row may hold either or both.
+    Training: each step's mean as a dot, and their moving average. Held-out: the mean with its 95 % interval. A row may
+    hold either or both.
     """
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    training = _columns(metrics, "step", "reward_mean", "reward_std")
+    training = _columns(metrics, "step", "reward_mean")
     if training.size:
-        steps, mean, std = training
-        window = max(1, min(len(steps) // 4, 10))
-        smooth = _moving_average(mean, window)
-        spread = _moving_average(std, window)
-        axes.fill_between(steps, smooth - spread, smooth + spread, color=_TRAIN, alpha=0.12, linewidth=0)
-        axes.plot(steps, mean, "o", color=_TRAIN, markersize=3, alpha=0.45, markeredgewidth=0)
-        label = (
-            f"training, mean of {window} steps ± spread of rollouts" if window > 1 else "training ± spread of rollouts"
-        )
-        axes.plot(steps, smooth, "-", color=_TRAIN, linewidth=1.8, label=label)
+        steps, mean = training
+        window = max(1, min(len(steps) // 4, 5))
+        alpha = 0.45 if window > 1 else 1.0
+        axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
+        if window > 1:
+            label = f"training, mean of {window} steps"
+            axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
     heldout = _columns(metrics, "step", "heldout_reward", "heldout_reward_low", "heldout_reward_high")
     if heldout.size:
         steps, mean, low, high = heldout
@@ -71,8 +68,6 @@ def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.
 
 
 def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """[N] mean of each value and up to `window - 1` before it."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    """[N] mean of the `window` values around each; of those that there are, near the ends."""
+    kernel = np.ones(window)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")
