@@ -4,13 +4,19 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from rl.weights import UnknownVersionError, WeightsError, WeightsMismatchError
+from controller.errors import MeshError
+from rl.types import Completion, SamplingParams
+from rl.weights import Transport, UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
 from tests.e2e.weight_meshes import (
+    PROMPTS,
     export,
     greedy,
     publish,
@@ -69,9 +75,6 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                 reference = await greedy(generator)
                 with pytest.raises(UnknownVersionError, match="version 1 cannot be pulled; versions that can: 2, 3"):
                     await generator.pull_model_state_dict(1)
-                os.kill(publisher.pids[0], signal.SIGKILL)
-                while Path(f"/proc/{publisher.pids[0]}/maps").exists() and _is_running(publisher.pids[0]):
-                    await asyncio.sleep(0.05)
             async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
                 await publish(publisher, 4, seed=4)
                 with pytest.raises(WeightsMismatchError, match=r"published as torch\.bfloat16.*holds torch\.float32"):
@@ -80,41 +83,50 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                 await publish(publisher, 5, seed=5, drop=("model.norm.weight",))
                 with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):
                     await generator.pull_model_state_dict(5)
-                await publish(publisher, 6, seed=6, drop=("model.norm.weight",))
-            with pytest.raises((WeightsError, WeightsMismatchError), match=r"missing|which is gone"):
-                await generator.pull_model_state_dict(6)
+            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+                await publish(publisher, 6, seed=6)
+                os.kill(publisher.pids[0], signal.SIGKILL)
+                with pytest.raises(MeshError):
+                    await publish(publisher, 7, seed=7)
+                with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
+                    await generator.pull_model_state_dict(6)
             assert await generator.version() == 2
             assert await greedy(generator) == reference
 
     asyncio.run(main())
 
 
-def _is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_two_tensor_parallel_ranks_take_in_what_one_does(tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
+    reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    transports: tuple[tuple[Transport, int], ...] = (("shared_memory", 2), ("torchstore", 4))
 
     async def main() -> None:
         async with (
             running_store(logs),
             running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
-            running_generator(exported, "float32", tmp_path / "fresh") as fresh,
         ):
-            expected = await greedy(fresh)
-            for transport, version in (("shared_memory", 2), ("torchstore", 4)):
+            for transport, version in transports:
                 async with running_publisher(directory, "float32", transport, logs) as publisher:
                     await publish(publisher, version, seed=2)
                     await generator.pull_model_state_dict(version)
-                after = await greedy(generator)
-                assert [c.tokens for c in after] == [c.tokens for c in expected]
-                for ours, theirs in zip(after, expected, strict=True):
-                    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-                assert {v for c in after for v in c.versions} == {version}
+                completions = await greedy(generator)
+                for prompt, completion in zip(PROMPTS, completions, strict=True):
+                    _assert_greedy(reference, prompt, completion)
+                assert {v for c in completions for v in c.versions} == {version}
             with pytest.raises(UnknownVersionError):
                 await generator.pull_model_state_dict(1)
-            assert [c.tokens for c in await greedy(generator)] == [c.tokens for c in expected]
+            unseeded = SamplingParams(max_tokens=8)
+            together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
+            assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
 
     asyncio.run(main())
+
+
+def _assert_greedy(reference: Any, prompt: list[int], completion: Completion) -> None:
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+    assert completion.tokens == tuple(logits.argmax(-1).tolist())
+    chosen = logits.log_softmax(-1)[range(len(completion.tokens)), completion.tokens]
+    np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)

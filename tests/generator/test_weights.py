@@ -94,6 +94,23 @@ def test_pulled_weights_equal_a_fresh_engines(
     asyncio.run(main())
 
 
+def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
+    # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
+    engine, store = build_engine(smollm2, "bfloat16"), FakeStore()
+    weights = {name: 1.01 * tensor.float() for name, tensor in load_file(smollm2 / "model.safetensors").items()}
+
+    async def main() -> None:
+        before = await _greedy(engine)
+        await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
+        await _pull(engine, store, 1)
+        after = await _greedy(engine)
+        fresh = build_engine(_export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
+        assert [c.logprobs for c in after] == [c.logprobs for c in await _greedy(fresh)]
+        assert [c.logprobs for c in after] != [c.logprobs for c in before]
+
+    asyncio.run(main())
+
+
 def test_running_requests_finish_under_their_weights_and_later_ones_wait(
     tmp_path: Path, build_engine: EngineFactory
 ) -> None:

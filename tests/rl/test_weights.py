@@ -120,7 +120,7 @@ READ = """
 slot = WeightSlot.open(tuple(arguments[:3]))
 print("ready", flush=True)
 whole = refused = 0
-end = time.monotonic() + 4
+end = time.monotonic() + 2
 while time.monotonic() < end:
     version = int.from_bytes(slot._memory[16:24], "little", signed=True)
     try:

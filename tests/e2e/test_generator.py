@@ -1,0 +1,57 @@
+"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and processes that die."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from controller.errors import MeshError
+from controller.generator_handle import GeneratorHandle
+from generator.config import GeneratorConfig
+from rl.types import SamplingParams
+from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator
+from tests.generator.served_models import served_llama
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        asyncio.run(GeneratorHandle.launch(GeneratorConfig(model=tmp_path), tmp_path / "logs"))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+
+    async def main() -> None:
+        async with running_generator(directory, "float32", tmp_path / "logs") as generator:
+            sampling = SamplingParams(max_tokens=12, seed=5)
+            groups = await asyncio.gather(*(generator.generate(prompt, sampling, 4) for prompt in PROMPTS))
+            assert [len(group) for group in groups] == [4] * len(PROMPTS)
+            again = await generator.generate(PROMPTS[2], sampling, 4)
+            assert [c.tokens for c in again] == [c.tokens for c in groups[2]]
+
+            with pytest.raises(ValueError, match="a prompt of 126 tokens and max_tokens=24 need 150 tokens"):
+                await generator.generate([5] * 126, GREEDY)
+            with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
+                await generator.generate([5, 9999], GREEDY)
+
+            calls = [asyncio.create_task(generator.generate(PROMPTS[0], GREEDY, 1)) for _ in range(200)]
+            await asyncio.sleep(0.05)
+            for call in calls:
+                call.cancel()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes) > 100
+            assert len(await asyncio.wait_for(generator.generate(PROMPTS[0], GREEDY), 10)) == 1
+
+            running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 64))
+            await asyncio.sleep(0.05)
+            os.kill(generator.mesh.pids[0], signal.SIGKILL)
+            with pytest.raises(MeshError, match="generator: a process died"):
+                await asyncio.wait_for(running, 30)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in generator.mesh.pids)
+
+    asyncio.run(main())

@@ -1,0 +1,55 @@
+"""A generator's configuration refuses what cannot be served, before anything starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generator.config import GeneratorConfig
+from generator.options import engine_options
+from tests.generator.served_models import served_llama
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, r"dtype is 'int8'; it must be one of"),
+        ({"max_num_seqs": 0}, r"max_num_seqs is 0; it must be at least 1"),
+        ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
+        ({"engine_args": {"tensor_parallel_size": 2}}, r"set GeneratorConfig\.tensor_parallel instead"),
+        ({"engine_args": {"logprobs_mode": "raw_logits"}}, r"is set by the generator"),
+    ],
+)
+def test_a_wrong_value_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GeneratorConfig(**options)
+
+
+def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"which holds no config\.json"):
+        GeneratorConfig(model=tmp_path).check_model()
+    model = served_llama(tmp_path / "model", tied=True)
+    GeneratorConfig(model=model, max_model_len=128, tensor_parallel=4).check_model()
+    with pytest.raises(ValueError, match=r"tensor_parallel is 3; .* split over 1, 2, 4 ranks"):
+        GeneratorConfig(model=model, max_model_len=128, tensor_parallel=3).check_model()
+    with pytest.raises(ValueError, match="max_model_len is 4096; this model's context is 128"):
+        GeneratorConfig(model=model, max_model_len=4096).check_model()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors weights"):
+        GeneratorConfig(model=model, max_model_len=128).check_model()
+
+
+def test_engine_args_have_the_last_word(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = GeneratorConfig(model=model, max_model_len=128, engine_args={"block_size": 64, "seed": 3})
+    options = engine_options(config)
+    assert (options["block_size"], options["seed"]) == (64, 3)
+    json.dumps(options)
+
+
+def test_the_controller_side_does_not_import_vllm() -> None:
+    source = "import sys, controller.generator_handle; assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
