@@ -6,6 +6,8 @@ RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_smollm2_gpu,grpo_smollm2_cpu)
 
 SHELL := /bin/bash
 BIN := .venv/bin
+# The processes of a run import the same packages, which takes three times as long where Python may not keep its bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 # Test processes are many and small: one thread each, and no thread that spins while it waits.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
