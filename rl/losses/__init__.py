@@ -4,23 +4,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.checks import check_known
-from rl.losses.base import Loss, LossInputs, custom_loss
+from rl.losses.base import Loss, custom_loss
+from rl.losses.inputs import LossInputs
 from rl.losses.policy_gradient import cispo, dro, gspo, importance_sampling, ppo
+from rl.losses.shared import ENTROPY_OPTIONS, IMPORTANCE_OPTIONS, KL_OPTIONS
 from rl.losses.supervised import cross_entropy
 
 __all__ = ["LOSSES", "Loss", "LossInputs", "get_loss"]
 
-_POLICY_INPUTS = ("logprobs", "advantages")
+_INPUTS = ("logprobs", "advantages")
+_OPTIONS = (*KL_OPTIONS, *ENTROPY_OPTIONS, *IMPORTANCE_OPTIONS)
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
         Loss(name="cross_entropy", function=cross_entropy),
-        Loss(name="importance_sampling", function=importance_sampling, required_inputs=_POLICY_INPUTS),
-        Loss(name="ppo", function=ppo, required_inputs=_POLICY_INPUTS),
-        Loss(name="cispo", function=cispo, required_inputs=_POLICY_INPUTS),
-        Loss(name="dro", function=dro, required_inputs=_POLICY_INPUTS),
-        Loss(name="gspo", function=gspo, required_inputs=_POLICY_INPUTS),
+        Loss(name="importance_sampling", function=importance_sampling, required_inputs=_INPUTS, takes=_OPTIONS),
+        Loss(name="ppo", function=ppo, required_inputs=_INPUTS, takes=_OPTIONS),
+        Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS),
+        # DRO has no importance ratio: there is nothing to correct.
+        Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
+        Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS),
     )
 }
 

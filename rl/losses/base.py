@@ -11,44 +11,16 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl.checks import did_you_mean
+from rl.losses.inputs import LossFunction, LossInputs, Metrics
+from rl.losses.shared import SharedOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Metrics = dict[str, "Tensor"]
-LossFunction = Callable[..., tuple["Tensor", Metrics]]
-"""(logprobs [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums). Options have defaults."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossInputs:
-    """The scored positions of one micro-batch, concatenated over its datums. Legend: S scored positions, D datums."""
-
-    arrays: Mapping[str, Tensor]
-    """Name -> [S]. Always holds `weights` and `target_tokens`."""
-    datum_index: Tensor
-    """[S] int64, which datum of the micro-batch a position belongs to, in 0..D-1."""
-    num_datums: int
-    """D."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """[S] the array of that name."""
-        return self.arrays[name]
-
-    @property
-    def weights(self) -> Tensor:
-        """[S] what each position's term is multiplied by; never 0."""
-        return self.arrays["weights"]
-
-    def mean_per_datum(self, values: Tensor) -> Tensor:
-        """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without any."""
-        sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values)
-        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values.new_ones(len(values)))
-        return sums / counts.clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +30,23 @@ class Loss:
     name: str
     function: LossFunction
     required_inputs: tuple[str, ...] = ()
-    """Names beyond `target_tokens` that every datum's `loss_inputs` must hold."""
+    """Names beyond `target_tokens` that every datum's `loss_inputs` must hold, with the options as they are."""
     needs_entropy: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Those of the function that were set."""
+    takes: tuple[str, ...] = ()
+    """Names of the shared options that it takes."""
+    shared: SharedOptions = field(default_factory=SharedOptions)
+    checks_values: bool = True
+    """Whether the values of its options are checked here; those of a user's function are its own business."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """Evaluates the loss on one micro-batch. Metrics come back detached."""
-        loss, metrics = self.function(logprobs, entropy, inputs, **self.options)
+        function = partial(self.function, **self.options)
+        if self.takes:
+            loss, metrics = self.shared.apply(function, logprobs, entropy, inputs)
+        else:
+            loss, metrics = function(logprobs, entropy, inputs)
         if loss.ndim != 0:
             raise ValueError(
                 f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"
@@ -73,26 +55,48 @@ class Loss:
 
     def with_options(self, config: Mapping[str, Any]) -> Loss:
         """The same loss with some options set. Raises ValueError for an unknown name or a value out of range."""
-        known = option_defaults(self.function)
+        own = option_defaults(self.function)
+        shared = {name: value for name, value in asdict(self.shared).items() if name in self.takes}
         for name, value in config.items():
-            if name not in known:
+            if name not in own and name not in shared:
+                known = (*own, *shared)
                 raise ValueError(
                     f"loss_config has {name!r}, which {self.name!r} does not know{did_you_mean(name, known)}"
                 )
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"loss_config[{name!r}] is {value}; {self.name!r} needs it finite and at least 0")
-        merged = {**known, **config}
-        low, high = merged.get("clip_low_threshold"), merged.get("clip_high_threshold")
-        if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"loss_config['clip_low_threshold'] is {low}; it must not exceed clip_high_threshold {high}"
-            )
-        return Loss(
-            name=self.name,
-            function=self.function,
-            required_inputs=self.required_inputs,
-            needs_entropy=self.needs_entropy,
-            options=dict(config),
+            if self.checks_values:
+                _check_value(self.name, name, value, default=own[name] if name in own else shared[name])
+        options = {**self.options, **{name: value for name, value in config.items() if name in own}}
+        changed = replace(self.shared, **{name: value for name, value in config.items() if name in shared})
+        _check_thresholds({**own, **options})
+        return replace(
+            self,
+            required_inputs=tuple(dict.fromkeys((*self.required_inputs, *changed.required_inputs))),
+            needs_entropy=self.needs_entropy or changed.needs_entropy,
+            options=options,
+            shared=changed,
+        )
+
+
+def _check_value(loss: str, name: str, value: object, default: object) -> None:
+    """Raises ValueError unless the value is of the default's kind: text, or a number that is finite and at least 0."""
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a string such as {default!r}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
+    elif not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0")
+
+
+def _check_thresholds(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for clip thresholds in the wrong order."""
+    low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
+    dual = options.get("dual_clip_threshold", 0)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"loss_config['clip_low_threshold'] is {low}; it must not exceed clip_high_threshold {high}")
+    if high is not None and 0 < dual < high:
+        raise ValueError(
+            f"loss_config['dual_clip_threshold'] is {dual}; it must be 0 (off) or at least clip_high_threshold {high}"
         )
 
 
@@ -116,4 +120,4 @@ def custom_loss(function: str | LossFunction) -> Loss:
     if not callable(function):
         raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
     name = getattr(function, "__name__", type(function).__name__)
-    return Loss(name=name, function=function, needs_entropy=True)
+    return Loss(name=name, function=function, needs_entropy=True, checks_values=False)

@@ -2,14 +2,14 @@
 
 Legend: S scored positions; p = the trainer's log-prob of the sampled token, q = `logprobs`, the sampler's,
 r = exp(p - q) the importance ratio, A = `advantages`, w = `weights`. Clip thresholds are absolute bounds on r, as in
-Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2.
+Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. Options that all of these share are in `shared.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl.losses.base import LossInputs, Metrics
+from rl.losses.inputs import LossInputs, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +29,17 @@ def ppo(
     *,
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
+    dual_clip_threshold: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """-sum w min(r A, clip(r, low, high) A): PPO's clipped surrogate, eq. 7 of https://arxiv.org/abs/1707.06347.
 
     A `clip_high_threshold` further from 1 than the low one is DAPO's clip-higher (https://arxiv.org/abs/2503.14476).
+    With a `dual_clip_threshold` c, a token of negative advantage loses at most c |A|, however large its ratio, and no
+    gradient beyond: dual-clip PPO (https://arxiv.org/abs/1912.09729), where c is 3.
     """
     del entropy
     ratio = (logprobs - inputs["logprobs"]).exp()
-    return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
+    return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold, dual_clip_threshold)
 
 
 def cispo(
@@ -88,9 +91,13 @@ def gspo(
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 
 
-def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> tuple[Tensor, Metrics]:
+def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float, dual: float = 0.0) -> tuple[Tensor, Metrics]:
     """The pessimistic minimum of the ratio's term and the clipped ratio's, and how many tokens it stopped."""
     advantages = inputs["advantages"]
     unclipped, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
-    loss = -(inputs.weights * unclipped.minimum(clipped)).sum()
-    return loss, {"clipped_tokens": (clipped < unclipped).sum()}
+    terms, stopped = unclipped.minimum(clipped), clipped < unclipped
+    if dual > 0:
+        floor = dual * advantages
+        beyond = (advantages < 0) & (terms < floor)
+        terms, stopped = terms.where(~beyond, floor), stopped | beyond
+    return -(inputs.weights * terms).sum(), {"clipped_tokens": stopped.sum()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl.losses.base import LossInputs, Metrics
+from rl.losses.inputs import LossInputs, Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

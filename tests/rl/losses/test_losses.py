@@ -8,26 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from rl.losses import LOSSES, LossInputs, get_loss
-
-Array = NDArray[np.float64]
-
-
-def _inputs(seed: int = 0, lengths: tuple[int, ...] = (3, 1, 6)) -> tuple[Array, LossInputs]:
-    rng = np.random.default_rng(seed)
-    size = sum(lengths)
-    arrays = {
-        "weights": rng.choice([1.0, 0.25, -1e-6, 2.0], size=size),
-        "logprobs": -rng.exponential(size=size),
-        "advantages": rng.normal(size=size),
-        "target_tokens": rng.integers(0, 9, size=size),
-    }
-    index = np.repeat(np.arange(len(lengths)), lengths)
-    tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
-    p = arrays["logprobs"] + rng.normal(scale=0.7, size=size)
-    return p, LossInputs(arrays=tensors, datum_index=torch.from_numpy(index), num_datums=len(lengths))
+from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 
 
 def _arrays(inputs: LossInputs) -> tuple[Array, Array, Array]:
@@ -93,7 +76,7 @@ def test_every_loss_has_a_reference() -> None:
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("seed", range(3))
 def test_value_and_gradient(name: str, seed: int) -> None:
-    p, inputs = _inputs(seed)
+    p, inputs = random_case(seed)
     logprobs = torch.from_numpy(p).requires_grad_()
     loss, _ = get_loss(name)(logprobs, None, inputs)
     loss.backward()
@@ -103,35 +86,41 @@ def test_value_and_gradient(name: str, seed: int) -> None:
 
     # A loss with a stop-gradient is differentiated with that part held where it is.
     held = {"frozen": p} if name in ("cispo", "gspo") else {}
-    step = 1e-6
-    for i in range(len(p)):
-        up, down = p.copy(), p.copy()
-        up[i] += step
-        down[i] -= step
-        slope = (reference(up, inputs, **held) - reference(down, inputs, **held)) / (2 * step)
-        assert logprobs.grad[i].item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+    expected = slopes(lambda moved: reference(moved, inputs, **held), p)
+    assert logprobs.grad.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**16))
 @settings(max_examples=30, deadline=None)
 def test_loss_is_a_sum_over_datums(lengths: list[int], seed: int) -> None:
-    p, inputs = _inputs(seed, tuple(lengths))
+    p, inputs = random_case(seed, tuple(lengths))
     for name in LOSSES:
         whole, _ = get_loss(name)(torch.from_numpy(p), None, inputs)
         parts = 0.0
         for d in range(len(lengths)):
-            rows = inputs.datum_index == d
-            part = LossInputs(
-                arrays={k: v[rows] for k, v in inputs.arrays.items()},
-                datum_index=torch.zeros(lengths[d], dtype=torch.int64),
-                num_datums=1,
-            )
+            rows, part = one_datum(inputs, d)
             parts += get_loss(name)(torch.from_numpy(p)[rows], None, part)[0].item()
         assert whole.item() == pytest.approx(parts, rel=1e-9, abs=1e-9)
 
 
+def test_dual_clip_bounds_what_a_token_of_negative_advantage_can_cost() -> None:
+    p, inputs = random_case(size=200, spread=2.0)
+    w, q, a = _arrays(inputs)
+    logprobs = torch.tensor(p, requires_grad=True)
+    loss, metrics = get_loss("ppo", {"dual_clip_threshold": 3.0})(logprobs, None, inputs)
+    loss.backward()
+    terms = np.minimum(np.exp(p - q) * a, np.clip(np.exp(p - q), 0.8, 1.2) * a)
+    assert loss.item() == pytest.approx(-np.sum(w * np.where(a < 0, np.maximum(terms, 3 * a), terms)))
+    beyond = (a < 0) & (np.exp(p - q) > 3)
+    assert beyond.any()
+    assert logprobs.grad is not None
+    assert not logprobs.grad.numpy()[beyond].any()
+    without = get_loss("ppo")(logprobs, None, inputs)[1]
+    assert metrics["clipped_tokens"] == without["clipped_tokens"] + beyond.sum()
+
+
 def test_options_change_the_clip() -> None:
-    p, inputs = _inputs()
+    p, inputs = random_case()
     loss, metrics = get_loss("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0})(
         torch.tensor(p), None, inputs
     )
@@ -141,18 +130,19 @@ def test_options_change_the_clip() -> None:
 
 
 def test_a_users_function_and_its_import_path_are_the_same_loss() -> None:
-    p, inputs = _inputs()
+    p, inputs = random_case()
     by_value = get_loss(_half_square)(torch.tensor(p), torch.ones(len(p)), inputs)[0]
     by_path = get_loss("math:prod")
     assert by_value.item() == pytest.approx(0.5 * float(np.sum(p**2)) + len(p))
     assert by_path.needs_entropy
+    assert get_loss(_half_square, {"scale": -2.0})(torch.tensor(p), torch.zeros(len(p)), inputs)[0] < 0
 
 
 def _half_square(
-    logprobs: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs
+    logprobs: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs, *, scale: float = 1.0
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     del inputs
-    return 0.5 * (logprobs**2).sum() + entropy.sum(), {}
+    return scale * 0.5 * (logprobs**2).sum() + entropy.sum(), {}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +153,9 @@ def _half_square(
         ("ppo", {"clip_high_threshold": float("nan")}, "clip_high_threshold.*nan.*finite"),
         ("ppo", {"clip_low_threshold": -0.1}, "clip_low_threshold.*at least 0"),
         ("ppo", {"clip_low_threshold": 1.3}, "must not exceed clip_high_threshold 1.2"),
+        ("ppo", {"clip_low_threshold": "0.8"}, "clip_low_threshold.*'0.8'.*number"),
+        ("ppo", {"clip_low_threshold": True}, "clip_low_threshold.*True.*number"),
+        ("ppo", {"dual_clip_threshold": 1.1}, "dual_clip_threshold.*1.1.*at least clip_high_threshold 1.2"),
         ("cross_entropy", {"beta": 1.0}, "there are none"),
         ("no_such_module:loss", {}, "cannot be imported"),
         ("math:no_such_function", {}, "cannot be imported"),
@@ -174,7 +167,7 @@ def test_mistakes_are_named(loss: str, config: dict[str, float], message: str) -
 
 
 def test_a_loss_that_is_not_a_sum_is_refused() -> None:
-    p, inputs = _inputs()
+    p, inputs = random_case()
 
     def per_token(logprobs: torch.Tensor, entropy: Any, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
         del entropy, inputs

@@ -1,0 +1,195 @@
+"""Options that all policy losses share, against formulas written again in NumPy; their gradients, and mistakes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.losses import LOSSES, get_loss
+from rl.losses.shared import KLEstimator, kl_terms
+from tests.rl.losses.cases import Array, one_datum, random_case, slopes, without
+
+POLICY_LOSSES = [name for name, loss in LOSSES.items() if "kl_coef" in loss.takes]
+CORRECTED_LOSSES = [name for name, loss in LOSSES.items() if "importance_cap" in loss.takes]
+
+
+def _kl(p: Array, f: Array, estimator: str) -> Array:
+    log_ratio = f - p
+    return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": np.exp(log_ratio) - log_ratio - 1}[estimator]
+
+
+def test_every_loss_of_log_probs_and_advantages_takes_them() -> None:
+    assert set(POLICY_LOSSES) == {name for name, loss in LOSSES.items() if "advantages" in loss.required_inputs}
+    assert set(CORRECTED_LOSSES) == set(POLICY_LOSSES) - {"dro"}
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_kl_to_the_reference_is_added(name: str, estimator: str) -> None:
+    p, inputs = random_case()
+    w, f = inputs.weights.numpy(), inputs["reference_logprobs"].numpy()
+    logprobs = torch.tensor(p, requires_grad=True)
+    bare = get_loss(name)(logprobs, None, inputs)[0]
+    loss, metrics = get_loss(name, {"kl_coef": 0.3, "kl_estimator": estimator})(logprobs, None, inputs)
+    assert (loss - bare).item() == pytest.approx(0.3 * np.sum(w * _kl(p, f, estimator)))
+    assert metrics["kl_reference"].item() == pytest.approx(np.sum(_kl(p, f, estimator)))
+    (gradient,) = torch.autograd.grad(loss - bare, logprobs)
+    expected = slopes(lambda moved: 0.3 * float(np.sum(w * _kl(moved, f, estimator))), p)
+    assert gradient.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+def test_estimators_have_the_expected_gradients_that_are_claimed() -> None:
+    # Over a vocabulary of 7 the expectation over tokens is an exact sum.
+    logits, reference = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    p, f = logits.log_softmax(0), reference.log_softmax(0)
+    forward, reverse = (p.exp() * (p - f)).sum(), (f.exp() * (f - p)).sum()
+
+    def gradient(of: torch.Tensor) -> Array:
+        return torch.autograd.grad(of, logits, retain_graph=True)[0].numpy()
+
+    def expected(estimator: KLEstimator) -> torch.Tensor:
+        return (p.exp().detach() * kl_terms(p, f, estimator)).sum()
+
+    assert expected("k1").item() == pytest.approx(forward.item())
+    assert expected("k3").item() == pytest.approx(forward.item())
+    assert gradient(expected("k1")) == pytest.approx(0, abs=1e-12)
+    assert gradient(expected("k2")) == pytest.approx(gradient(forward))
+    assert gradient(expected("k3")) == pytest.approx(gradient(reverse))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_entropy_bonus_raises_entropy(name: str) -> None:
+    p, inputs = random_case()
+    entropy = torch.rand(len(p), dtype=torch.float64, requires_grad=True)
+    bare = get_loss(name)(torch.tensor(p), entropy, inputs)[0]
+    loss, metrics = get_loss(name, {"entropy_coef": 0.1})(torch.tensor(p), entropy, inputs)
+    assert (bare - loss).item() == pytest.approx(0.1 * (inputs.weights * entropy).sum().item())
+    assert metrics["entropy"].item() == pytest.approx(entropy.sum().item())
+    loss.backward()
+    assert entropy.grad is not None
+    assert entropy.grad.numpy() == pytest.approx(-0.1 * inputs.weights.numpy())
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("name", CORRECTED_LOSSES)
+def test_importance_correction_splits_the_ratio_in_two(name: str, mode: str) -> None:
+    p, inputs = random_case(size=40)
+    q, o = inputs["logprobs"].numpy(), inputs["old_logprobs"].numpy()
+    multiplier = np.exp(o - q)
+    capped = multiplier > 1.3
+    multiplier[capped] = 1.3 if mode == "truncate" else 0.0
+    # The same loss, told that the trainer sampled, with the multiplier as weight.
+    by_hand = dict(inputs.arrays, logprobs=torch.tensor(o), weights=inputs.weights * torch.tensor(multiplier))
+    told = type(inputs)(arrays=by_hand, datum_index=inputs.datum_index, num_datums=1)
+    gradients: list[Array] = []
+    for config, given_inputs in (({}, told), ({"importance_cap": 1.3, "importance_mode": mode}, inputs)):
+        logprobs = torch.tensor(p, requires_grad=True)
+        loss, metrics = get_loss(name, config)(logprobs, None, given_inputs)
+        loss.backward()
+        assert logprobs.grad is not None
+        gradients.append(logprobs.grad.numpy())
+    assert gradients[1] == pytest.approx(gradients[0])
+    assert 0 < metrics["capped_tokens"] == capped.sum()
+    assert metrics["ratio_max"].item() == pytest.approx(np.exp(p - q).max())
+
+
+def test_ppo_with_truncated_importance_correction_is_the_papers_formula() -> None:
+    p, inputs = random_case(size=60)
+    w, q, a, o = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages", "old_logprobs"))
+
+    def formula(moved: Array) -> float:
+        r = np.exp(moved - o)
+        return float(-np.sum(w * np.minimum(np.exp(o - q), 2.0) * np.minimum(r * a, np.clip(r, 0.8, 1.2) * a)))
+
+    logprobs = torch.tensor(p, requires_grad=True)
+    loss = get_loss("ppo", {"importance_cap": 2.0})(logprobs, None, inputs)[0]
+    loss.backward()
+    assert logprobs.grad is not None
+    assert loss.item() == pytest.approx(formula(p))
+    assert logprobs.grad.numpy() == pytest.approx(slopes(formula, p), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_without_old_log_probs_the_correction_is_the_truncated_policy_gradient(name: str) -> None:
+    p, inputs = random_case(size=60)
+    w, q, a = (inputs[key].numpy() for key in ("weights", "logprobs", "advantages"))
+    logprobs = torch.tensor(p, requires_grad=True)
+    get_loss(name, {"importance_cap": 1.5})(logprobs, None, without(inputs, "old_logprobs"))[0].backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.numpy() == pytest.approx(-w * np.minimum(np.exp(p - q), 1.5) * a)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 2**16), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_all_options_together_are_a_sum_over_datums(lengths: list[int], seed: int, mask: bool) -> None:
+    p, inputs = random_case(seed, lengths)
+    entropy = torch.rand(len(p), dtype=torch.float64)
+    config: dict[str, Any] = {"kl_coef": 0.2, "entropy_coef": 0.1, "importance_cap": 1.2}
+    config["importance_mode"] = "mask" if mask else "truncate"
+    for name in CORRECTED_LOSSES:
+        loss = get_loss(name, config)
+        whole, metrics = loss(torch.from_numpy(p), entropy, inputs)
+        parts = [
+            loss(torch.from_numpy(p)[rows], entropy[rows], part)
+            for rows, part in (one_datum(inputs, d) for d in range(len(lengths)))
+        ]
+        assert whole.item() == pytest.approx(sum(part[0].item() for part in parts), rel=1e-9, abs=1e-9)
+        for key, value in metrics.items():
+            merge = max if key.endswith("_max") else sum
+            assert value.item() == pytest.approx(merge(part[1][key].item() for part in parts), rel=1e-9, abs=1e-9)
+
+
+def test_metrics_tell_how_far_the_policy_moved() -> None:
+    p, inputs = random_case()
+    q = inputs["logprobs"].numpy()
+    metrics = get_loss("ppo")(torch.tensor(p, requires_grad=True), None, inputs)[1]
+    assert metrics["kl_sampler"].item() == pytest.approx(np.sum(np.exp(p - q) - 1 - (p - q)))
+    assert metrics["ratio_max"].item() == pytest.approx(np.exp(p - q).max())
+    assert not any(value.requires_grad for value in metrics.values())
+    at_home = get_loss("ppo")(torch.tensor(q), None, without(inputs, "reference_logprobs"))[1]
+    assert at_home["kl_sampler"] == 0
+    assert "kl_reference" not in at_home
+
+
+def test_a_rank_without_scored_positions_has_metrics_that_change_nothing() -> None:
+    inputs = one_datum(random_case()[1], datum=99)[1]
+    loss, metrics = get_loss("ppo", {"kl_coef": 1.0, "importance_cap": 2.0})(torch.zeros(0), None, inputs)
+    assert loss == 0
+    assert not any(metrics.values())
+
+
+def test_needs_follow_from_the_options() -> None:
+    assert get_loss("ppo").required_inputs == ("logprobs", "advantages")
+    assert not get_loss("ppo").needs_entropy
+    with_all = get_loss("ppo", {"kl_coef": 0.1, "entropy_coef": 0.1})
+    assert with_all.required_inputs == ("logprobs", "advantages", "reference_logprobs")
+    assert with_all.needs_entropy
+    again = get_loss(with_all, {"clip_high_threshold": 1.3})
+    assert again.required_inputs == with_all.required_inputs
+    assert again.shared == with_all.shared
+    assert get_loss(again).options == {"clip_high_threshold": 1.3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "message"),
+    [
+        ("ppo", {"kl_coeff": 0.1}, "did you mean 'kl_coef'"),
+        ("ppo", {"kl_coef": -0.1}, "kl_coef.*-0.1.*at least 0"),
+        ("ppo", {"kl_coef": "0.1"}, "kl_coef.*'0.1'.*needs a number"),
+        ("ppo", {"kl_coef": None}, "kl_coef.*None.*needs a number"),
+        ("ppo", {"kl_estimator": "k4"}, "kl_estimator.*'k4'.*known: k1, k2, k3"),
+        ("ppo", {"kl_estimator": 3}, "kl_estimator.*needs a string such as 'k3'"),
+        ("gspo", {"entropy_coef": float("inf")}, "entropy_coef.*inf.*finite"),
+        ("ppo", {"importance_cap": 2.0, "importance_mode": "truncated"}, "did you mean 'truncate'"),
+        ("ppo", {"importance_mode": "mask"}, "importance_cap.*is 0.*'mask' needs it above 0"),
+        ("dro", {"importance_cap": 2.0}, "'importance_cap', which 'dro' does not know"),
+        ("cross_entropy", {"kl_coef": 0.1}, "'kl_coef', which 'cross_entropy' does not know"),
+    ],
+)
+def test_mistakes_are_named(loss: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_loss(loss, config)
