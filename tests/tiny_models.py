@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 64
 
@@ -23,6 +31,20 @@ def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.floa
     options = {**_shape(), "head_dim": 16, **options}
     config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, **options)
     return _save(Qwen3ForCausalLM, config, path, dtype)
+
+
+def tiny_qwen3_moe(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A Qwen3 of the same shape with four experts per layer, two per token."""
+    options = {
+        **_shape(),
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        **options,
+    }
+    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(num_key_value_heads=2, **options), path, dtype)
 
 
 def _shape() -> dict[str, Any]:

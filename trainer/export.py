@@ -39,10 +39,28 @@ def write_hf_directory(
 
 
 def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in parameters:
-        cast = parameter.detach().to(dtype)
-        full = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        yield name, full.cpu().contiguous()
+    """Every parameter of any rank, whole, on rank 0; other ranks are given what they happen to have."""
+    mine = dict(parameters)
+    if not dist.is_initialized():
+        yield from ((name, _whole(parameter, dtype)) for name, parameter in mine.items())
+        return
+    shapes: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
+    holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
+    for name, holder in sorted(holders.items()):
+        # Gathering involves all holders, sending only the first.
+        full = _whole(mine[name], dtype) if name in mine else torch.empty(shapes[holder][name], dtype=dtype)
+        if holder != 0 and dist.get_rank() == holder:
+            dist.send(full, dst=0)
+        elif holder != 0 and dist.get_rank() == 0:
+            dist.recv(full, src=holder)
+        yield name, full
+
+
+def _whole(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = parameter.detach().to(dtype)
+    full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+    return full.cpu().contiguous()
 
 
 def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:

@@ -1,6 +1,6 @@
 """What the engine must equal: transformers and plain autograd, one datum at a time, in float32."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +87,26 @@ class ReferencePolicy:
 
     def gradients(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return by_stored_name({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
 
     def parameters(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()})
+
+
+def by_stored_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views by the names in a checkpoint; in memory transformers fuses the weights of experts."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, experts, projection = name.partition(".experts.")
+        if not experts:
+            stored[name] = tensor
+            continue
+        parts = {"gate_proj": 0, "up_proj": 1} if projection == "gate_up_proj" else {"down_proj": 0}
+        for part, half in parts.items():
+            for index, expert in enumerate(tensor.chunk(len(parts), dim=1)[half]):
+                stored[f"{layer}.experts.{index}.{part}.weight"] = expert
+    return stored
 
 
 def cross_entropy(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from tests.tiny_models import tiny_llama, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.hf_config import Llama3RopeScaling, check_supported, read_hf_config
+from trainer.engines.hf_config import HFMoEConfig, Llama3RopeScaling, check_supported, read_hf_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,6 +38,35 @@ def test_head_size_is_derived_where_absent() -> None:
     assert check_supported(LLAMA).head_dim == 8
     assert check_supported({**LLAMA, "head_dim": 16}).head_dim == 16
     assert check_supported({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+
+
+def test_both_spellings_of_experts_are_read() -> None:
+    old = {key: value for key, value in MOE.items() if key != "num_local_experts"} | {"num_experts": 8}
+    expected = HFMoEConfig(num_experts=8, experts_per_token=2, hidden_dim=48, normalize_scores=False)
+    assert check_supported(MOE).moe == check_supported(old).moe == expected
+    assert check_supported(LLAMA).moe is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; only \[\] is"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 8 experts"),
+    ],
+)
+def test_experts_that_cannot_be_trained_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_supported({**MOE, **change})
 
 
 @pytest.mark.parametrize(

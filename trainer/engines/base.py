@@ -68,7 +68,10 @@ class Engine(ABC):
 
     @abstractmethod
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every float32 parameter once, by its Hugging Face name; a DTensor where it is sharded. Nothing is copied."""
+        """The float32 parameters that this rank holds a part of, by Hugging Face name, as views with their `grad`.
+
+        A DTensor where several ranks hold parts. Together the ranks hold every parameter.
+        """
 
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Family = Literal["llama", "qwen3"]
+Family = Literal["llama", "qwen3", "qwen3_moe"]
 
-_FAMILIES: Mapping[str, Family] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -29,8 +33,20 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HFMoEConfig:
+    """The experts that take the place of the feed-forward network, in every layer."""
+
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    """Of one expert."""
+    normalize_scores: bool
+    """Whether the scores of a token's experts are made to add up to one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """The shape of a dense decoder of the Llama or Qwen3 family."""
+    """The shape of a decoder of the Llama or Qwen3 family."""
 
     family: Family
     vocab_size: int
@@ -46,6 +62,7 @@ class HFModelConfig:
     """Longest sequence the model accepts, in tokens (`max_position_embeddings`)."""
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
+    moe: HFMoEConfig | None
 
     def check_layout(self, tensor_parallel: int) -> None:
         """Raises ValueError when the model cannot be cut into that many tensor-parallel parts."""
@@ -61,14 +78,18 @@ class HFModelConfig:
 
 def read_hf_config(model: Path) -> HFModelConfig:
     """Reads `config.json` of a model directory. Raises ValueError when it is missing, unreadable or unsupported."""
+    return check_supported(read_config_json(model))
+
+
+def read_config_json(model: Path) -> Mapping[str, Any]:
+    """The contents of `config.json` of a model directory. Raises ValueError when it is missing or unreadable."""
     file = model / "config.json"
     try:
-        raw = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except FileNotFoundError:
         raise ValueError(f"model is {str(model)!r}; a directory with a config.json is expected") from None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    return check_supported(raw)
 
 
 def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
@@ -100,6 +121,24 @@ def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
         max_seq_len=int(config.get("max_position_embeddings", 2048)),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
+        moe=_read_moe(config) if family == "qwen3_moe" else None,
+    )
+
+
+def _read_moe(config: Mapping[str, Any]) -> HFMoEConfig:
+    """Reads both spellings, `num_local_experts` of transformers 5 and the older `num_experts`."""
+    num_experts = int(config.get("num_local_experts", config.get("num_experts", 128)))
+    experts_per_token = int(config.get("num_experts_per_tok", 8))
+    if not 1 <= experts_per_token <= num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {experts_per_token}; it must be between 1 and the {num_experts} "
+            "experts of a layer"
+        )
+    return HFMoEConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        hidden_dim=int(config.get("moe_intermediate_size", 768)),
+        normalize_scores=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -110,10 +149,12 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
         "use_sliding_window": False,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
     }
     for key, supported in accepted.items():
-        value = config.get(key, supported)
-        if value != supported:
+        value = config.get(key)
+        if value is not None and value != supported:
             raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported")
     if config.get("quantization_config") is not None:
         raise ValueError("config.json: quantization_config is set; only unquantized weights can be trained")

@@ -15,7 +15,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.hf_config import HFModelConfig
 from trainer.engines.ranks import DTYPES
 from trainer.engines.titan.attention import choose_inner_attention
-from trainer.engines.titan.models import build_spec, hf_parameters, load_hf_weights, share_rope_cache
+from trainer.engines.titan.models import build_spec, load_weights, share_rope_cache
 
 
 def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.device) -> Decoder:
@@ -32,7 +32,7 @@ def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.d
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_states(buffer_device=None)
-        load_hf_weights({name: parameter.data for name, parameter in hf_parameters(model)}, config.model)
+        load_weights(model, config.model)
     share_rope_cache(model)
     return model
 

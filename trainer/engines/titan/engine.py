@@ -5,6 +5,7 @@ With one rank nothing is sharded and `MasterWeights` does the mixed precision. P
 are not offered.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
@@ -16,7 +17,8 @@ from trainer.engines.hf_config import read_hf_config
 from trainer.engines.ranks import choose_device, init_process_group
 from trainer.engines.titan.attention import attention_masks, shares_prefixes
 from trainer.engines.titan.build import build_model
-from trainer.engines.titan.models import hf_parameters
+from trainer.engines.titan.experts import split_experts
+from trainer.engines.titan.models import named_parameters
 from trainer.engines.torch_engine import TorchEngine
 
 
@@ -30,11 +32,15 @@ class TitanEngine(TorchEngine):
         torch.manual_seed(config.seed)
         init_process_group(config, device)
         self._decoder = build_model(config, hf_config, device)
-        super().__init__(config, self._decoder, dict(hf_parameters(self._decoder)), asdict(hf_config), device)
+        super().__init__(config, self._decoder, dict(named_parameters(self._decoder)), asdict(hf_config), device)
 
     @property
     def shares_prefixes(self) -> bool:
         return shares_prefixes(self._device)
+
+    def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            yield from split_experts(name, parameter)
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         tokens, positions = self._tensor(row.tokens)[None], self._tensor(row.positions)[None]

@@ -2,7 +2,7 @@
 
 Projections of queries, keys and values are separate and rotary embeddings rotate halves, as in transformers, so every
 parameter here *is* the parameter there under another name: no fusion, no permutation, nothing to convert on load, push
-or export. Mixture-of-experts models are not built here.
+or export. Only experts are stacked, and unstacked again in `experts.py`.
 """
 
 import math
@@ -19,6 +19,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
@@ -28,6 +29,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.titan.experts import moe_config, split_experts
 from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
@@ -45,7 +47,9 @@ _HF_LAYER_NAMES = {
     "feed_forward.w3": "mlp.up_proj",
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "moe.router.gate": "mlp.gate",
 }
+_HF_STACK_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
 _HF_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
@@ -94,11 +98,10 @@ def build_spec(config: HFModelConfig, inner_attention: Module.Config) -> ModelSp
                 inner_attention=inner_attention,
                 fuse_qkv=False,
                 rope=_rope(config),
-                qk_norm=_norm(config, config.head_dim) if config.family == "qwen3" else None,
+                qk_norm=_norm(config, config.head_dim) if config.family != "llama" else None,
             ),
-            feed_forward=make_ffn_config(
-                dim=config.dim, hidden_dim=config.hidden_dim, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
-            ),
+            feed_forward=_feed_forward(config) if config.moe is None else None,
+            moe=moe_config(config) if config.moe is not None else None,
         )
         for _ in range(config.num_layers)
     ]
@@ -128,6 +131,12 @@ def _norm(config: HFModelConfig, size: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=config.norm_eps, param_init=_NO_INIT)
 
 
+def _feed_forward(config: HFModelConfig) -> FeedForward.Config:
+    return make_ffn_config(
+        dim=config.dim, hidden_dim=config.hidden_dim, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+    )
+
+
 def _rope(config: HFModelConfig) -> HFRoPE.Config:
     rope = HFRoPE.Config(dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
     if (scaling := config.rope_scaling) is not None:
@@ -147,17 +156,25 @@ def share_rope_cache(model: Decoder) -> None:
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a torchtitan parameter."""
+    """The Hugging Face name of a torchtitan parameter; of stacked experts, without the number of the expert."""
     name = name.replace("_checkpoint_wrapped_module.", "")
+    if (match := re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)) is not None:
+        return f"model.layers.{match[1]}.mlp.experts.{_HF_STACK_NAMES[match[2]]}.weight"
     if (match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)) is not None:
         return f"model.layers.{match[1]}.{_HF_LAYER_NAMES[match[2]]}.weight"
     return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
 
 
-def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, by its Hugging Face name; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, by `hf_name`; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
     for name, parameter in model.named_parameters():
         yield hf_name(name), parameter
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fills a model's parameters as `load_hf_weights` does."""
+    named = ((name, parameter.data) for name, parameter in named_parameters(model))
+    load_hf_weights({name: part for stack in named for name, part in split_experts(*stack)}, path)
 
 
 def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
