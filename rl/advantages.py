@@ -6,25 +6,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rewards = NDArray[np.float64]
+_ROUNDING = 1e-12
+
+
+def has_signal(rewards: Rewards) -> bool:
+    """Whether they differ by more than the rounding of their sum, so that one can be told to be better than another."""
+    return len(rewards) > 0 and bool(np.ptp(rewards) > _ROUNDING * np.abs(rewards).max())
 
 
 def group_mean(rewards: Rewards) -> Rewards:
-    """[G] -> [G]: reward minus the group's mean. Dr. GRPO (https://arxiv.org/abs/2503.20783) stops here."""
-    return rewards - rewards.mean()
+    """[G] -> [G]: reward minus the group's mean. Dr. GRPO (https://arxiv.org/abs/2503.20783) stops here.
+
+    A group whose rewards are all equal has advantage 0; so it is for every function here.
+    """
+    return rewards - rewards.mean() if has_signal(rewards) else np.zeros_like(rewards)
 
 
 def group_mean_std(rewards: Rewards) -> Rewards:
     """[G] -> [G]: reward minus mean, over the standard deviation: GRPO, section 4.1.2 of https://arxiv.org/abs/2402.03300.
 
-    A group whose rewards are all equal has advantage 0.
+    Without the constant that implementations add to the deviation: it is not in the paper, and rewards of a small scale
+    would be learned from less.
     """
-    std = rewards.std()
-    return np.zeros_like(rewards) if std == 0 else (rewards - rewards.mean()) / std
+    above = group_mean(rewards)
+    if not above.any():
+        return above
+    above = above / np.abs(above).max()  # squares of very large or very small rewards are not numbers any more
+    return above / above.std()
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """[G] -> [G]: reward minus the mean of the others: RLOO (https://arxiv.org/abs/2402.14740). G at least 2."""
-    return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
+    """[G] -> [G]: reward minus the mean of the others: RLOO (https://arxiv.org/abs/2402.14740).
+
+    Raises ValueError for a group of one, which has no others.
+    """
+    if len(rewards) == 1:
+        raise ValueError("leave_one_out was given 1 reward; a group must have at least 2 to be compared")
+    return group_mean(rewards) * len(rewards) / max(len(rewards) - 1, 1)
 
 
 ADVANTAGES: Mapping[str, Callable[[Rewards], Rewards]] = {
