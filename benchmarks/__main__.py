@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import REPOSITORY
 
-BENCHMARKS = ("step",)
+BENCHMARKS = ("step", "weight_sync")
 """Modules of this package, in the order in which they run."""
 
 

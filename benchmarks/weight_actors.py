@@ -1,0 +1,77 @@
+"""The processes that `weight_sync` measures. In a module of their own: Monarch's processes import it by name."""
+
+import time
+from pathlib import Path
+
+import torch
+from monarch.actor import Actor, endpoint
+from safetensors.torch import load_file
+
+from trainer.weights import WeightPublisher
+
+
+class TrainerRank(Actor):
+    """One trainer rank: float32 masters that move a little before every push, as an optimizer step would have them."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        """The weights are those of `directory`."""
+        self._masters = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
+        self._masters.pop("lm_head.weight", None)  # tied: published once
+        self._dtype = dtype
+        self._publisher = WeightPublisher(dtype)
+        num_elements = sum(tensor.numel() for tensor in self._masters.values())
+        self._copies = (torch.ones(num_elements, dtype=dtype), torch.zeros(num_elements, dtype=dtype))
+
+    @endpoint
+    async def num_bytes(self) -> int:
+        """Size of the published weights."""
+        return self._copies[0].nbytes
+
+    @endpoint
+    async def copy(self) -> float:
+        """Seconds of one plain copy of as many bytes as are published, into memory that is there already."""
+        begin = time.perf_counter()
+        self._copies[1].copy_(self._copies[0])
+        return time.perf_counter() - begin
+
+    @endpoint
+    async def step(self) -> None:
+        """Moves a little of every weight."""
+        for tensor in self._masters.values():
+            tensor.view(-1)[:1] += 1e-3
+
+    @endpoint
+    async def publish(self, version: int) -> float:
+        """Publishes the weights; returns the seconds it took."""
+        begin = time.perf_counter()
+        await self._publisher.publish(version, self._masters.items())
+        return time.perf_counter() - begin
+
+    @endpoint
+    async def put(self, key: str) -> float:
+        """Casts the weights and hands them to TorchStore as a state dict; returns the seconds it took."""
+        import torchstore  # here and below, because what imports Monarch first configures it
+
+        begin = time.perf_counter()
+        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._masters.items()}, key)
+        return time.perf_counter() - begin
+
+
+class StateDictReader(Actor):
+    """One rank that holds a model's tensors and fetches them from TorchStore."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        """The tensors are like those of `directory`."""
+        weights = load_file(directory / "model.safetensors")
+        self._weights = {name: t.to(dtype) for name, t in weights.items() if name != "lm_head.weight"}
+
+    @endpoint
+    async def get(self, key: str) -> float:
+        """Copies a state dict from TorchStore into this rank's tensors; returns the seconds it took."""
+        import torchstore
+
+        begin = time.perf_counter()
+        fetched = await torchstore.get_state_dict(key)
+        for name, tensor in self._weights.items():
+            tensor.copy_(fetched[name])
+        return time.perf_counter() - begin
