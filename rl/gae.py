@@ -5,11 +5,12 @@ completion, whose action at step t is token t.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages import has_signal
+from rl.advantages import group_mean_std, has_signal
 
 Array = NDArray[np.float64]
 
@@ -65,10 +66,9 @@ def normalize(advantages: Sequence[Array]) -> list[Array]:
 
     All 0 when they are all equal.
     """
-    together = np.concatenate([*advantages, np.zeros(0)])
-    if not has_signal(together):
-        return [np.zeros_like(array) for array in advantages]
-    return [(array - together.mean()) / together.std() for array in advantages]
+    starts = np.cumsum([0, *(len(array) for array in advantages)])
+    together = group_mean_std(np.concatenate([*advantages, np.zeros(0)]))
+    return [together[start:end] for start, end in pairwise(starts)]
 
 
 def reinforce_plus_plus(

@@ -1,18 +1,27 @@
-"""Schedules: plain functions of the step, called by the controller. Steps count from 0."""
+"""Schedules: plain functions of the step, called by the controller. Steps count from 0.
+
+Any function `step -> float` is one. Those here raise ValueError, naming the argument, for a value that is negative or
+not finite and for a number of steps below 1.
+"""
 
 import math
 from collections.abc import Callable
+
+from rl.checks import check_at_least
 
 Schedule = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
     """The same value at every step."""
+    _check_values(value=value)
     return lambda _step: value
 
 
 def linear(start: float, end: float, num_steps: int) -> Schedule:
     """`start` at step 0, `end` from step num_steps - 1 on, a straight line between."""
+    _check_values(start=start, end=end)
+    check_at_least(1, num_steps=num_steps)
 
     def value(step: int) -> float:
         done = min(step / max(num_steps - 1, 1), 1.0)
@@ -23,6 +32,8 @@ def linear(start: float, end: float, num_steps: int) -> Schedule:
 
 def cosine(start: float, end: float, num_steps: int) -> Schedule:
     """`start` at step 0, `end` from step num_steps - 1 on, half a cosine between (https://arxiv.org/abs/1608.03983)."""
+    _check_values(start=start, end=end)
+    check_at_least(1, num_steps=num_steps)
 
     def value(step: int) -> float:
         done = min(step / max(num_steps - 1, 1), 1.0)
@@ -32,15 +43,29 @@ def cosine(start: float, end: float, num_steps: int) -> Schedule:
 
 
 def wsd(peak: float, end: float, num_steps: int, decay_fraction: float = 0.2) -> Schedule:
-    """`peak`, then a straight line to `end` over the last fraction of the steps.
+    """`peak` from step 0, then a straight line to `end` over the last fraction of the steps; 0 never leaves the peak.
 
     With `warmup` around it, the warmup-stable-decay schedule of MiniCPM, https://arxiv.org/abs/2404.06395.
     """
-    decay_steps = max(round(num_steps * decay_fraction), 1)
+    _check_values(peak=peak, end=end)
+    check_at_least(1, num_steps=num_steps)
+    if not 0 <= decay_fraction <= 1:
+        raise ValueError(f"decay_fraction is {decay_fraction}; it must be in [0, 1]")
+    if decay_fraction == 0:
+        return constant(peak)
+    decay_steps = min(max(round(num_steps * decay_fraction), 1), num_steps - 1)
     decay = linear(peak, end, decay_steps + 1)
     return lambda step: decay(max(step - (num_steps - 1 - decay_steps), 0))
 
 
 def warmup(schedule: Schedule, num_steps: int) -> Schedule:
-    """Scales the first `num_steps` steps of a schedule by 1/(num_steps + 1), 2/(num_steps + 1), ..."""
+    """Scales the first `num_steps` steps of a schedule by 1/(num_steps + 1), 2/(num_steps + 1), ... May be 0."""
+    check_at_least(0, num_steps=num_steps)
     return lambda step: schedule(step) * min((step + 1) / (num_steps + 1), 1.0)
+
+
+def _check_values(**values: float) -> None:
+    """Raises ValueError naming the first value that is negative or not finite."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value}; it must be finite and at least 0")

@@ -1,6 +1,11 @@
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from rl.schedules import constant, cosine, linear, warmup, wsd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.schedules import Schedule, constant, cosine, linear, warmup, wsd
 
 
 def test_linear_and_cosine_meet_at_both_ends_and_the_middle() -> None:
@@ -11,12 +16,50 @@ def test_linear_and_cosine_meet_at_both_ends_and_the_middle() -> None:
 
 def test_warmup_climbs_to_the_schedule() -> None:
     assert [warmup(constant(4.0), 3)(s) for s in range(5)] == [1.0, 2.0, 3.0, 4.0, 4.0]
+    assert warmup(constant(4.0), 0)(0) == 4.0
 
 
 def test_wsd_holds_then_falls() -> None:
     values = [wsd(1.0, 0.0, 10, decay_fraction=0.4)(s) for s in range(10)]
     assert values == pytest.approx([1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert [wsd(1.0, 0.0, 3, decay_fraction=0.0)(s) for s in range(5)] == [1] * 5
 
 
-def test_one_step_is_the_start() -> None:
-    assert linear(2.0, 0.0, 1)(0) == 2.0
+@pytest.mark.parametrize("make", [linear, cosine, wsd])
+@given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 50))
+@settings(deadline=None)
+def test_a_schedule_starts_at_one_value_ends_at_the_other_and_stays(
+    make: Callable[..., Schedule], start: float, end: float, num_steps: int
+) -> None:
+    schedule = make(start, end, num_steps)
+    values = [schedule(step) for step in range(num_steps + 3)]
+    assert values[0] == pytest.approx(start)
+    assert values[max(num_steps - 1, 1) :] == pytest.approx([end] * len(values[max(num_steps - 1, 1) :]))
+    assert all(min(start, end) - 1e-9 <= value <= max(start, end) + 1e-9 for value in values)
+    assert values == sorted(values, reverse=start > end) or start == pytest.approx(end)
+
+
+@given(st.floats(0, 1))
+@settings(deadline=None)
+def test_wsd_starts_at_its_peak_whatever_the_fraction(fraction: float) -> None:
+    assert wsd(1.0, 0.0, 7, decay_fraction=fraction)(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (constant, {"value": -1e-5}, r"value is -1e-05; it must be finite and at least 0"),
+        (constant, {"value": float("nan")}, r"value is nan"),
+        (linear, {"start": float("inf"), "end": 0, "num_steps": 3}, r"start is inf"),
+        (linear, {"start": 1, "end": 0, "num_steps": 0}, r"num_steps is 0; it must be at least 1"),
+        (cosine, {"start": 1, "end": -1, "num_steps": 3}, r"end is -1"),
+        (cosine, {"start": 1, "end": 0, "num_steps": -2}, r"num_steps is -2"),
+        (wsd, {"peak": -1, "end": 0, "num_steps": 3}, r"peak is -1"),
+        (wsd, {"peak": 1, "end": 0, "num_steps": 0}, r"num_steps is 0"),
+        (wsd, {"peak": 1, "end": 0, "num_steps": 3, "decay_fraction": 1.5}, r"decay_fraction is 1.5.*in \[0, 1\]"),
+        (warmup, {"schedule": constant(1.0), "num_steps": -1}, r"num_steps is -1; it must be at least 0"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
