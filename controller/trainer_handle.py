@@ -17,7 +17,7 @@ from rl.weights import Transport
 from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
 from trainer.config import TrainerConfig
 from trainer.engines.base import PeerError
-from trainer.engines.hf_config import read_hf_config
+from trainer.engines.model_check import ModelLimits, check_model
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class TrainerHandle:
         self.mesh = mesh
         self.config = config
         self._share_prefixes = share_prefixes
-        self._hf_config = read_hf_config(config.model)
+        self._limits = check_model(config)
 
     @classmethod
     async def launch(
@@ -67,9 +67,9 @@ class TrainerHandle:
         return cls(mesh, config, share_prefixes=all(share_prefixes))
 
     @staticmethod
-    def check_model(config: TrainerConfig) -> None:
+    def check_model(config: TrainerConfig) -> ModelLimits:
         """Raises ValueError for a model that cannot be trained, or not in this layout."""
-        read_hf_config(config.model).check_layout(config.tensor_parallel)
+        return check_model(config)
 
     async def stop(self) -> None:
         """Ends the trainer's processes. May be called again."""
@@ -152,8 +152,8 @@ class TrainerHandle:
         validate_batch(
             batch,
             required_inputs=required_inputs,
-            vocab_size=self._hf_config.vocab_size,
-            max_seq_len=self._hf_config.max_seq_len,
+            vocab_size=self._limits.vocab_size,
+            max_seq_len=self._limits.max_seq_len,
         )
         return plan_batch(
             batch,

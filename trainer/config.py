@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-EngineName = Literal["torchtitan"]
+EngineName = Literal["torchtitan", "fsdp2"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
@@ -38,9 +38,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         choices = {
-            "engine": ("torchtitan",),
-            "compute_dtype": ("bfloat16", "float32"),
-            "activation_checkpointing": ("none", "selective", "full"),
+            "engine": get_args(EngineName),
+            "compute_dtype": get_args(ComputeDtype),
+            "activation_checkpointing": get_args(ActivationCheckpointing),
         }
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:

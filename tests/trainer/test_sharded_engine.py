@@ -20,8 +20,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_tied": {"tensor_parallel": 2},
     "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
-SLOW = {"hsdp2x2_untied", "fsdp2_tp2_untied"}
+SLOW = {"hsdp2x2_untied", "fsdp2_tp2_untied", "transformers_hsdp2x2_untied"}
 
 Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
 

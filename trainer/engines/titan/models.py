@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -29,6 +27,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.hf_weights import load_hf_weights
 from trainer.engines.titan.experts import moe_config, split_experts
 from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy
 
@@ -175,21 +174,3 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Fills a model's parameters as `load_hf_weights` does."""
     named = ((name, parameter.data) for name, parameter in named_parameters(model))
     load_hf_weights({name: part for stack in named for name, part in split_experts(*stack)}, path)
-
-
-def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
-    """Fills parameters in place from the safetensors files of `path`; each rank reads only its shards.
-
-    Raises ValueError when the files are missing, lack a parameter or hold one of another shape.
-    """
-    if not any(path.glob("*.safetensors")):
-        raise ValueError(f"model is {str(path)!r}, which has no *.safetensors files")
-    reader = HuggingFaceStorageReader(str(path))
-    stored = reader.read_metadata().state_dict_metadata
-    for name, parameter in parameters.items():
-        if name not in stored:
-            raise ValueError(f"{path} holds no weight {name!r}")
-        shape = tuple(getattr(stored[name], "size", ()))
-        if shape != tuple(parameter.shape):
-            raise ValueError(f"{path}: {name} has shape {shape}; config.json asks for {tuple(parameter.shape)}")
-    dcp.load(dict(parameters), storage_reader=reader)

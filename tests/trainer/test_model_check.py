@@ -1,0 +1,49 @@
+"""What the controller refuses before any process starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_llama
+from trainer.config import TrainerConfig
+from trainer.engines.model_check import ModelLimits, check_model, describe_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_llama(tmp_path / "model")
+
+
+def change(model: Path, **values: Any) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
+def test_limits_are_those_of_the_model(model: Path, engine: Any) -> None:
+    assert check_model(TrainerConfig(model=model, engine=engine)) == ModelLimits(vocab_size=64, max_seq_len=128)
+
+
+def test_unknown_architecture_is_for_transformers_to_judge(model: Path) -> None:
+    change(model, architectures=["NewForCausalLM"], n_positions=77, max_position_embeddings=None)
+    with pytest.raises(ValueError, match="NewForCausalLM"):
+        check_model(TrainerConfig(model=model))
+    assert check_model(TrainerConfig(model=model, engine="fsdp2")).max_seq_len == 77
+    assert describe_model(model)["architectures"] == ["NewForCausalLM"]
+    change(model, vocab_size=None)
+    with pytest.raises(ValueError, match=r"config\.json lacks 'vocab_size'"):
+        check_model(TrainerConfig(model=model, engine="fsdp2"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "only shards data.* is 1 of 2 ranks.*'torchtitan' has the other parallelisms"),
+        ({"activation_checkpointing": "selective"}, "engine 'fsdp2' has 'none' and 'full'"),
+    ],
+)
+def test_what_fsdp2_cannot_do_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=model, engine="fsdp2", **options))

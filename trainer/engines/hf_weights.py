@@ -1,0 +1,25 @@
+"""Reads the weights of a Hugging Face model directory into parameters that may be sharded."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+
+def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
+    """Fills parameters in place from the safetensors files of `path`; each rank reads only its shards.
+
+    Raises ValueError when the files are missing, lack a parameter or hold one of another shape.
+    """
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"model is {str(path)!r}, which has no *.safetensors files")
+    reader = HuggingFaceStorageReader(str(path))
+    stored = reader.read_metadata().state_dict_metadata
+    for name, parameter in parameters.items():
+        if name not in stored:
+            raise ValueError(f"{path} holds no weight {name!r}")
+        shape = tuple(getattr(stored[name], "size", ()))
+        if shape != tuple(parameter.shape):
+            raise ValueError(f"{path}: {name} has shape {shape}; config.json asks for {tuple(parameter.shape)}")
+    dcp.load(dict(parameters), storage_reader=reader)
