@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from rl.advantages import has_signal
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 
@@ -40,15 +41,27 @@ class PhaseClock:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Reward, length and signal of one step's rollouts."""
-    rewards = np.concatenate([group.rewards for group in groups])
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    """Reward, length and signal of one step's rollouts, and what their environment reports, averaged by name.
+
+    A name that only some rollouts report is averaged over those. Without rollouts only the counts.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    signal = {"groups_with_signal": float(sum(has_signal(group.rewards) for group in groups))}
+    if not rollouts:
+        return signal
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    completions = [rollout.completion for rollout in rollouts]
+    reported: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            reported.setdefault(name, []).append(value)
     return {
+        **{name: float(np.mean(values)) for name, values in reported.items()},
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens_mean": float(np.mean([len(c.tokens) for c in completions])),
         "truncated_fraction": float(np.mean([c.truncated for c in completions])),
-        "groups_with_signal": float(sum(group.rewards.std() > 0 for group in groups)),
+        **signal,
     }
 
 
@@ -61,10 +74,13 @@ def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[s
     """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
 
     Only meaningful when the trainer held the weights that sampled the batch. The mean of exp(delta) is 1 in expectation
-    when both compute the same distribution.
+    when both compute the same distribution. Empty for a batch that scores nothing.
     """
     pairs = zip(batch, output.logprobs, strict=True)
-    delta = np.concatenate([(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]).astype(np.float64)
+    gaps = [(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]
+    delta = np.concatenate([*gaps, np.zeros(0)]).astype(np.float64)
+    if len(delta) == 0:
+        return {}
     return {
         "logprob_gap_mean": float(np.abs(delta).mean()),
         "logprob_gap_max": float(np.abs(delta).max()),

@@ -1,11 +1,14 @@
 import asyncio
+import tracemalloc
 from typing import cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl.envs.procedural import TextProblem
-from rl.evaluation import Evaluation, bootstrap, evaluate
+from rl.evaluation import Evaluation, Interval, bootstrap, evaluate
 from rl.rendering import Renderer
 from rl.types import SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
@@ -45,3 +48,42 @@ def test_gain_is_paired_by_problem() -> None:
 def test_no_problems_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="at least one"):
         bootstrap(np.array([]))
+    with pytest.raises(ValueError, match="given nan"):
+        bootstrap(np.array([1.0, np.nan]))
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=20))
+@settings(deadline=None, max_examples=20)
+def test_an_interval_holds_its_mean_and_lies_within_the_values(values: list[float]) -> None:
+    interval = bootstrap(np.array(values))
+    room = 1e-9 * max(map(abs, values))
+    assert min(values) - room <= interval.low <= interval.mean + room
+    assert interval.mean - room <= interval.high <= max(values) + room
+
+
+def test_one_problem_has_an_interval_of_no_width() -> None:
+    assert bootstrap(np.array([-2.5])) == Interval(mean=-2.5, low=-2.5, high=-2.5)
+
+
+def test_many_problems_are_resampled_in_pieces() -> None:
+    tracemalloc.start()
+    interval = bootstrap(np.arange(20_000, dtype=np.float64))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert interval.low < 9_999.5 < interval.high
+    assert peak < 100e6  # all at once: 3.2 GB
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    problem = TextProblem(id="q", prompt="q", score=lambda answer: float(answer == ""))
+    renderer = cast(Renderer, WordRenderer())
+    silent = ScriptedGenerator(lambda prompt, i, seed: "")
+    evaluation = asyncio.run(evaluate(silent, renderer, [problem], SamplingParams(max_tokens=1)))
+    assert evaluation.reward.mean == 1
+
+
+def test_evaluations_of_different_problems_are_not_compared() -> None:
+    evaluation = _evaluate(30)
+    other = Evaluation(groups=evaluation.groups[:60])
+    with pytest.raises(ValueError, match=r"these have 100 and 60 problems, of which 60 are in both"):
+        evaluation.gain_over(other)

@@ -1,13 +1,20 @@
 import asyncio
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rl.advantages import group_mean
+from rl.advantages import ADVANTAGES, group_mean
+from rl.batching import validate_batch
 from rl.envs.procedural import TextProblem
+from rl.packing import pack_row
+from rl.recording import RunFolder
 from rl.rendering import Renderer
-from rl.rollouts import group_to_data, rollout_to_datum, sample, score
+from rl.rollouts import Samples, group_to_data, rollout_to_datum, sample, score, with_inputs
 from rl.types import Group, Rollout, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion
 
@@ -21,6 +28,10 @@ def _problem(text: str, right: str = "yes") -> TextProblem:
 def _group(*rewards: float) -> Group:
     rollouts = tuple(Rollout(prompt_tokens=(7, 8, 9), completion=completion("ab"), reward=r) for r in rewards)
     return Group(problem_id="p", prompt="p", rollouts=rollouts)
+
+
+def _samples(problem: TextProblem, *texts: str) -> Samples:
+    return Samples(problem=problem, prompt_tokens=(7,), completions=tuple(map(completion, texts)))
 
 
 def test_samples_keep_the_order_of_the_problems() -> None:
@@ -52,12 +63,41 @@ def test_scores_are_the_problems_own() -> None:
     assert score(samples).rewards.tolist() == [0, 1, 0]
 
 
-def test_a_reward_that_is_not_a_number_names_the_problem() -> None:
-    problem = TextProblem(id="broken", prompt="q", score=lambda answer: float("nan"))
-    generator = ScriptedGenerator(lambda prompt, i, seed: "a")
-    (samples,) = asyncio.run(sample(generator, RENDERER, [problem], SamplingParams(max_tokens=4), 1))
-    with pytest.raises(ValueError, match="'broken' is nan"):
-        score(samples)
+@pytest.mark.parametrize(
+    ("reward", "shown"),
+    [
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (1e39, r"1e\+39"),  # infinite as soon as it is an advantage, which is float32
+        (10**400, "10+"),
+        (None, "None"),
+        ("1.0", "'1.0'"),
+        (np.array([1.0, 2.0]), "array"),
+    ],
+)
+def test_a_reward_that_is_not_a_number_names_the_problem(reward: Any, shown: str) -> None:
+    problem = TextProblem(id="broken", prompt="q", score=lambda answer: reward)
+    with pytest.raises(ValueError, match=f"'broken' is {shown}"):
+        score(_samples(problem, "a"))
+
+
+@pytest.mark.parametrize("reward", [-3, True, np.float32(0.5), np.bool_(True), 1e30])
+def test_any_finite_number_is_a_reward(reward: Any) -> None:
+    group = score(_samples(TextProblem(id="p", prompt="q", score=lambda answer: reward), "a"))
+    assert group.rewards.tolist() == [float(reward)]
+    assert type(group.rollouts[0].reward) is float
+
+
+def test_whatever_was_sampled_is_scored_and_recorded(tmp_path: Path) -> None:
+    texts = ["", "naïve ☃", "\u2028", "a\ud800b", "\x00", "x" * 10_000]
+    seen: list[str] = []
+    problem = TextProblem(id="p", prompt="q", score=lambda answer: seen.append(answer) or float(len(answer)))
+    group = score(_samples(problem, *texts))
+    assert seen == texts
+    folder = RunFolder(tmp_path / "run", {})
+    folder.log_rollouts(1, [group])
+    lines = folder.rollouts_file.read_text().split("\n")[:-1]
+    assert [json.loads(line)["completion"] for line in lines] == texts
 
 
 def test_a_datum_scores_each_completion_token_where_it_is_predicted() -> None:
@@ -78,3 +118,60 @@ def test_a_group_without_signal_trains_nothing() -> None:
     assert group_to_data(_group(0.3, 0.3), group_mean) == []
     data = group_to_data(_group(1.0, 0.0), group_mean)
     assert [float(np.max(d.loss_inputs["advantages"])) for d in data] == [0.5, 0.0]
+
+
+@given(st.integers(1, 5), st.integers(0, 5), st.floats(-1e30, 1e30))
+@settings(deadline=None)
+def test_a_datum_of_any_rollout_is_one_that_a_trainer_takes(prompt: int, num_tokens: int, advantage: float) -> None:
+    tokens = tuple(range(10, 10 + prompt))
+    rollout = Rollout(prompt_tokens=tokens, completion=completion("abcde"[:num_tokens]), reward=1.0)
+    datum = rollout_to_datum(rollout, advantage)
+    validate_batch([datum], required_inputs=("logprobs", "advantages"), vocab_size=128, max_seq_len=16)
+    assert datum.num_loss_tokens == num_tokens
+    assert datum.tokens.tolist() == [*tokens, *rollout.completion.tokens][: max(prompt + num_tokens - 1, prompt)]
+    scored = datum.weights != 0
+    assert datum.loss_inputs["target_tokens"][scored].tolist() == list(rollout.completion.tokens)
+    assert datum.loss_inputs["advantages"][scored].tolist() == [np.float32(advantage)] * num_tokens
+    assert not datum.loss_inputs["advantages"][~scored].any()
+    row = pack_row([datum, datum], share_prefixes=True)
+    assert len(row.scored) == 2 * num_tokens
+
+
+def test_advantages_may_differ_from_token_to_token() -> None:
+    rollout = Rollout(prompt_tokens=(7, 8), completion=completion("abc"), reward=1.0)
+    datum = rollout_to_datum(rollout, np.array([0.5, -1.0, 2.0]))
+    assert datum.loss_inputs["advantages"].tolist() == [0, 0.5, -1, 2]
+    for wrong in (np.array([0.5, -1.0]), np.array([0.5])):
+        with pytest.raises(ValueError, match=r"advantage has shape .*completion's 3 tokens"):
+            rollout_to_datum(rollout, wrong)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt has no tokens"):
+        rollout_to_datum(Rollout(prompt_tokens=(), completion=completion("a"), reward=1.0), 1.0)
+
+
+def test_rollouts_that_are_left_out_count_in_the_baseline() -> None:
+    texts_and_rewards = [("", 0.0), ("a", 1.0), ("bc", 5.0)]
+    rollouts = [Rollout(prompt_tokens=(7,), completion=completion(t), reward=r) for t, r in texts_and_rewards]
+    group = Group(problem_id="p", prompt="p", rollouts=tuple(rollouts))
+    assert [d.loss_inputs["advantages"].tolist() for d in group_to_data(group, group_mean)] == [[-1], [3, 3]]
+    kept = group_to_data(group, group_mean, keep=lambda rollout: rollout.reward < 2)
+    assert [d.loss_inputs["advantages"].tolist() for d in kept] == [[-1]]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@given(st.floats(-1e30, 1e30), st.integers(2, 9))
+@settings(deadline=None)
+def test_equal_rewards_of_any_size_train_nothing(name: str, reward: float, size: int) -> None:
+    assert group_to_data(_group(*[reward] * size), ADVANTAGES[name]) == []
+
+
+def test_loss_inputs_are_added_by_datum() -> None:
+    batch = group_to_data(_group(1.0, 0.0), group_mean)
+    arrays = [np.full(4, i, dtype=np.float32) for i in range(2)]
+    more = with_inputs(batch, reference_logprobs=arrays, old_logprobs=arrays)
+    assert [d.loss_inputs["reference_logprobs"][0] for d in more] == [0, 1]
+    assert more[0].loss_inputs.keys() - batch[0].loss_inputs.keys() == {"reference_logprobs", "old_logprobs"}
+    with pytest.raises(ValueError, match="values has 1 arrays; the batch has 2"):
+        with_inputs(batch, values=arrays[:1])
