@@ -63,6 +63,12 @@ class Completion:
     """The tokens decoded, special tokens and stop strings left out."""
     finish_reason: FinishReason
 
+    def __post_init__(self) -> None:
+        """Raises ValueError unless every token has a log-prob and a version."""
+        lengths = (len(self.tokens), len(self.logprobs), len(self.versions))
+        if len(set(lengths)) > 1:
+            raise ValueError("Completion has {} tokens, {} logprobs and {} versions".format(*lengths))
+
     @property
     def truncated(self) -> bool:
         """Whether the token limit ended it."""

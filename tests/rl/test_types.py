@@ -1,0 +1,49 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.types import AdamParams, Completion, Datum, SamplingParams
+
+
+def test_a_completion_without_tokens_is_one() -> None:
+    completion = Completion(tokens=(), logprobs=(), versions=(), text="", finish_reason="stop")
+    assert not completion.truncated
+
+
+@pytest.mark.parametrize(("logprobs", "versions"), [((-1.0,), (0, 0)), ((-1.0, -1.0), (0,)), ((), ())])
+def test_every_token_has_a_log_prob_and_a_version(logprobs: tuple[float, ...], versions: tuple[int, ...]) -> None:
+    message = f"2 tokens, {len(logprobs)} logprobs and {len(versions)} versions"
+    with pytest.raises(ValueError, match=message):
+        Completion(tokens=(1, 2), logprobs=logprobs, versions=versions, text="", finish_reason="length")
+
+
+def test_weights_are_one_where_none_are_given() -> None:
+    tokens = np.arange(3)
+    bare = Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})
+    assert bare.weights.tolist() == [1, 1, 1]
+    weighed = Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": np.array([0, -1e-6, 2])})
+    assert weighed.weights.tolist() == pytest.approx([0, -1e-6, 2])
+    assert weighed.num_loss_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (SamplingParams, {"max_tokens": 0}, r"max_tokens is 0; it must be at least 1"),
+        (SamplingParams, {"max_tokens": 1, "temperature": -1}, r"temperature is -1"),
+        (SamplingParams, {"max_tokens": 1, "temperature": float("nan")}, r"temperature is nan"),
+        (SamplingParams, {"max_tokens": 1, "top_p": 0}, r"top_p is 0; it must be in \(0, 1\]"),
+        (SamplingParams, {"max_tokens": 1, "top_k": 0}, r"top_k is 0; it must be -1"),
+        (SamplingParams, {"max_tokens": 1, "stop": "."}, r"stop is '.'; it must be a tuple"),
+        (SamplingParams, {"max_tokens": 1, "stop": ("",)}, r"stop is \('',\); it must be a tuple of non-empty"),
+        (AdamParams, {"learning_rate": float("inf")}, r"learning_rate is inf"),
+        (AdamParams, {"learning_rate": 1, "weight_decay": -1}, r"weight_decay is -1"),
+        (AdamParams, {"learning_rate": 1, "beta1": 1.0}, r"beta1 is 1.0; it must be in \[0, 1\)"),
+        (AdamParams, {"learning_rate": 1, "eps": 0}, r"eps is 0; it must be finite and above 0"),
+        (AdamParams, {"learning_rate": 1, "learning_rate_multipliers": {"*": -1}}, r"multipliers\['\*'\] is -1"),
+    ],
+)
+def test_mistakes_are_named(make: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
