@@ -9,7 +9,8 @@ from controller.mesh import Mesh, visible_gpus
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
 from generator.options import generator_env
-from rl.types import Completion, SamplingParams
+from rl.checks import check_known
+from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 
 class GeneratorHandle:
@@ -62,13 +63,16 @@ class GeneratorHandle:
             rank_0.cancel.broadcast(call_id)
             raise
 
-    async def pull_model_state_dict(self, version: int) -> None:
-        """Takes exactly this version of the policy. Running requests finish first, under the weights they began with.
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """Takes exactly this version of the policy, as `rl.protocols.Generator` says.
 
         Raises ValueError naming the versions that can be pulled if this one cannot, and if it does not fit the model;
         the weights in use stay as they are then.
         """
-        await self.mesh.answer(self.mesh.rank(0).pull_model_state_dict.call_one(version))
+        check_known("mode", mode, PULL_MODES)
+        await self.mesh.answer(self.mesh.rank(0).pull_model_state_dict.call_one(version, mode, keep_prefix_cache))
 
     async def version(self) -> int:
         """Policy version of the weights in use; 0 before the first pull: the weights in the model's directory."""

@@ -7,7 +7,7 @@ import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
-from rl.types import Completion, SamplingParams
+from rl.types import Completion, PullMode, SamplingParams
 
 
 class VLLMGenerator(Actor):
@@ -42,12 +42,13 @@ class VLLMGenerator(Actor):
             self._calls[call_id].cancel()
 
     @concurrent_endpoint
-    async def pull_model_state_dict(self, version: int) -> None:
-        """Takes in exactly this published version, once the requests made before have finished."""
+    async def pull_model_state_dict(self, version: int, mode: PullMode, keep_prefix_cache: bool) -> None:
+        """Takes in exactly this published version; `rl.protocols.Generator` says how."""
         from generator.weights import find_record
 
         store = await torchstore.client()
-        await self._engine.update_weights(await find_record(store, version), store)
+        record = await find_record(store, version)
+        await self._engine.update_weights(record, store, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     @concurrent_endpoint
     async def version(self) -> int:

@@ -1,9 +1,10 @@
 """A vLLM engine in this process: any number of requests at a time, each an await, and weights that change in between.
 
 One thread builds the engine and steps it. Callers put commands into its queue; before every step it takes what is
-there, so a request joins those that run at the next token (continuous batching). A weight update waits at the head of
-the queue until the running requests have finished; requests behind it wait for it. In a tensor-parallel group every
-rank runs this class, rank 0 takes the commands and broadcasts them, and all step alike.
+there, so a request joins those that run at the next token (continuous batching). A weight update that drains waits at
+the head of the queue until the running requests have finished; requests behind it wait for it. One that does not is
+applied between two steps. In a tensor-parallel group every rank runs this class, rank 0 takes the commands and
+broadcasts them, and all step alike. How an update is applied is in `generator/updates.py`.
 
 The engine knows no actor, no controller and no store beyond `get`.
 """
@@ -15,14 +16,12 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 import vllm
-from torch import distributed as dist
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -34,12 +33,15 @@ from generator._compat import patch_cpu
 from generator.config import GeneratorConfig, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.options import engine_options
-from generator.weights import NamedTensors, TensorQueue, WeightLoader, fetch_tensors, queued_tensors
-from rl.types import Completion, SamplingParams
+from generator.updates import WeightUpdates
+from generator.weights import TensorQueue, fetch_tensors
+from rl.checks import check_known
+from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights import Store, VersionRecord, WeightsError
 
 _IDLE_S = 60.0  # ranks that wait for a broadcast hear from rank 0 this often, or their group would time out
 _QUEUED_TENSORS = 2
+_INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class _Cancel:
 class _Update:
     id: str
     record: VersionRecord
+    mode: PullMode
+    keep_prefix_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ class GenerationEngine:
         self._answers: dict[str, Future[Any]] = {}
         self._feeds: dict[str, TensorQueue] = {}
         self._backlog: deque[_Generate | _Update | _Close] = deque()
+        self._running: set[str] = set()  # requests that vLLM has
         self._ids = itertools.count()
-        self._version = 0
         self._failure: BaseException | None = None
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(built,), name="generation-engine", daemon=True)
@@ -94,7 +98,7 @@ class GenerationEngine:
     @property
     def version(self) -> int:
         """Policy version of the weights; 0 until the first update: those of the model's directory."""
-        return self._version
+        return self._updates.version
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
@@ -119,14 +123,17 @@ class GenerationEngine:
             self._commands.put(_Cancel(request.id))
             raise
 
-    async def update_weights(self, record: VersionRecord, store: Store) -> None:
-        """Takes in a published version, once the requests that were made before have finished.
+    async def update_weights(
+        self, record: VersionRecord, store: Store, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """Takes in a published version; see `rl.protocols.Generator.pull_model_state_dict` for the options.
 
         Raises ValueError if the version does not fit the model or is gone, `WeightsError` if its bytes cannot be had.
         The old weights stay in use then, unless the error came while they were being replaced: generation is refused
-        then until an update succeeds.
+        then until an update succeeds, and requests that were running raise `WeightsError`.
         """
-        update = _Update(self._next_id(), record)
+        check_known("mode", mode, PULL_MODES)
+        update = _Update(self._next_id(), record, mode, keep_prefix_cache)
         fetching: asyncio.Task[None] | None = None
         if record.transport == "torchstore":
             self._feeds[update.id] = queue.Queue(_QUEUED_TENSORS)
@@ -178,15 +185,9 @@ class GenerationEngine:
         if current_platform.is_cpu():
             patch_cpu()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
-        self._engine.set_weight_version(str(self._version))
         self._tokenizer: Any = self._engine.renderer.tokenizer
         self._group = get_tp_group()
-        self._loader = WeightLoader(
-            self._engine.model_executor.driver_worker.get_model(),
-            self._config.model,
-            tied_embeddings=self._engine.model_config.hf_text_config.tie_word_embeddings,
-        )
-        self._torn: Exception | None = None  # why the weights are a mixture, if they are
+        self._updates = WeightUpdates(self._engine, self._group, self._config.model)
 
     def _serve(self) -> bool:
         """Takes the commands that are there, waiting for one if there is nothing to do, then steps once."""
@@ -199,7 +200,7 @@ class GenerationEngine:
             command = self._backlog[0]
             if isinstance(command, _Close):
                 return False
-            if isinstance(command, _Update) and self._engine.has_unfinished_requests():
+            if isinstance(command, _Update) and command.mode == "drain" and self._engine.has_unfinished_requests():
                 break
             self._backlog.popleft()
             try:
@@ -211,10 +212,28 @@ class GenerationEngine:
             except Exception as error:
                 self._answer(command.id, error=error)
         if self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                assert isinstance(output, RequestOutput)
-                self._finish(output)
+            self._step()
         return True
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            assert isinstance(output, RequestOutput)
+            self._running.discard(output.request_id)
+            self._finish(output)
+
+    def _update(self, update: _Update) -> None:
+        """Nothing is computed while the weights change, and nothing after it if they could not be changed wholly."""
+        self._updates.finish_steps(self._step)
+        try:
+            self._updates.apply(
+                update.record, self._feeds.pop(update.id, None), keep_prefix_cache=update.keep_prefix_cache
+            )
+        finally:
+            if self._updates.torn is not None:
+                self._engine.abort_request(list(self._running))
+                for request_id in self._running:
+                    self._answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.torn)))
+                self._running.clear()
 
     def _receive(self, *, wait: bool) -> list[_Command]:
         """Rank 0's commands, on every rank."""
@@ -229,8 +248,8 @@ class GenerationEngine:
 
     def _admit(self, request: _Generate) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
-        if self._torn is not None:
-            raise WeightsError(f"the weights are incomplete since a failed update ({self._torn}); pull a version again")
+        if self._updates.torn is not None:
+            raise WeightsError(_INCOMPLETE.format(self._updates.torn))
         sampling = request.sampling
         if sampling.stop and self._tokenizer is None:
             raise ValueError(
@@ -242,6 +261,7 @@ class GenerationEngine:
         except (ValueError, VLLMValidationError) as error:
             # vLLM's own exceptions mean nothing to a caller that has not imported it.
             raise ValueError(str(error)) from None
+        self._running.add(request.id)
 
     def _finish(self, output: RequestOutput) -> None:
         try:
@@ -257,67 +277,8 @@ class GenerationEngine:
             self._backlog.remove(command)
         if not waiting:
             self._engine.abort_request([request_id])
+            self._running.discard(request_id)
         self._answers.pop(request_id, None)
-
-    def _update(self, update: _Update) -> None:
-        """Checks on every rank before any of them loads; loads on all."""
-        record, feed = update.record, self._feeds.pop(update.id, None)
-        problem: Exception | None = None
-        with contextlib.ExitStack() as stack:
-            tensors: NamedTensors = ()
-            try:
-                self._loader.check(record)
-                if record.transport == "shared_memory":
-                    tensors = stack.enter_context(self._loader.shared_memory(record))
-                else:
-                    tensors = stack.enter_context(contextlib.closing(self._from_rank_zero(feed)))
-            except Exception as error:
-                problem = error
-            self._raise_on_every_rank(problem)
-            try:
-                self._loader.load(tensors)
-            except Exception as error:
-                problem = error
-        try:
-            self._raise_on_every_rank(problem)
-        except Exception as error:
-            self._torn = error
-            raise
-        self._torn = None
-        self._engine.reset_prefix_cache()
-        self._engine.set_weight_version(str(record.version))
-        self._version = record.version
-
-    def _from_rank_zero(self, feed: TensorQueue | None) -> Generator[tuple[str, torch.Tensor]]:
-        """Rank 0's tensors on every rank, one at a time. Closing it early still brings the broadcasts to their end."""
-        if feed is not None:
-            try:
-                for item in queued_tensors(feed):
-                    self._group.broadcast_object(item)
-                    yield item
-            finally:
-                self._group.broadcast_object(None)
-        else:
-            item = self._group.broadcast_object()
-            try:
-                while item is not None:
-                    yield item
-                    item = self._group.broadcast_object()
-            finally:
-                while item is not None:
-                    item = self._group.broadcast_object()
-
-    def _raise_on_every_rank(self, problem: Exception | None) -> None:
-        """Raises on all ranks if one has a problem, so that they go on to do the same."""
-        problems: list[str | None] = [str(problem) if problem else None]
-        if self._group.world_size > 1:
-            problems = [None] * self._group.world_size
-            dist.all_gather_object(problems, str(problem) if problem else None, group=self._group.cpu_group)
-        if problem is not None:
-            raise problem
-        for rank, text in enumerate(problems):
-            if text is not None:
-                raise WeightsError(f"generator rank {rank} could not take the weights in: {text}")
 
     def _answer(self, request_id: str, result: Any = None, error: BaseException | None = None) -> None:
         answer = self._answers.pop(request_id, None)

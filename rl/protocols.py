@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, SamplingParams
+from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Text that the model continues as it stands, or a chat: messages with `role` and `content`, put through the model's
@@ -58,8 +58,16 @@ class Generator(Protocol):
         """Samples `num_samples` completions of one prompt. Calls in flight together are batched continuously."""
         ...
 
-    async def pull_model_state_dict(self, version: int) -> None:
-        """Takes exactly this version of the policy. Running requests finish first, under the weights they have."""
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """Takes exactly this version of the policy; `Completion.versions` says which token came from which.
+
+        With "drain", running requests finish first, under the weights they began with, and later ones wait. With
+        "inflight", running requests go on under the new weights from their next token; what attention keeps of their
+        earlier tokens is computed again, so that log-probs are those of the new weights. `keep_prefix_cache` spares
+        that, for new prompts that share a prefix as well: faster, and log-probs are then of a mixture of versions.
+        """
         ...
 
 

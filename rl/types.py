@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
+PullMode = Literal["drain", "inflight"]
+"""What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
+PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,16 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
                 assert {v for c in completions for v in c.versions} == {version}
             with pytest.raises(UnknownVersionError):
                 await generator.pull_model_state_dict(1)
+            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+                await publish(publisher, 6, seed=2)
+                long = SamplingParams(max_tokens=90, temperature=0)
+                running = asyncio.create_task(generator.generate(PROMPTS[0], long))
+                await asyncio.sleep(0.05)
+                await generator.pull_model_state_dict(6, mode="inflight")
+            (completion,) = await running
+            assert list(completion.versions) == sorted(completion.versions)
+            assert set(completion.versions) == {4, 6}
+            _assert_greedy(reference, PROMPTS[0], completion)
             unseeded = SamplingParams(max_tokens=8)
             together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
             assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from rl.types import Completion, SamplingParams
+from rl.types import Completion, PullMode, SamplingParams
 
 
 class WordRenderer:
@@ -31,7 +31,9 @@ class ScriptedGenerator:
         await asyncio.sleep(0.001 * (5 - len(self.calls) % 5))
         return [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
 
-    async def pull_model_state_dict(self, version: int) -> None:
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
         """Nothing to pull."""
 
 

@@ -1,0 +1,164 @@
+"""New weights while requests run: what was sampled before stays, what follows is the new weights' own."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.engine import GenerationEngine
+from generator.weights import find_record
+from rl.types import Completion, SamplingParams
+from rl.weights import UnknownVersionError, WeightsError
+from tests.generator.conftest import EngineFactory
+from tests.generator.published import GREEDY, PROMPTS, FakeStore, export, greedy, moved, pull
+from tests.generator.served_models import served_llama
+from trainer.weights import WeightPublisher
+
+LONG = SamplingParams(max_tokens=90, temperature=0)
+
+
+async def _started(engine: GenerationEngine, num_tokens: int = 5) -> None:
+    """Waits until every running request has sampled some tokens."""
+    states: dict[str, Any] = engine._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
+    while not states or any(s.detokenizer.num_output_tokens() < num_tokens for s in list(states.values())):
+        await asyncio.sleep(0.001)
+
+
+def _spans(completion: Completion) -> dict[int, int]:
+    """How many tokens of each version, which never decreases."""
+    assert list(completion.versions) == sorted(completion.versions)
+    assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
+    return dict(Counter(completion.versions))
+
+
+async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: int, **options: Any) -> Completion:
+    running = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
+    await _started(engine)
+    await pull(engine, store, version, mode="inflight", **options)
+    assert not running.done()
+    return (await running)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
+    tmp_path: Path, build_engine: EngineFactory, dtype: str
+) -> None:
+    directory, torch_dtype = served_llama(tmp_path / "model", tied=True), getattr(torch, dtype)
+    engine, store = build_engine(directory, dtype), FakeStore()
+    fresh = build_engine(export(directory, moved(directory, 3), torch_dtype, tmp_path / "exported"), dtype)
+
+    async def main() -> None:
+        (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
+        await WeightPublisher(torch_dtype, store=store).publish(3, moved(directory, 3).items())
+        completion = await _updated_midway(engine, store, 3)
+        spans = _spans(completion)
+        assert set(spans) == {0, 3}
+        num_old = spans[0]
+        assert completion.tokens[:num_old] == undisturbed.tokens[:num_old]
+        assert completion.logprobs[:num_old] == undisturbed.logprobs[:num_old]
+        prompt = [*PROMPTS[0], *completion.tokens[:num_old]]
+        (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - num_old, temperature=0))
+        assert completion.tokens[num_old:] == rest.tokens
+        assert completion.logprobs[num_old:] == rest.logprobs
+        # A prompt that was computed under the old weights is not found in the prefix cache.
+        assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
+
+    asyncio.run(main())
+
+
+def _at_version(completion: Completion, version: int) -> Completion:
+    return Completion(
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        versions=(version,) * len(completion.tokens),
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    fresh = build_engine(export(directory, moved(directory, 3), torch.float32, tmp_path / "exported"), "float32")
+
+    async def main() -> None:
+        await WeightPublisher(torch.float32, store=store).publish(3, moved(directory, 3).items())
+        completion = await _updated_midway(engine, store, 3, keep_prefix_cache=True)
+        spans = _spans(completion)
+        assert set(spans) == {0, 3}
+        prompt = [*PROMPTS[0], *completion.tokens[: spans[0]]]
+        (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - spans[0], temperature=0))
+        assert completion.logprobs[spans[0] :] != rest.logprobs  # its attention still sees the old weights' keys
+        await pull(engine, store, 3)
+        assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
+
+    asyncio.run(main())
+
+
+def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32", max_num_seqs=32), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+    weights = [moved(directory, seed) for seed in range(3)]
+
+    async def stream(index: int, completions: list[Completion]) -> None:
+        for turn in range(3):
+            sampling = SamplingParams(max_tokens=60 + index % 7, seed=100 * turn + index)
+            completions += await engine.generate(PROMPTS[index % len(PROMPTS)], sampling)
+
+    async def main() -> None:
+        completions: list[Completion] = []
+        streams = asyncio.gather(*(stream(index, completions) for index in range(32)))
+        version = 0
+        while not streams.done():
+            version += 1
+            await publisher.publish(version, weights[version % 3].items())
+            await pull(engine, store, version, mode="inflight", keep_prefix_cache=version % 3 == 0)
+            await asyncio.sleep(0.02)
+        await streams
+        assert version >= 10
+        assert len(completions) == 96
+        spans = [_spans(completion) for completion in completions]
+        assert sum(len(span) > 1 for span in spans) > 32
+        assert max(max(span) for span in spans) <= version
+
+    asyncio.run(main())
+
+
+def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
+    tmp_path: Path, build_engine: EngineFactory
+) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, "torchstore", store=store)
+
+    async def failing(running: Sequence[asyncio.Task[list[Completion]]], version: int, error: type[Exception]) -> None:
+        await _started(engine)
+        with pytest.raises(error):
+            await pull(engine, store, version, mode="inflight")
+        await asyncio.wait(running)
+
+    async def main() -> None:
+        (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
+        for version in (1, 2):
+            await publisher.publish(version, moved(directory, version).items())
+        running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
+        await failing(running, 7, UnknownVersionError)
+        assert running[0].result() == [undisturbed]
+        del store.values[(await find_record(store, 2)).key("model.norm.weight")]
+        running = [asyncio.create_task(engine.generate(prompt, LONG, 1)) for prompt in PROMPTS[:2]]
+        await failing(running, 2, KeyError)
+        for task in running:
+            with pytest.raises(WeightsError, match="incomplete since a failed update"):
+                task.result()
+        await pull(engine, store, 1, mode="inflight")
+        assert {v for c in await greedy(engine) for v in c.versions} == {1}
+        with pytest.raises(ValueError, match="mode is 'drian', which is not known; did you mean 'drain'"):
+            await pull(engine, store, 1, mode="drian")
+        assert len(await engine.generate(PROMPTS[0], GREEDY)) == 1
+
+    asyncio.run(main())
