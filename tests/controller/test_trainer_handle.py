@@ -138,6 +138,8 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
         (random_batch((129,)), "ppo", {}, "between 1 and 128 tokens"),
         (batch, "pppo", {}, "did you mean 'ppo'"),
         (batch, "ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
+        (batch, "ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
+        (batch, "value_loss", {}, r"batch\[0\].loss_inputs lacks 'values'"),
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(data, loss, config))
