@@ -36,7 +36,9 @@ class GroupLoopConfig(Protocol):
     @property
     def loss(self) -> str: ...
     @property
-    def loss_config(self) -> Mapping[str, float]: ...
+    def loss_config(self) -> Mapping[str, float | str]: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
     @property
     def num_heldout(self) -> int: ...
     @property
@@ -57,8 +59,27 @@ def check_group_loop(config: GroupLoopConfig) -> None:
     check_at_least(0, warmup_steps=config.warmup_steps, checkpoint_every=config.checkpoint_every)
     check_at_least(2, group_size=config.group_size)  # advantages are relative to the group
     check_known("advantage", config.advantage, ADVANTAGES)
+    check_sampled_distribution(config.sampling)
     get_loss(config.loss, config.loss_config)
     AdamParams(learning_rate=config.learning_rate, grad_clip_norm=config.grad_clip_norm)
+
+
+def check_sampled_distribution(sampling: SamplingParams) -> None:
+    """Raises ValueError for rollouts from another distribution than the one whose log-probs the trainer computes.
+
+    The generator's log-probs are those of what it sampled from; at another temperature, or with a cut-off tail, the
+    ratio of trainer to generator would be off from the first step.
+    """
+    whole: Mapping[str, tuple[float, float]] = {
+        "temperature": (sampling.temperature, 1.0),
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, -1),
+    }
+    for name, (value, accepted) in whole.items():
+        if value != accepted:
+            raise ValueError(
+                f"sampling.{name} is {value}; training rollouts need {accepted}, the distribution that is trained"
+            )
 
 
 def check_prompts_fit(

@@ -44,7 +44,7 @@ class GRPOConfig:
     grad_clip_norm: float = 1.0
     advantage: str = "group_mean_std"
     loss: str = "importance_sampling"
-    loss_config: Mapping[str, float] = field(default_factory=dict[str, float])
+    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     num_heldout: int = 200
     evaluate_every: int = 10
     checkpoint_every: int = 0

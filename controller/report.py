@@ -70,7 +70,9 @@ class Report:
             {
                 **rollout_metrics(groups),
                 "loss": output.metrics["loss"] / num_completion_tokens(groups),
-                **per_token(output.metrics, ["clipped_tokens"]),
+                **per_token(
+                    output.metrics, ["clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy"]
+                ),
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
                 "policy_version": float(update.policy_version),

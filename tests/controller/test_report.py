@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controller.checks import check_prompts_fit, stop_after_skips
+from controller.checks import check_prompts_fit, check_sampled_distribution, stop_after_skips
 from controller.console import Console
 from controller.errors import TrainingStoppedError
 from controller.report import Report
@@ -123,3 +123,11 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
         ValueError, match=r"'30 words' has 30 tokens; with max_tokens 3 .* 32 tokens .* has room for 29"
     ):
         check_prompts_fit(cast(Renderer, renderer), problems, generator, SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50}])
+def test_rollouts_from_another_distribution_are_refused(field: dict[str, Any]) -> None:
+    (name,) = field
+    with pytest.raises(ValueError, match=rf"sampling\.{name} is .* training rollouts need"):
+        check_sampled_distribution(SamplingParams(max_tokens=4, **field))
+    check_sampled_distribution(SamplingParams(max_tokens=4))
