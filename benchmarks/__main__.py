@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import REPOSITORY
 
-BENCHMARKS = ("step", "weight_sync")
+BENCHMARKS = ("step", "weight_sync", "layouts")
 """Modules of this package, in the order in which they run."""
 
 

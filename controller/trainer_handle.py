@@ -163,12 +163,12 @@ class TrainerHandle:
         )
 
     def _shares(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
-        """What each rank is sent; the ranks of a tensor-parallel group, which are neighbours, get the same."""
-        return [share for share in plan.split(batch) for _ in range(self.config.tensor_parallel)]
+        """What each rank is sent; neighbours that compute it together get the same."""
+        return [share for share in plan.split(batch) for _ in range(self.config.num_ranks_per_share)]
 
     def _merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         """The ranks' outputs as one, in the order of the batch."""
-        parts = outputs[:: self.config.tensor_parallel]
+        parts = outputs[:: self.config.num_ranks_per_share]
         entropies = [part.entropy for part in parts if part.entropy is not None]
         return ForwardBackwardOutput(
             logprobs=plan.restore([part.logprobs for part in parts]),

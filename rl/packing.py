@@ -8,7 +8,7 @@ Legend: T tokens of a datum, L tokens of the row, S scored positions (those of n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,4 +140,17 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
             "weights": np.concatenate([datum.weights for datum in datums])[flat],
             **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[flat] for name in names},
         },
+    )
+
+
+def pad_row(row: PackedRow, multiple: int) -> PackedRow:
+    """Lengthens a row to a multiple of `multiple` tokens, by a document of its own that holds nothing to score."""
+    missing = -len(row.tokens) % multiple
+    if not missing:
+        return row
+    return replace(
+        row,
+        tokens=np.concatenate([row.tokens, np.zeros(missing, dtype=np.int64)]),
+        positions=np.concatenate([row.positions, np.arange(missing)]),
+        documents=(*row.documents, Document(missing)),
     )

@@ -11,7 +11,10 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """A trainer of `data_parallel_replicate * data_parallel_shard * tensor_parallel` ranks, one process each."""
+    """A trainer of `data_parallel_replicate * data_parallel_shard * context_parallel * tensor_parallel` ranks.
+
+    One process each. Neighbouring ranks differ in the last of these first.
+    """
 
     model: Path = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
@@ -26,8 +29,14 @@ class TrainerConfig:
     """Replicas of that sharded group (HSDP)."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
+    context_parallel: int = 1
+    """Ranks that share the tokens of every row, for long sequences; parameters are sharded over them too."""
+    expert_parallel: int = 1
+    """Ranks that share out the experts of a mixture-of-experts model whole. They are not further ranks: the degree must
+    divide `data_parallel_shard * context_parallel * tensor_parallel` and the number of experts."""
     max_tokens_per_microbatch: int = 4096
-    """Tokens of one packed forward and backward pass on a rank; bounds activation memory. A longer datum runs alone."""
+    """Tokens of one packed forward and backward pass, shared by a context-parallel group; bounds activation memory. A
+    longer datum runs alone."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that are recomputed in the backward pass instead of kept."""
     num_threads: int = 1
@@ -49,18 +58,32 @@ class TrainerConfig:
             "data_parallel_shard",
             "data_parallel_replicate",
             "tensor_parallel",
+            "context_parallel",
+            "expert_parallel",
             "max_tokens_per_microbatch",
             "num_threads",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        sharing = self.data_parallel_shard * self.num_ranks_per_share
+        if sharing % self.expert_parallel:
+            raise ValueError(
+                f"TrainerConfig.expert_parallel is {self.expert_parallel}; it must divide data_parallel_shard x "
+                f"context_parallel x tensor_parallel, which is {sharing}: "
+                f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
+            )
 
     @property
     def num_ranks(self) -> int:
         """Processes of this trainer."""
-        return self.num_data_parallel_ranks * self.tensor_parallel
+        return self.num_data_parallel_ranks * self.num_ranks_per_share
 
     @property
     def num_data_parallel_ranks(self) -> int:
-        """Ranks that are given different data."""
+        """Ranks, or groups of neighbouring ranks, that are given different data."""
         return self.data_parallel_replicate * self.data_parallel_shard
+
+    @property
+    def num_ranks_per_share(self) -> int:
+        """Neighbouring ranks that are given the same data, and answer alike."""
+        return self.context_parallel * self.tensor_parallel

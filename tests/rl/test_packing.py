@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.packing import Document, PackedRow, group_by_prefix, pack_row
+from rl.packing import Document, PackedRow, group_by_prefix, pack_row, pad_row
 from rl.types import Datum
 
 SIZES = st.lists(
@@ -82,3 +82,15 @@ def test_datums_share_only_what_comes_before_their_first_score() -> None:
     )
     early = Datum(tokens=np.array([1, 2, 3]), loss_inputs={"target_tokens": np.array([2, 3, 4])})
     assert [group.members for group in group_by_prefix([late, early, late])] == [(0, 2), (1,)]
+
+
+def test_padding_adds_a_document_that_holds_nothing_to_score() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9, 5)
+    row = pack_row([Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})], share_prefixes=True)
+    padded = pad_row(row, 4)
+    assert padded.tokens.tolist() == [*tokens, 0, 0, 0]
+    assert padded.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert padded.documents == (Document(5), Document(3))
+    assert (padded.scored.tolist(), padded.lengths) == (row.scored.tolist(), (5,))
+    assert pad_row(row, 5) is row

@@ -16,6 +16,7 @@ from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum
 from tests.trainer.reference import random_batch
 from trainer.config import TrainerConfig
+from trainer.engines.base import Engine
 
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
@@ -62,7 +63,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     from trainer.engines import load_engine
 
     engine = load_engine(config)
-    index = rank // config.tensor_parallel
+    index = rank // config.num_ranks_per_share
     results: dict[str, Any] = {}
     batch = random_batch(LENGTHS)
 
@@ -72,13 +73,13 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     output = engine.forward_backward(share(batch[:4]), get_loss("importance_sampling"))
     results["logprobs"], results["metrics"] = output.logprobs, output.metrics
     engine.forward_backward(share(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
-    results["gradients"] = {name: full(p.grad) for name, p in engine.hf_parameters() if p.grad is not None}
+    results["gradients"] = whole(engine, gradients=True)
 
     try:
         engine.forward_backward(share(batch), get_loss(fail_on_the_longest))
     except (ArithmeticError, RuntimeError) as error:
         results["error"] = f"{type(error).__name__}: {error}"
-    results["gradients_after_error"] = {name: full(p.grad) for name, p in engine.hf_parameters() if p.grad is not None}
+    results["gradients_after_error"] = whole(engine, gradients=True)
 
     steps = [engine.optim_step(PARAMS, 0.1)]
     for _ in range(2):
@@ -86,7 +87,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
         engine.forward_backward(share(batch), get_loss("cross_entropy"))
         steps.append(engine.optim_step(replace(PARAMS, grad_clip_norm=0.0), 0.01))
     results["grad_norms"] = [step.grad_norm for step in steps]
-    results["parameters"] = {name: full(p) for name, p in engine.hf_parameters()}
+    results["parameters"] = whole(engine)
     engine.save_checkpoint(directory / "checkpoint")
     engine.export_hf(directory / "export", torch.float32)
     results["forward"] = engine.forward(share(batch), entropy=True)
@@ -94,7 +95,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     engine.forward_backward(share(batch), get_loss("cross_entropy"))
     engine.optim_step(PARAMS)
     assert engine.load_checkpoint(directory / "checkpoint") == 3
-    results["loaded"] = {name: full(p) for name, p in engine.hf_parameters()}
+    results["loaded"] = whole(engine)
     return results
 
 
@@ -103,6 +104,17 @@ def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, in
     if len(logprobs) >= 40 * 2 // 3:
         raise ArithmeticError("the longest datum is here")
     return -logprobs.sum(), {}
+
+
+def whole(engine: Engine, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters, or their gradients, by name; those of all ranks, whole, on every rank."""
+    mine = {name: p.grad if gradients else p for name, p in engine.hf_parameters()}
+    gathered = {name: full(tensor) for name, tensor in mine.items() if tensor is not None}
+    if not dist.is_initialized():
+        return gathered
+    ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, gathered)
+    return {name: tensor for rank in ranks for name, tensor in rank.items()}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,12 +122,37 @@ def test_tensor_parallel_must_divide_the_heads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "degrees", "message"),
+    [
+        (LLAMA, (1, 2), "expert_parallel is 2; this model has no experts, so it must be 1"),
+        (MOE, (1, 3), r"expert_parallel is 3, .* the model's 8 experts; they allow \[1, 2, 4, 8\]"),
+        (MOE, (2, 1), "tensor_parallel is 2 and expert_parallel is 1; .* expert_parallel must be more than 1, 2 say"),
+    ],
+)
+def test_experts_must_fit_the_layout(model: dict[str, Any], degrees: tuple[int, int], message: str) -> None:
+    check_supported(MOE).check_layout(2, 2)
+    with pytest.raises(ValueError, match=message):
+        check_supported(model).check_layout(*degrees)
+
+
+def test_expert_parallel_ranks_are_among_the_others() -> None:
+    config = TrainerConfig(
+        data_parallel_shard=2, data_parallel_replicate=3, context_parallel=2, tensor_parallel=2, expert_parallel=8
+    )
+    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_ranks_per_share) == (24, 6, 4)
+    with pytest.raises(ValueError, match=r"expert_parallel is 3; .* which is 8: \[1, 2, 4, 8\]"):
+        TrainerConfig(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("compute_dtype", "float16"),
         ("engine", "megatron"),
         ("activation_checkpointing", "some"),
         ("data_parallel_shard", 0),
+        ("context_parallel", 0),
+        ("expert_parallel", -1),
         ("max_tokens_per_microbatch", 0),
     ],
 )

@@ -64,16 +64,36 @@ class HFModelConfig:
     rope_scaling: Llama3RopeScaling | None
     moe: HFMoEConfig | None
 
-    def check_layout(self, tensor_parallel: int) -> None:
-        """Raises ValueError when the model cannot be cut into that many tensor-parallel parts."""
-        for name in ("num_heads", "num_kv_heads", "vocab_size", "hidden_dim"):
-            size: int = getattr(self, name)
+    def check_layout(self, tensor_parallel: int, expert_parallel: int = 1) -> None:
+        """Raises ValueError when the model cannot be cut into that many tensor- and expert-parallel parts."""
+        sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
+        if self.moe is None:
+            sizes["hidden_dim"] = self.hidden_dim
+        for name, size in sizes.items():
             if size % tensor_parallel:
-                divisors = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
+                divisors = [n for n in range(1, self.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
                 raise ValueError(
                     f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
-                    f"{size}; its key-value heads allow {divisors}"
+                    f"{size}; its sizes allow {divisors}"
                 )
+        if self.moe is not None and tensor_parallel > 1 and expert_parallel == 1:
+            # torchtitan 0.3.0 computes wrong gradients below a layer whose experts are cut by tensor parallelism.
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {tensor_parallel} and expert_parallel is 1; experts cannot "
+                f"be cut, so expert_parallel must be more than 1, {tensor_parallel} say"
+            )
+        if expert_parallel == 1:
+            return
+        if self.moe is None:
+            raise ValueError(
+                f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
+            )
+        if self.moe.num_experts % expert_parallel:
+            divisors = [n for n in range(1, self.moe.num_experts + 1) if self.moe.num_experts % n == 0]
+            raise ValueError(
+                f"TrainerConfig.expert_parallel is {expert_parallel}, which does not divide the model's "
+                f"{self.moe.num_experts} experts; they allow {divisors}"
+            )
 
 
 def read_hf_config(model: Path) -> HFModelConfig:

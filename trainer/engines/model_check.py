@@ -24,7 +24,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     """Raises ValueError for a model that the engine cannot train, or not in this layout."""
     if config.engine == "torchtitan":
         hf_config = read_hf_config(config.model)
-        hf_config.check_layout(config.tensor_parallel)
+        hf_config.check_layout(config.tensor_parallel, config.expert_parallel)
         return ModelLimits(vocab_size=hf_config.vocab_size, max_seq_len=hf_config.max_seq_len)
     _check_transformers_layout(config)
     raw = read_config_json(config.model)

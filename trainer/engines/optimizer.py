@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl.types import AdamParams
@@ -49,10 +50,12 @@ class Optimizer:
         return state
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
-        """One group per learning-rate multiplier."""
-        members: dict[float, list[torch.nn.Parameter]] = {}
+        """One group per learning-rate multiplier and device mesh: the fused step takes one of each."""
+        members: dict[tuple[float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
         for name, parameter in self._parameters.items():
-            members.setdefault(_multiplier(name, params.learning_rate_multipliers), []).append(parameter)
+            multiplier = _multiplier(name, params.learning_rate_multipliers)
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            members.setdefault((multiplier, mesh), []).append(parameter)
         return [
             {
                 **self._adamw.defaults,
@@ -62,7 +65,7 @@ class Optimizer:
                 "eps": params.eps,
                 "weight_decay": params.weight_decay,
             }
-            for multiplier, parameters in members.items()
+            for (multiplier, _), parameters in members.items()
         ]
 
 

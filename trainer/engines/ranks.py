@@ -25,8 +25,8 @@ def init_process_group(config: TrainerConfig, device: torch.device) -> None:
     if world_size != config.num_ranks:
         raise ValueError(
             f"the layout asks for {config.num_ranks} ranks (data_parallel_replicate {config.data_parallel_replicate} x "
-            f"data_parallel_shard {config.data_parallel_shard} x tensor_parallel {config.tensor_parallel}); "
-            f"WORLD_SIZE is {world_size}"
+            f"data_parallel_shard {config.data_parallel_shard} x context_parallel {config.context_parallel} x "
+            f"tensor_parallel {config.tensor_parallel}); WORLD_SIZE is {world_size}"
         )
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.packing import Document
+from trainer.engines.titan.context import ContextMasks, Share, context_masks, document_mask
 
 # Mean tokens per document below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
 _SHORT_DOCUMENT = 256
@@ -52,7 +55,12 @@ class DocumentAttention(FlexAttention):
         enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
-        """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`."""
+        """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`.
+
+        Under context parallelism queries are those of a share of the row, and its `ContextMasks` come in their place.
+        """
+        if isinstance(attention_masks, ContextMasks):
+            return _attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale, enable_gqa=enable_gqa)
         assert isinstance(attention_masks, DocumentMasks)
         documents = attention_masks.documents
         lengths = [document.num_tokens for document in documents]
@@ -72,11 +80,13 @@ class DocumentAttention(FlexAttention):
         return torch.cat(outputs, dim=2).transpose(1, 2).to(q_BLNH.dtype)
 
 
-def choose_inner_attention(device: torch.device, compute_dtype: torch.dtype) -> Module.Config:
+def choose_inner_attention(
+    device: torch.device, compute_dtype: torch.dtype, *, context_parallel: bool
+) -> Module.Config:
     """The attention kernel for a device and dtype."""
     if device.type == "cpu":
         return DocumentAttention.Config()
-    return get_attention_config("varlen" if compute_dtype == torch.bfloat16 else "flex")
+    return get_attention_config("varlen" if compute_dtype == torch.bfloat16 and not context_parallel else "flex")
 
 
 def shares_prefixes(device: torch.device) -> bool:
@@ -92,15 +102,41 @@ def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Docum
     return masks
 
 
+def shared_attention_masks(
+    model: Decoder, positions: Tensor, documents: Sequence[Document], share: Share, mesh: DeviceMesh
+) -> Any:
+    """As `attention_masks`, for this rank's share of a row whose positions are [1, L]; `mesh` is of those who share."""
+    if positions.device.type == "cpu":
+        return context_masks(documents, share)
+    _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
+    return masks
+
+
 def _mask(document: Document) -> Tensor | None:
     """See `DocumentMasks.masks`."""
     if not document.branches or document.num_tokens > _DENSE_DOCUMENT:
         return None
-    branch = torch.repeat_interleave(
-        torch.arange(len(document.branches) + 1), torch.tensor((document.trunk, *document.branches))
-    )
-    same = branch[:, None] == branch[None, :]
-    return (same | (branch == 0)[None, :]).tril()
+    return document_mask(document, 0, document.num_tokens)
+
+
+def _attend_in_context(
+    q: Tensor, k: Tensor, v: Tensor, masks: ContextMasks, *, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """[1, L / n, heads, head_dim] queries of a share, [1, L, heads, head_dim] gathered keys and values."""
+    q, k, v = q.transpose(1, 2), k[:, masks.restore].transpose(1, 2), v[:, masks.restore].transpose(1, 2)
+    queries = q.split([piece.size for piece in masks.pieces], dim=2)
+    outputs = [
+        F.scaled_dot_product_attention(
+            part,
+            k[:, :, piece.first_key : piece.last_key],
+            v[:, :, piece.first_key : piece.last_key],
+            attn_mask=piece.mask,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        for part, piece in zip(queries, masks.pieces, strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _attend_by_branch(

@@ -1,8 +1,8 @@
 """The torchtitan engine: torchtitan's model, parallelized by torchtitan, driven by our loop.
 
-With more than one rank torchtitan's `parallelize_fn` applies tensor parallelism, activation checkpointing and FSDP2.
-With one rank nothing is sharded and `MasterWeights` does the mixed precision. Pipeline, context and expert parallelism
-are not offered.
+With more than one rank torchtitan's `parallelize_fn` applies tensor, context and expert parallelism, activation
+checkpointing and FSDP2. With one rank nothing is sharded and `MasterWeights` does the mixed precision. Pipeline
+parallelism is not offered.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from rl.packing import PackedRow
+from rl.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.hf_config import read_hf_config
 from trainer.engines.ranks import choose_device, init_process_group
-from trainer.engines.titan.attention import attention_masks, shares_prefixes
+from trainer.engines.titan.attention import attention_masks, shared_attention_masks, shares_prefixes
 from trainer.engines.titan.build import build_model
+from trainer.engines.titan.context import gather_scored, row_multiple, share_row
 from trainer.engines.titan.experts import split_experts
 from trainer.engines.titan.models import named_parameters
 from trainer.engines.torch_engine import TorchEngine
@@ -31,7 +32,7 @@ class TitanEngine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._decoder = build_model(config, hf_config, device)
+        self._decoder, self._context_mesh = build_model(config, hf_config, device)
         super().__init__(config, self._decoder, dict(named_parameters(self._decoder)), asdict(hf_config), device)
 
     @property
@@ -43,13 +44,23 @@ class TitanEngine(TorchEngine):
             yield from split_experts(name, parameter)
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        tokens, positions = self._tensor(row.tokens)[None], self._tensor(row.positions)[None]
-        masks = attention_masks(self._decoder, positions, row.documents)
-        return self._decoder(
-            tokens,
-            positions,
+        row = pad_row(row, row_multiple(self._config, self._device))
+        tokens, positions = self._tensor(row.tokens), self._tensor(row.positions)
+        scored, targets = self._tensor(row.scored), self._tensor(row.loss_inputs["target_tokens"])
+        if self._context_mesh is None:
+            masks = attention_masks(self._decoder, positions[None], row.documents)
+            return self._decoder(tokens[None], positions[None], masks, scored=scored, targets=targets, entropy=entropy)
+        share = share_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
+        masks = shared_attention_masks(self._decoder, positions[None], row.documents, share, self._context_mesh)
+        values = self._decoder(
+            tokens[share.rows][None],
+            positions[share.rows][None],
             masks,
-            scored=self._tensor(row.scored),
-            targets=self._tensor(row.loss_inputs["target_tokens"]),
+            scored=share.scored,
+            targets=targets[share.where],
             entropy=entropy,
         )
+        group = self._context_mesh.get_group()
+        logprobs, entropies = (gather_scored(v, share, len(scored), group) if v is not None else None for v in values)
+        assert logprobs is not None
+        return logprobs, entropies

@@ -1,0 +1,160 @@
+"""Whether every way to split the work gives the same gradient: loss and all gradients of each layout against one rank.
+
+    python -m benchmarks.layouts [--quick] [--only NAME ...]
+
+Tiny random models in float32, datums of very different lengths, two calls that accumulate. Bar: the worst relative
+error of any gradient tensor of any layout is at most 1e-5. `--quick` runs three layouts of two ranks.
+"""
+
+import argparse
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from benchmarks.harness import Bar, print_result
+from rl.losses import get_loss
+from tests.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tests.trainer.ranks import LENGTHS, plan, whole
+from tests.trainer.reference import random_batch, relative_error
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+
+LIMIT = 1e-5
+QUICK = ("fsdp 2", "cp 2", "ep 2")
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llama": tiny_llama,
+    "qwen3": lambda path: tiny_qwen3(path, tied=False),
+    "qwen3_moe": tiny_qwen3_moe,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A model and the parallel degrees that it is trained with."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+
+    def config(self, models: Path) -> TrainerConfig:
+        """The trainer of this layout; `models` holds a directory per model."""
+        return _config(models / self.model, **self.options)
+
+
+LAYOUTS = (
+    Layout("fsdp 2", "llama", {"data_parallel_shard": 2}),
+    Layout("replicate 2", "qwen3", {"data_parallel_replicate": 2}),
+    Layout("tp 2", "qwen3", {"tensor_parallel": 2}),
+    Layout("cp 2", "qwen3", {"context_parallel": 2}),
+    Layout("moe fsdp 2", "qwen3_moe", {"data_parallel_shard": 2}),
+    Layout("moe cp 2", "qwen3_moe", {"context_parallel": 2}),
+    Layout("ep 2", "qwen3_moe", {"data_parallel_shard": 2, "expert_parallel": 2}),
+    Layout("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+    Layout("ep 2 within cp 2", "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}),
+    Layout("hsdp 2x2", "llama", {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
+    Layout("fsdp 2 x tp 2", "llama", {"data_parallel_shard": 2, "tensor_parallel": 2}),
+    Layout("fsdp 2 x cp 2", "llama", {"data_parallel_shard": 2, "context_parallel": 2}),
+    Layout("cp 2 x tp 2", "qwen3", {"context_parallel": 2, "tensor_parallel": 2}),
+    Layout("cp 4", "llama", {"context_parallel": 4}),
+    Layout("ep 4", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 4}),
+    Layout("fsdp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 2}),
+    Layout(
+        "hsdp 2 x ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2}
+    ),
+    Layout("fsdp 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
+)
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three layouts")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[layout.name for layout in LAYOUTS])
+    options = parser.parse_args()
+    names = options.only or (QUICK if options.quick else [layout.name for layout in LAYOUTS])
+    errors = measure([layout for layout in LAYOUTS if layout.name in names])
+    for name, error in errors.items():
+        print(f"{name:<24}{error:10.1e}")
+    print_result(
+        "layouts",
+        [Bar(name="worst_relative_gradient_error", value=max(errors.values()), limit=LIMIT)],
+        dict(errors),
+    )
+
+
+def measure(layouts: Sequence[Layout]) -> dict[str, float]:
+    """Worst relative error of a layout's loss and gradients, by the layout's name."""
+    errors: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        expected: dict[str, dict[str, torch.Tensor]] = {}
+        for name in {layout.model for layout in layouts}:
+            MODELS[name](directory / name)
+            expected[name] = _loss_and_gradients(_config(directory / name), 0)
+        for num_ranks in sorted({layout.config(directory).num_ranks for layout in layouts}):
+            # Processes take longer to start than to compute, so layouts of one size share theirs.
+            same_size = [layout for layout in layouts if layout.config(directory).num_ranks == num_ranks]
+            _run_ranks(same_size, num_ranks, directory)
+            for layout in same_size:
+                actual = torch.load(directory / f"{layout.name}.pt")
+                assert actual.keys() == expected[layout.model].keys()
+                errors[layout.name] = max(
+                    relative_error(actual[name], tensor) for name, tensor in expected[layout.model].items()
+                )
+    return errors
+
+
+def _config(model: Path, **options: Any) -> TrainerConfig:
+    return TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **options)
+
+
+def _run_ranks(layouts: Sequence[Layout], num_ranks: int, directory: Path) -> None:
+    """Runs layouts one after the other in `num_ranks` processes, each into a file of its name."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(_rank_main, args=(layouts, num_ranks, port, directory), nprocs=num_ranks)
+
+
+def _rank_main(rank: int, layouts: Sequence[Layout], num_ranks: int, port: int, directory: Path) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    for layout in layouts:
+        result = _loss_and_gradients(layout.config(directory), rank)
+        if rank == 0:
+            torch.save(result, directory / f"{layout.name}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Tensor]:
+    """Gradients by name, and the loss summed over ranks; the second call has fewer datums than ranks."""
+    engine = load_engine(config)
+    batch = random_batch(LENGTHS)
+    loss = 0.0
+    for datums in (batch[:6], batch[6:]):
+        share = plan(config, datums).split(datums)[rank // config.num_ranks_per_share]
+        output = engine.forward_backward(share, get_loss("cross_entropy"))
+        loss += output.metrics.get("loss", 0.0)
+    total = torch.tensor(loss)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return {"loss": total / config.num_ranks_per_share, **whole(engine, gradients=True)}
+
+
+if __name__ == "__main__":
+    main()

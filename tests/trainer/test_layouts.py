@@ -1,0 +1,23 @@
+"""Every way to split the work gives the same gradient: the layouts of `benchmarks.layouts`, some of them each time."""
+
+import pytest
+
+from benchmarks.layouts import LAYOUTS, LIMIT, Layout, measure
+
+# Those that `test_sharded_engine.py` does not run; all of two ranks, so that they share their processes.
+FAST = ("cp 2", "moe cp 2", "ep 2 within tp 2")
+
+
+def assert_within_limit(layouts: list[Layout]) -> None:
+    errors = measure(layouts)
+    assert errors.keys() == {layout.name for layout in layouts}
+    assert max(errors.values()) <= LIMIT, errors
+
+
+def test_gradients_of_fast_layouts_equal_those_of_one_rank() -> None:
+    assert_within_limit([layout for layout in LAYOUTS if layout.name in FAST])
+
+
+@pytest.mark.slow
+def test_gradients_of_all_layouts_equal_those_of_one_rank() -> None:
+    assert_within_limit(list(LAYOUTS))

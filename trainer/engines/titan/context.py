@@ -1,0 +1,119 @@
+"""Context parallelism: the ranks of a group compute the positions of one row together.
+
+A row of L tokens is cut into 2n equal chunks; rank r of n takes chunks r and 2n - 1 - r, so that all have about as much
+causal attention to compute (arXiv 2309.14509 has the problem, Llama 3, arXiv 2407.21783, section 3.3.2 this split).
+Keys and values are gathered within attention; log-probs are gathered before the loss, which every rank computes whole.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.packing import Document
+from trainer.config import TrainerConfig
+
+# Positions that a block mask describes together, on a GPU.
+_BLOCK = 128
+
+
+class Share(NamedTuple):
+    """The positions of a row that one rank computes, in the order in which it does."""
+
+    rows: Tensor
+    """[L / n] int64 indices into the row."""
+    order: Tensor
+    """[L] int64 indices into the row, rank after rank: the order of gathered keys and values."""
+    scored: Tensor
+    """[s] int64 indices into `rows` of the scored positions among them."""
+    where: Tensor
+    """[s] int64 which of the row's scored positions these are."""
+
+
+def row_multiple(config: TrainerConfig, device: torch.device) -> int:
+    """What the number of tokens of a row must be a multiple of, for its ranks to have equal shares."""
+    if config.context_parallel == 1:
+        # Experts take their tokens from equal parts of the sequence.
+        return config.tensor_parallel if config.expert_parallel > 1 else 1
+    block = 1 if device.type == "cpu" else _BLOCK
+    return 2 * config.context_parallel * config.tensor_parallel * block
+
+
+def share_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> Share:
+    """The share of a rank in a row whose length is a multiple of 2 * num_ranks; `scored` [S] are indices into it."""
+    chunks = torch.arange(length, device=scored.device).chunk(2 * num_ranks)
+    shares = [torch.cat([chunks[r], chunks[2 * num_ranks - 1 - r]]) for r in range(num_ranks)]
+    order, rows = torch.cat(shares), shares[rank]
+    place = order.argsort()[scored] - rank * len(rows)
+    where = ((place >= 0) & (place < len(rows))).nonzero()[:, 0]
+    return Share(rows, order, place[where], where)
+
+
+def gather_scored(values: Tensor, share: Share, num_scored: int, group: dist.ProcessGroup) -> Tensor:
+    """[s] values of a rank's scored positions -> [S] of the row's, on every rank.
+
+    The gradient is that of one copy: every rank goes on to compute the same loss from the same values.
+    """
+    result: Any = _GatherScored.apply(values, share.where, num_scored, group)
+    return result
+
+
+class _GatherScored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, where: Tensor, num_scored: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(where)
+        whole = values.new_zeros(num_scored).index_copy_(0, where, values)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (where,) = ctx.saved_tensors
+        return grads[0][where], None, None, None
+
+
+class Piece(NamedTuple):
+    """Neighbouring positions of a share that belong to one document."""
+
+    size: int
+    first_key: int
+    last_key: int
+    """The document's keys that they may attend to are first_key to last_key - 1, as indices into the row."""
+    mask: Tensor
+    """[size, last_key - first_key] bool, true where a position may attend to a key."""
+
+
+class ContextMasks(NamedTuple):
+    """What attention on the CPU needs to know of a rank's share."""
+
+    restore: Tensor
+    """[L] takes gathered keys and values to the order of the row."""
+    pieces: tuple[Piece, ...]
+    """They add up to the share."""
+
+
+def context_masks(documents: Sequence[Document], share: Share) -> ContextMasks:
+    """The masks of a share; the documents add up to the row."""
+    starts = torch.cumsum(torch.tensor([0, *(document.num_tokens for document in documents)]), 0)
+    owner = torch.searchsorted(starts, share.rows, right=True) - 1
+    new_piece = (share.rows.diff() != 1) | (owner.diff() != 0)
+    bounds = [0, *(new_piece.nonzero()[:, 0] + 1).tolist(), len(share.rows)]
+    pieces: list[Piece] = []
+    for begin, end in itertools.pairwise(bounds):
+        document, start = documents[int(owner[begin])], int(starts[owner[begin]])
+        first, stop = int(share.rows[begin]), int(share.rows[end - 1]) + 1
+        pieces.append(Piece(end - begin, start, stop, document_mask(document, first - start, stop - start)))
+    return ContextMasks(share.order.argsort(), tuple(pieces))
+
+
+def document_mask(document: Document, first: int, stop: int) -> Tensor:
+    """[stop - first, stop] bool: which tokens of a document its tokens `first` to `stop - 1` may attend to."""
+    mask = torch.ones(stop - first, stop, dtype=torch.bool).tril(first)
+    if document.branches:
+        sizes = torch.tensor((document.trunk, *document.branches))
+        branch = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
+        mask &= (branch[first:, None] == branch) | (branch == 0)
+    return mask
