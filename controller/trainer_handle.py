@@ -122,19 +122,31 @@ class TrainerHandle:
         """Publishes the current weights in the generator's dtype; returns their policy version."""
         return (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
 
-    async def save_checkpoint(self, path: Path) -> None:
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
 
-        Raises ValueError when `path` exists and is not ours, cannot be written or has too little room.
+        With `asynchronous` returns once the state is copied; `wait_for_checkpoint`, or the next save or load, waits for
+        the rest. With `keep_last`, only that many checkpoints of the highest versions stay in the directory of `path`.
+        Raises ValueError when `path` exists and is not ours, cannot be written or has too little room, and for a
+        `keep_last` below 1.
         """
-        await self._gather([rank.save_checkpoint.call_one(path.absolute()) for rank in self._ranks])
+        await self._gather(
+            [rank.save_checkpoint.call_one(path.absolute(), asynchronous, keep_last) for rank in self._ranks]
+        )
 
-    async def load_checkpoint(self, path: Path) -> int:
+    async def wait_for_checkpoint(self) -> None:
+        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
+        await self._gather([rank.wait_for_checkpoint.call_one() for rank in self._ranks])
+
+    async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version.
 
+        With `weights_only` nothing but the parameters is taken over: the optimizer is reset, the version is 0.
         Raises ValueError when `path` is missing, damaged, not ours or of another model.
         """
-        return (await self._gather([rank.load_checkpoint.call_one(path.absolute()) for rank in self._ranks]))[0]
+        return (
+            await self._gather([rank.load_checkpoint.call_one(path.absolute(), weights_only) for rank in self._ranks])
+        )[0]
 
     async def export_hf(self, path: Path) -> None:
         """Writes a directory that transformers and vLLM load, with weights in the generator's dtype.

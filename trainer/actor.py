@@ -88,14 +88,19 @@ class PolicyTrainer(Actor):
         return version
 
     @endpoint
-    async def save_checkpoint(self, path: Path) -> None:
+    async def save_checkpoint(self, path: Path, asynchronous: bool, keep_last: int | None) -> None:
         """`Engine.save_checkpoint`."""
-        self._engine.save_checkpoint(path)
+        self._engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
 
     @endpoint
-    async def load_checkpoint(self, path: Path) -> int:
+    async def wait_for_checkpoint(self) -> None:
+        """`Engine.wait_for_checkpoint`."""
+        self._engine.wait_for_checkpoint()
+
+    @endpoint
+    async def load_checkpoint(self, path: Path, weights_only: bool) -> int:
         """`Engine.load_checkpoint`."""
-        return self._engine.load_checkpoint(path)
+        return self._engine.load_checkpoint(path, weights_only=weights_only)
 
     @endpoint
     async def export_hf(self, path: Path) -> None:

@@ -36,26 +36,38 @@ class CheckpointInfo:
     format: int = _FORMAT
 
 
-def save(path: Path, state: Mapping[str, Any], info: CheckpointInfo, *, size_bytes: int) -> None:
-    """Writes tensors, sharded or not, as a checkpoint. A collective.
+def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a hidden directory, on every rank, and gives it the name `path` once it is complete.
 
     Raises ValueError, before anything is written, when `path` exists and is not ours, cannot be written, or has no room
     for `size_bytes`.
     """
-
-    def write(partial: Path) -> None:
-        dcp.save(dict(state), checkpoint_id=partial)
-
-    with_directory(path, info, size_bytes, write)
-
-
-def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a hidden directory, on every rank, and gives it the name `path` once it is complete."""
-    path = path.absolute()
-    partial = path.with_name(f".{path.name}.partial")
-    _on_rank_0(lambda: _prepare(path, partial, size_bytes))
+    partial = begin(path, size_bytes)
     write(partial)
-    _on_rank_0(lambda: _publish(path, partial, info))
+    complete(path, info)
+
+
+def begin(path: Path, size_bytes: int, group: dist.ProcessGroup | None = None) -> Path:
+    """Makes the hidden directory that `complete` will give the name `path`; errors are those of `with_directory`.
+
+    A collective of the group.
+    """
+    on_rank_0(lambda: _prepare(path, _partial(path), size_bytes), group)
+    return _partial(path)
+
+
+def complete(path: Path, info: CheckpointInfo, group: dist.ProcessGroup | None = None) -> None:
+    """Gives what every rank has written into the hidden directory its name. A collective of the group."""
+    on_rank_0(lambda: _publish(path, _partial(path), info), group)
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    """Deletes all of our checkpoints in a directory but those `count` of the highest policy versions."""
+    found = [path for path in directory.iterdir() if not path.name.startswith(".") and _is_ours(path)]
+    versions = {path: json.loads((path / _FILE).read_text()) for path in found}
+    ours = [path for path in found if versions[path]["kind"] == "checkpoint"]
+    for path in sorted(ours, key=lambda path: versions[path]["policy_version"])[:-count]:
+        shutil.rmtree(path)
 
 
 def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
@@ -100,6 +112,10 @@ def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> Chec
     return info
 
 
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
 def _is_ours(path: Path) -> bool:
     return (path / _FILE).is_file()
 
@@ -135,8 +151,8 @@ def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _on_rank_0(action: Callable[[], None]) -> None:
-    """Runs an action on rank 0; every rank waits for it and raises ValueError if it did."""
+def on_rank_0(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Runs an action on rank 0; every rank of the group waits for it and raises ValueError if it did."""
     problem: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -144,6 +160,6 @@ def _on_rank_0(action: Callable[[], None]) -> None:
         except ValueError as error:
             problem = [str(error)]
     if dist.is_initialized():
-        dist.broadcast_object_list(problem, src=0)
+        dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
         raise ValueError(problem[0])

@@ -88,7 +88,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
         steps.append(engine.optim_step(replace(PARAMS, grad_clip_norm=0.0), 0.01))
     results["grad_norms"] = [step.grad_norm for step in steps]
     results["parameters"] = whole(engine)
-    engine.save_checkpoint(directory / "checkpoint")
+    engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks go on below
     engine.export_hf(directory / "export", torch.float32)
     results["forward"] = engine.forward(share(batch), entropy=True)
 

@@ -78,6 +78,81 @@ def test_own_checkpoint_is_replaced(engine: Engine, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "model"]
 
 
+def test_save_in_the_background_is_of_the_moment_of_the_call(engine: Engine, model: Path, tmp_path: Path) -> None:
+    train(engine, 1)
+    before = parameters(engine)
+    engine.save_checkpoint(tmp_path / "background", asynchronous=True)
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path / "second", asynchronous=True)  # after the first
+    assert checkpoint.read_info(tmp_path / "background").policy_version == 1
+    engine.wait_for_checkpoint()
+    assert checkpoint.read_info(tmp_path / "second").policy_version == 3
+    fresh = load_engine(TrainerConfig(model=model))
+    assert fresh.load_checkpoint(tmp_path / "background") == 1
+    assert equal(parameters(fresh), before)
+    train(fresh, 2)
+    assert equal(parameters(fresh), parameters(engine))
+
+
+def test_failure_in_the_background_is_told_once(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no space left")
+
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match="will not be overwritten"):
+        engine.save_checkpoint(tmp_path / "file", asynchronous=True)
+    monkeypatch.setattr(checkpoint, "_publish", fail)
+    engine.save_checkpoint(tmp_path / "checkpoint", asynchronous=True)
+    with pytest.raises(ValueError, match="no space left"):
+        engine.wait_for_checkpoint()
+    monkeypatch.undo()
+    assert not (tmp_path / "checkpoint").exists()
+    engine.wait_for_checkpoint()
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    assert engine.load_checkpoint(tmp_path / "checkpoint") == 0
+
+
+def test_only_the_newest_checkpoints_are_kept(engine: Engine, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    engine.export_hf(runs / "export", torch.float32)
+    (runs / "notes").mkdir()
+    for step in range(4):
+        engine.save_checkpoint(runs / f"step{step}", keep_last=2, asynchronous=step % 2 == 0)
+        train(engine, 1)
+    engine.wait_for_checkpoint()
+    assert sorted(path.name for path in runs.iterdir()) == ["export", "notes", "step2", "step3"]
+    with pytest.raises(ValueError, match="keep_last is 0; it must be at least 1"):
+        engine.save_checkpoint(runs / "step4", keep_last=0)
+
+
+def test_loading_weights_only_starts_anew_from_them(engine: Engine, model: Path, tmp_path: Path) -> None:
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    engine.export_hf(tmp_path / "export", torch.float32)
+    fresh, other = load_engine(TrainerConfig(model=tmp_path / "export")), load_engine(TrainerConfig(model=model))
+    train(other, 2)
+    assert other.load_checkpoint(tmp_path / "checkpoint", weights_only=True) == other.policy_version == 0
+    for each in (fresh, other, engine):
+        train(each, 1)
+    assert equal(parameters(other), parameters(fresh))
+    assert not equal(parameters(engine), parameters(fresh))
+
+
+def test_engines_resume_from_each_other(model: Path, tmp_path: Path) -> None:
+    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in ("torchtitan", "fsdp2")]
+    for config, other in (configs, reversed(configs)):
+        engine, resumed = load_engine(config), load_engine(other)
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        assert resumed.load_checkpoint(tmp_path / "checkpoint") == 2
+        for each in (engine, resumed):
+            train(each, 1)
+        for name, parameter in parameters(resumed).items():
+            torch.testing.assert_close(parameter, parameters(engine)[name], atol=1e-4, rtol=1e-4)
+
+
 def test_killed_save_leaves_the_old_checkpoint_and_nothing_that_loads(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

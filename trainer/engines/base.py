@@ -74,12 +74,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def save_checkpoint(self, path: Path) -> None:
-        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk."""
+    def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
+        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+
+        With `asynchronous` that happens while training goes on, and `wait_for_checkpoint` says how it ended. With
+        `keep_last`, only that many checkpoints of the highest versions stay in the directory of `path`.
+        """
 
     @abstractmethod
-    def load_checkpoint(self, path: Path) -> int:
-        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version."""
+    def wait_for_checkpoint(self) -> None:
+        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
+        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version.
+
+        The layout, and the engine where parameters agree, may differ; the random state is restored for the same number
+        of ranks. With `weights_only` nothing but the parameters is taken over: the optimizer is reset, the version 0.
+        """
 
     @abstractmethod
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:

@@ -41,6 +41,10 @@ class Optimizer:
         """Moments and step count of every parameter, by name; zeros before the first step."""
         return {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
 
+    def reset(self) -> None:
+        """Forgets all moments and step counts."""
+        self._adamw.state.clear()
+
     def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._adamw.state[parameter]
         if not state:

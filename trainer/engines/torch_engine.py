@@ -29,6 +29,7 @@ from trainer.engines.optimizer import Optimizer
 from trainer.engines.outputs import IDLE_DATUM, OutputCollector
 from trainer.engines.ranks import DTYPES
 from trainer.export import write_hf_directory
+from trainer.saver import CheckpointSaver
 
 
 class TorchEngine(Engine):
@@ -57,6 +58,7 @@ class TorchEngine(Engine):
             parameters = dict(zip(parameters, self._masters.masters, strict=True))
         self._parameters = parameters
         self._optimizer = Optimizer(parameters)
+        self._saver = CheckpointSaver()
         self._version = 0
 
     @abstractmethod
@@ -191,19 +193,34 @@ class TorchEngine(Engine):
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._parameters.items()
 
-    def save_checkpoint(self, path: Path) -> None:
+    def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
-        checkpoint.save(path, self._state(), self._info("checkpoint"), size_bytes=size_bytes)
+        self._saver.save(
+            path,
+            self._state(),
+            self._info("checkpoint"),
+            size_bytes=size_bytes,
+            asynchronous=asynchronous,
+            keep_last=keep_last,
+        )
 
-    def load_checkpoint(self, path: Path) -> int:
+    def wait_for_checkpoint(self) -> None:
+        self._saver.wait()
+
+    def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
+        self._saver.wait()
         state = self._state()
-        if checkpoint.read_info(path).num_ranks != self._config.num_ranks:
+        if weights_only:
+            del state["optimizer"]
+        if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
             del state["rng"]
         info = checkpoint.load(path, state, self._model_info)
         if "rng" in state:
             torch.set_rng_state(state["rng"][str(self._rank)])
+        if weights_only:
+            self._optimizer.reset()
         self.zero_grad()
-        self._version = info.policy_version
+        self._version = 0 if weights_only else info.policy_version
         self._refresh()
         return self._version
 
