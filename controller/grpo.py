@@ -66,6 +66,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     heldout = env.heldout_problems(config.num_heldout)
     check_prompts_fit(renderer, heldout, config.generator, sampling)
 
+    report.phase("starting trainer and generator")
     async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
 
