@@ -122,7 +122,8 @@ class WeightLoader:
     def shared_memory(self, record: VersionRecord) -> Generator[NamedTensors]:
         """The version's tensors in place, whole and unchanging while inside.
 
-        Raises `UnknownVersionError` if a newer version took its place, `WeightsError` if the publisher is gone.
+        Raises `UnknownVersionError` if a newer version took its place, `WeightsError` if the publisher is gone or a
+        tensor is not what it published.
         """
         assert record.slot is not None
         slot = self._slots.get(record.slot)
@@ -132,6 +133,7 @@ class WeightLoader:
                 self._close_slots()  # those of a trainer that was restarted
             self._slots[record.slot] = slot
         with slot.reading(record):
+            slot.check_digests(record)
             yield ((spec.name, slot.tensor(spec)) for spec in record.manifest)
 
     def load(self, tensors: NamedTensors) -> None:

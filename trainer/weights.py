@@ -5,7 +5,9 @@ No rank gathers anything: a shard goes to its rows of a slot that all ranks map 
 """
 
 import asyncio
+import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,8 +70,10 @@ class WeightPublisher:
         """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
 
         A collective: every rank calls it, with its own parameters. When it returns on every rank the version can be
-        pulled, and the one published before still can. Tied parameters are passed once. Raises `WeightsError` when
-        memory is short or a reader never lets go; nothing is published then.
+        pulled, and the one published before still can. Tied parameters are passed once. On one host, warns (Python's
+        `warnings`, so in this process's log) if no parameter changed although the version did.
+
+        Raises `WeightsError` when memory is short or a reader never lets go; nothing is published then.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
         if not self._manifest:
@@ -86,7 +90,7 @@ class WeightPublisher:
             slot=slot.location if slot else None,
         )
         if slot is not None:
-            await asyncio.to_thread(self._write_slot, slot, record, tensors)
+            record = await asyncio.to_thread(self._write_slot, slot, record, tensors)
         else:
             await self._put_tensors(record, tensors)
         if self._rank == 0:
@@ -129,8 +133,13 @@ class WeightPublisher:
         return slots or [WeightSlot.open(location, writable=True) for location in outcome[0]]
 
     @torch.no_grad()
-    def _write_slot(self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Casts this rank's shards into their places. Rank 0 holds the lock; the header is sealed when all have."""
+    def _write_slot(
+        self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> VersionRecord:
+        """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have.
+
+        Returns the record, on rank 0 with the digests.
+        """
         specs = {spec.name: spec for spec in record.manifest}
         problem: Exception | None = None
         try:
@@ -153,7 +162,24 @@ class WeightPublisher:
             slot.abandon_write()
             raise
         if self._rank == 0:
+            record = replace(record, digests=slot.digests(record.manifest))
+            self._warn_if_unchanged(record)
             slot.seal(record)
+        return record
+
+    def _warn_if_unchanged(self, record: VersionRecord) -> None:
+        """Warns of a new version that holds what the one before held, which lies in the other slot."""
+        before = self._records[-1] if self._records else None
+        if before is None or before.version == record.version or before.digests != record.digests:
+            return
+        if self._slots[before.publication % LIVING_VERSIONS].holds_same_as(
+            self._slots[record.publication % LIVING_VERSIONS]
+        ):
+            warnings.warn(
+                f"version {record.version} is published with exactly the weights of version {before.version}: no"
+                f" parameter changed in {self._dtype}",
+                stacklevel=2,
+            )
 
     def _check_same(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The layout was agreed at the first push; what does not keep to it would silently leave old bytes."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from generator.weights import find_record
 from rl.types import SamplingParams
-from rl.weights import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightSlot, WeightsMismatchError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, FakeStore, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_qwen3
@@ -132,6 +132,31 @@ def test_versions_that_are_gone_are_refused_by_name(tmp_path: Path, build_engine
             await engine.update_weights(stale, store)
         assert engine.version == 1
         assert await greedy(engine) == before
+
+    asyncio.run(main())
+
+
+def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        before = await greedy(engine)
+        await publisher.publish(1, moved(directory, 1).items())
+        record = await find_record(store, 1)
+        assert record.slot is not None
+        slot = WeightSlot.open(record.slot, writable=True)
+        norm = slot.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
+        norm[3] += 1e-3
+        with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):
+            await pull(engine, store, 1)
+        assert engine.version == 0
+        assert await greedy(engine) == before
+        norm[3] -= 1e-3
+        await publisher.publish(2, moved(directory, 2).items())
+        await pull(engine, store, 2)
+        assert engine.version == 2
 
     asyncio.run(main())
 

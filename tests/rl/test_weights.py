@@ -20,6 +20,7 @@ from rl.weights import (
     find_version,
     host_identity,
     slot_size,
+    tensor_digest,
 )
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
@@ -208,3 +209,18 @@ def test_a_killed_reader_does_not_block_the_writer() -> None:
         assert time.monotonic() - start < 1
     finally:
         _end(reader)
+
+
+def test_a_digest_sees_a_wrong_byte_and_every_part_of_a_large_tensor() -> None:
+    data = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
+    for position in (0, 500, 999, 1002):
+        wrong = data.clone()
+        wrong[position] ^= 1
+        assert tensor_digest(wrong) != tensor_digest(data)
+    assert tensor_digest(data[:5]) == sum(range(5))
+    large = torch.zeros(10_000_003, dtype=torch.uint8)
+    digest = tensor_digest(large)
+    for part in range(64):
+        wrong = large.clone()
+        wrong[part * 156_250 : (part + 1) * 156_250] = 1
+        assert tensor_digest(wrong) != digest
