@@ -48,8 +48,11 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"SamplingParams.top_k is {self.top_k}; it must be -1 (all) or at least 1")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
+            raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
