@@ -41,6 +41,10 @@ def test_unknown_architecture_is_for_transformers_to_judge(model: Path) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel": 2}, "only shards data.* is 1 of 2 ranks.*'torchtitan' has the other parallelisms"),
+        (
+            {"data_parallel_shard": 2, "expert_parallel": 2},
+            "expert_parallel is 2; engine 'fsdp2' only shards data, so it must be 1",
+        ),
         ({"activation_checkpointing": "selective"}, "engine 'fsdp2' has 'none' and 'full'"),
     ],
 )

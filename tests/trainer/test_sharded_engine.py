@@ -50,6 +50,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return config, ranks.run(config, directory / "many"), ranks.run(one, directory / "one"), directory
 
 
+def slack(config: TrainerConfig) -> float:
+    """Adam makes whole steps of the smallest gradients, rounding included; an expert of few tokens has many."""
+    return 10.0 if config.expert_parallel > 1 else 1.0
+
+
 def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     assert actual.keys() == expected.keys()
     return max(relative_error(actual[name], expected[name]) for name in expected)
@@ -68,9 +73,9 @@ def test_loss_that_raises_on_one_rank_raises_on_all_and_changes_nothing(results:
 
 
 def test_steps_equal_those_of_one_rank(results: Results) -> None:
-    _, many, one, _ = results
+    config, many, one, _ = results
     np.testing.assert_allclose(many["grad_norms"], one["grad_norms"], rtol=1e-5)
-    assert worst(many["parameters"], one["parameters"]) <= 1e-5
+    assert worst(many["parameters"], one["parameters"]) <= 1e-5 * slack(config)
 
 
 def test_checkpoint_restores_bitwise(results: Results) -> None:
@@ -100,5 +105,5 @@ def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
     expected = whole.restore([one["forward"].logprobs])
     entropies = whole.restore([one["forward"].entropy])
     for k, i in enumerate(mine):
-        np.testing.assert_allclose(many["forward"].logprobs[k], expected[i], atol=1e-4)
-        np.testing.assert_allclose(many["forward"].entropy[k], entropies[i], atol=1e-4)
+        np.testing.assert_allclose(many["forward"].logprobs[k], expected[i], atol=1e-4 * slack(config))
+        np.testing.assert_allclose(many["forward"].entropy[k], entropies[i], atol=1e-4 * slack(config))

@@ -53,6 +53,11 @@ def _check_transformers_layout(config: TrainerConfig) -> None:
             f"data_parallel_shard is {config.num_data_parallel_ranks} of {config.num_ranks} ranks. "
             "The engine 'torchtitan' has the other parallelisms"
         )
+    if config.expert_parallel > 1:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {config.expert_parallel}; engine {config.engine!r} only shards data, "
+            "so it must be 1. The engine 'torchtitan' has the other parallelisms"
+        )
     if config.activation_checkpointing == "selective":
         raise ValueError(
             f"TrainerConfig.activation_checkpointing is 'selective'; engine {config.engine!r} has 'none' and 'full'"
