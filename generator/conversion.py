@@ -21,14 +21,18 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=0,  # of the sampled token only
+        prompt_logprobs=0 if sampling.prompt_logprobs else None,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),  # token by token, which only the search for stop strings needs
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def to_completion(sample: CompletionOutput, tokenizer: Any) -> Completion:
-    """A finished sample. Its text is empty without a tokenizer. Raises RuntimeError if vLLM did not finish it."""
+def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
+    """A finished sample; `prompt_logprobs` are vLLM's flat ones of its request, or None.
+
+    The text is empty without a tokenizer. Raises RuntimeError if vLLM did not finish the sample.
+    """
     tokens = tuple(sample.token_ids)
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request after {len(tokens)} tokens: {sample.finish_reason}")
@@ -46,4 +50,5 @@ def to_completion(sample: CompletionOutput, tokenizer: Any) -> Completion:
         versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
         text=text,
         finish_reason=sample.finish_reason,
+        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs.logprobs),
     )

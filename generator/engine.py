@@ -265,7 +265,7 @@ class GenerationEngine:
 
     def _finish(self, output: RequestOutput) -> None:
         try:
-            completions = [to_completion(sample, self._tokenizer) for sample in output.outputs]
+            completions = [to_completion(sample, self._tokenizer, output.prompt_logprobs) for sample in output.outputs]
         except Exception as error:
             self._answer(output.request_id, error=error)
         else:

@@ -37,6 +37,8 @@ class SamplingParams:
     """Tokens that end a completion, besides the model's own end token; the token stays in the completion."""
     seed: int | None = None
     """Sample i of a call uses seed + i. None draws a fresh seed."""
+    prompt_logprobs: bool = False
+    """Also return log-probs of the prompt's tokens; the prompt is then computed anew, whatever the prefix cache has."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -68,6 +70,8 @@ class Completion:
     text: str
     """The tokens decoded, special tokens and stop strings left out."""
     finish_reason: FinishReason
+    prompt_logprobs: tuple[float, ...] | None = None
+    """[P - 1] log-prob at temperature 1 of every prompt token but the first, where asked for."""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every token has a log-prob and a version."""

@@ -79,6 +79,16 @@ def test_top_k_logprobs_are_of_the_truncated_distribution(engine: GenerationEngi
         assert completion.logprobs[position] == pytest.approx(float(expected), abs=1e-4)
 
 
+def test_prompt_logprobs_on_request_are_those_of_transformers(engine: GenerationEngine, model: Path) -> None:
+    asked = SamplingParams(max_tokens=3, temperature=0.7, seed=1, prompt_logprobs=True)
+    first, expected = _generate(engine, PROMPT, asked, 2), _reference_logprobs(model, PROMPT[:1], PROMPT[1:])
+    for completion in (*first, *_generate(engine, PROMPT, asked)):  # the second time from a full prefix cache
+        np.testing.assert_allclose(
+            completion.prompt_logprobs or (), expected[range(len(PROMPT) - 1), PROMPT[1:]], atol=1e-4
+        )
+    assert _generate(engine, PROMPT, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+
+
 def test_samples_follow_the_distribution(engine: GenerationEngine, model: Path) -> None:
     samples = _generate(engine, SHORT, SamplingParams(max_tokens=1, seed=0), 600)
     counts = np.bincount([s.tokens[0] for s in samples], minlength=64)
