@@ -181,6 +181,14 @@ def test_export_is_what_was_trained(build: Build, tmp_path: Path) -> None:
     assert_equal(ReferencePolicy(tmp_path / "export").parameters(), parameters(engine))
 
 
+def test_peak_memory_is_that_of_the_process(build: Build) -> None:
+    engine = build()
+    for output in (engine.forward(MICROBATCHES), engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        assert output.metrics["memory_peak_bytes_max"] == pytest.approx(peak, rel=0.05)
+
+
 def test_world_of_another_size_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="asks for 1 ranks"):

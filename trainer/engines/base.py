@@ -46,8 +46,9 @@ class Engine(ABC):
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
-        Returns this rank's part: log-probs per datum in the order given, metrics summed over this rank's datums. When
-        anything raises, on any rank, the accumulated gradient is as it was before the call.
+        Returns this rank's part: log-probs per datum in the order given, metrics summed over this rank's datums, and
+        `memory_peak_bytes_max`: on a GPU the most that tensors took during the call, on the CPU the most that the
+        process took so far. When anything raises, on any rank, the accumulated gradient is as it was before the call.
         """
 
     @abstractmethod

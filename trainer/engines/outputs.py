@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rl.batching import merge_metrics
 from rl.packing import PackedRow
 from rl.types import Datum, ForwardBackwardOutput
+from trainer.engines.memory import peak_bytes, reset_peak
 
 _Arrays = tuple[NDArray[np.float32], ...]
 
@@ -16,9 +18,11 @@ _Arrays = tuple[NDArray[np.float32], ...]
 class OutputCollector:
     """Rows in, one `ForwardBackwardOutput` out, datums in the order in which they came."""
 
-    def __init__(self, *, entropy: bool) -> None:
-        """With `entropy`, every row brings its entropies."""
+    def __init__(self, device: torch.device, *, entropy: bool) -> None:
+        """With `entropy`, every row brings its entropies. Memory is measured from here on."""
         self._entropy = entropy
+        self._device = device
+        reset_peak(device)
         self._rows: list[tuple[PackedRow, Tensor | None, Tensor | None]] = []
         self._metrics: list[Mapping[str, Tensor]] = []
 
@@ -36,7 +40,11 @@ class OutputCollector:
         return ForwardBackwardOutput(
             logprobs=_unpack([(row, logprobs) for row, logprobs, _ in self._rows]),
             entropy=_unpack([(row, entropy) for row, _, entropy in self._rows]) if self._entropy else None,
-            metrics={"num_loss_tokens": num_loss_tokens, **merge_metrics(parts)},
+            metrics={
+                "num_loss_tokens": num_loss_tokens,
+                "memory_peak_bytes_max": float(peak_bytes(self._device)),
+                **merge_metrics(parts),
+            },
         )
 
 

@@ -70,13 +70,13 @@ class TorchEngine(Engine):
         return self._version
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        output = OutputCollector(entropy=False)
+        output = OutputCollector(self._device, entropy=False)
         with self._gradient_restored_on_failure():
             self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
         return output.result()
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        output = OutputCollector(entropy=entropy)
+        output = OutputCollector(self._device, entropy=entropy)
         with torch.no_grad():
             self._forward_rows([self._pack(microbatch) for microbatch in microbatches], output, entropy=entropy)
         self._reshard()
