@@ -1,5 +1,6 @@
 """vLLM engines in the test's own process: importing vLLM takes seconds, a further engine a fraction of one."""
 
+import gc
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -33,6 +34,9 @@ def build_engine() -> Generator[EngineFactory]:
     yield build
     for engine in engines:
         engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so once per engine, seconds each with its modules loaded
+        engines.clear()
     cleanup_dist_env_and_memory()
     torch.set_num_threads = set_num_threads
     os.environ.clear()
