@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import REPOSITORY
 
-BENCHMARKS = ("step", "weight_sync", "generation_throughput", "layouts")
+BENCHMARKS = ("step", "weight_sync", "generation_throughput", "trainer_throughput", "layouts")
 """Modules of this package, in the order in which they run."""
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rl.hf_model import SUPPORTED_ARCHITECTURES
+
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 
 _OWN_FIELDS = {
@@ -58,6 +60,13 @@ class GeneratorConfig:
         if not any(self.model.glob("*.safetensors")):
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no *.safetensors weights")
         model = json.loads((self.model / "config.json").read_text())
+        architectures = model.get("architectures") or []
+        if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+            # Others would start, but that their packed weights are renewed after a pull has not been shown.
+            raise ValueError(
+                f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'};"
+                f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
         accepted = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
