@@ -22,10 +22,10 @@ from torchtitan.protocols.module import Module
 from rl.packing import Document
 from trainer.engines.titan.context import ContextMasks, Share, context_masks, document_mask
 
-# Mean tokens per document below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
-_SHORT_DOCUMENT = 256
+# Mean tokens per call below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
+_SHORT_CALL = 256
 # Tokens of a branching document up to which one masked call is faster than one call per branch.
-_DENSE_DOCUMENT = 512
+_DENSE_DOCUMENT = 256
 
 
 class DocumentMasks(NamedTuple):
@@ -64,7 +64,10 @@ class DocumentAttention(FlexAttention):
         assert isinstance(attention_masks, DocumentMasks)
         documents = attention_masks.documents
         lengths = [document.num_tokens for document in documents]
-        dtype = torch.float32 if sum(lengths) < _SHORT_DOCUMENT * len(lengths) else q_BLNH.dtype
+        num_calls = sum(
+            1 if mask is not None else 1 + len(d.branches) for d, mask in zip(*attention_masks, strict=True)
+        )
+        dtype = torch.float32 if sum(lengths) < _SHORT_CALL * num_calls else q_BLNH.dtype
         parts = zip(*(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True)
         outputs: list[Tensor] = []
         for document, mask, (q, k, v) in zip(documents, attention_masks.masks, parts, strict=True):
