@@ -23,16 +23,16 @@ class GeneratorHandle:
 
     @classmethod
     async def launch(
-        cls, config: GeneratorConfig, log_dir: Path, *, gpus: Sequence[int] | None = None
+        cls, config: GeneratorConfig, log_dir: Path, *, name: str = "generator", gpus: Sequence[int] | None = None
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
-        `gpus` are the host's GPUs to use, one per rank; by default all are visible.
-        Raises ValueError, before any process starts, for a model directory that cannot be served.
+        `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by default all
+        are visible. Raises ValueError, before any process starts, for a model directory that cannot be served.
         """
         config.check_model()
         mesh = await Mesh.spawn(
-            "generator",
+            name,
             VLLMGenerator,
             config,
             num_ranks=config.tensor_parallel,

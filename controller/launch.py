@@ -1,17 +1,19 @@
-"""Starts what a loop needs and ends it again, whatever happens in between."""
+"""Starts the processes that a loop needs and ends them again, whatever happens in between."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
 from trainer.config import TrainerConfig
 
 Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -23,52 +25,173 @@ async def launch(
         async with launch(model, config.trainer, config.generator, log_dir) as (trainer, generator):
             ...
 
-    Raises ValueError, before any process starts, for a model that either of them cannot hold as configured, and
-    afterwards whatever starting them raised.
+    A loop with another cast uses `Launcher`. Raises as that does.
     """
-    trainer, generator = _with_model(trainer, model), _with_model(generator, model)
-    generator.check_model()
-    # Here, because they load torch and Monarch, which a mistake in a recipe should not have to wait for.
-    from controller.generator_handle import GeneratorHandle
-    from controller.store import WeightStore
-    from controller.trainer_handle import TrainerHandle
-
-    TrainerHandle.check_model(trainer)
-    trainer_gpus, generator_gpus = assign_gpus(_num_gpus(), trainer.num_ranks, generator.tensor_parallel)
-    store = await WeightStore.launch(log_dir)
-    trainer_task = asyncio.create_task(TrainerHandle.launch(trainer, generator.dtype, log_dir, gpus=trainer_gpus))
-    generator_task = asyncio.create_task(GeneratorHandle.launch(generator, log_dir, gpus=generator_gpus))
-    starting = (trainer_task, generator_task)
-    try:
-        await asyncio.gather(*starting)
-        yield trainer_task.result(), generator_task.result()
-    finally:
-        for task in starting:
-            task.cancel()
-        started = await asyncio.gather(*starting, return_exceptions=True)
-        handles = [handle for handle in started if not isinstance(handle, BaseException)]
-        await asyncio.gather(store.stop(), *(handle.stop() for handle in handles))
-
-
-def assign_gpus(
-    num_gpus: int, trainer_ranks: int, generator_ranks: int
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Which of a host's GPUs the trainer and the generator get: the trainer the first ones, the generator those after.
-
-    On a host with one GPU, a trainer and a generator of one rank each share it. Without GPUs both get None and compute
-    on the CPU. Raises ValueError when the GPUs do not suffice.
-    """
-    if num_gpus == 0:
-        return None, None
-    if num_gpus == trainer_ranks == generator_ranks == 1:
-        return (0,), (0,)
-    needed = trainer_ranks + generator_ranks
-    if needed > num_gpus:
-        raise ValueError(
-            f"this host has {num_gpus} GPUs; the trainer has {trainer_ranks} ranks and the generator "
-            f"{generator_ranks} (tensor_parallel), which need {needed}"
+    async with Launcher(log_dir) as launcher:
+        yield await asyncio.gather(
+            launcher.trainer(model, trainer, generator=generator), launcher.generator(model, generator)
         )
-    return tuple(range(trainer_ranks)), tuple(range(trainer_ranks, needed))
+
+
+class Launcher:
+    """Starts any number of trainers and generators; every process it started has ended when its block is left.
+
+        async with Launcher(log_dir) as launcher:
+            trainer, reference, generator = await asyncio.gather(
+                launcher.trainer(model, config.trainer, generator=config.generator),
+                launcher.trainer(model, config.reference, name="reference"),
+                launcher.generator(model, config.generator),
+            )
+
+    A call checks what it is given at once, and takes its GPUs, the host's next free ones, in the order of the calls;
+    its processes start with the next await. So what is asked for together is checked together, before any process
+    starts. A start that fails raises when it is awaited, and leaving the block cancels the others. Names are those of
+    the log files and in errors.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        """What the processes print goes to `<log_dir>/<name>-<rank>.log`."""
+        self._log_dir = log_dir
+        self._names: set[str] = set()
+        self._gpus: GPUPool | None = None
+        self._starts: list[asyncio.Task[Any]] = []
+        self._pushing: str | None = None
+        self._running: list[_Stoppable] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for start in self._starts:
+            start.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*(running.stop() for running in self._running))
+
+    def trainer(
+        self,
+        model: Path,
+        config: TrainerConfig,
+        *,
+        name: str = "trainer",
+        generator: GeneratorConfig | None = None,
+        gpus: Sequence[int] | None = None,
+    ) -> "asyncio.Task[Trainer]":
+        """Starts a trainer: a policy, and by another `name` its critic, its reference or its teacher.
+
+        Weights are pushed in the dtype of `generator`, which pulls them; without one, `push_model_state_dict` is
+        refused. One trainer alone numbers the versions, so only one can push. `gpus`, one per rank, are by default the
+        next free ones.
+
+        Raises ValueError for a model that cannot be trained, or not in this layout, for a name that is taken, for a
+        second trainer that pushes, and for too few GPUs.
+        """
+        config = _with_model(config, model)
+        if generator is not None:
+            if self._pushing is not None:
+                raise ValueError(f"generator of {name!r}: {self._pushing!r} pushes already, and only one trainer can")
+            _with_model(generator, model).check_model()
+        # Here, because it loads torch and Monarch, which a mistake in a recipe should not have to wait for.
+        from controller.trainer_handle import TrainerHandle
+
+        TrainerHandle.check_model(config)
+        own_gpus = self._reserve(name, config.num_ranks, gpus)
+        store: asyncio.Task[None] | None = None
+        if generator is not None:
+            self._pushing, store = name, self._begin(self._start_store())
+
+        async def start() -> Trainer:
+            dtype = None if generator is None else generator.dtype
+            trainer = await TrainerHandle.launch(config, dtype, self._log_dir, name=name, gpus=own_gpus)
+            self._running.append(trainer)
+            if store is not None:
+                await asyncio.shield(store)
+            return trainer
+
+        return self._begin(start())
+
+    def generator(
+        self, model: Path, config: GeneratorConfig, *, name: str = "generator", gpus: Sequence[int] | None = None
+    ) -> "asyncio.Task[Generator]":
+        """Starts a generator.
+
+        Raises ValueError for a model that cannot be served, or not on so many ranks, for a name that is taken and for
+        too few GPUs.
+        """
+        config = _with_model(config, model)
+        config.check_model()
+        from controller.generator_handle import GeneratorHandle
+
+        own_gpus = self._reserve(name, config.tensor_parallel, gpus)
+
+        async def start() -> Generator:
+            generator = await GeneratorHandle.launch(config, self._log_dir, name=name, gpus=own_gpus)
+            self._running.append(generator)
+            return generator
+
+        return self._begin(start())
+
+    def _begin(self, start: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(start)
+        self._starts.append(task)
+        return task
+
+    async def _start_store(self) -> None:
+        from controller.store import WeightStore
+
+        self._running.append(await WeightStore.launch(self._log_dir))
+
+    def _reserve(self, name: str, num_ranks: int, gpus: Sequence[int] | None) -> tuple[int, ...] | None:
+        if name in self._names:
+            raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
+        self._gpus = self._gpus or GPUPool(_num_gpus())
+        reserved = self._gpus.take(name, num_ranks, gpus)
+        self._names.add(name)
+        return reserved
+
+
+class GPUPool:
+    """Which of a host's GPUs belong to whom, in the order of asking."""
+
+    def __init__(self, num_gpus: int) -> None:
+        """The GPUs are 0 to `num_gpus` - 1."""
+        self._num_gpus = num_gpus
+        self._next = 0
+        self._users: dict[str, int] = {}
+
+    def take(self, name: str, num_ranks: int, gpus: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """The GPUs that `name` may use, one per rank: the next free ones, or those it names, shared or not.
+
+        None on a host without GPUs: it computes on the CPU. A host's only GPU is shared by all that have one rank.
+        Raises ValueError when the GPUs do not suffice, and for GPUs that the host does not have.
+        """
+        if gpus is not None:
+            if len(gpus) != num_ranks or not set(gpus) <= set(range(self._num_gpus)) or len(set(gpus)) < num_ranks:
+                raise ValueError(
+                    f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones of this host's "
+                    f"{self._num_gpus}"
+                )
+            return tuple(gpus)
+        if self._num_gpus == 0:
+            return None
+        if self._num_gpus == num_ranks == 1:
+            return (0,)
+        if self._next + num_ranks > self._num_gpus:
+            others = "".join(f", after {count} for {user!r}" for user, count in self._users.items())
+            raise ValueError(
+                f"this host has {self._num_gpus} GPUs; {name!r} needs {num_ranks}, one per rank{others}, which makes "
+                f"{self._next + num_ranks}"
+            )
+        self._users[name] = num_ranks
+        self._next += num_ranks
+        return tuple(range(self._next - num_ranks, self._next))
+
+
+class _Stoppable(Protocol):
+    """What a launcher ends."""
+
+    async def stop(self) -> None: ...
 
 
 def _num_gpus() -> int:
@@ -78,7 +201,7 @@ def _num_gpus() -> int:
 
 
 def _with_model(config: Config, model: Path) -> Config:
-    """The configuration for the loop's model. Raises ValueError when it names another."""
+    """The configuration for this model. Raises ValueError when it names another."""
     if config.model not in (Path(), model):
         raise ValueError(f"{type(config).__name__}.model is {config.model}; leave it out, the loop's model is {model}")
     return replace(config, model=model)

@@ -25,9 +25,10 @@ T = TypeVar("T")
 class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
-    def __init__(self, mesh: Mesh, config: TrainerConfig, *, share_prefixes: bool) -> None:
+    def __init__(self, mesh: Mesh, config: TrainerConfig, *, share_prefixes: bool, pushes: bool) -> None:
         """Use `launch`."""
         self.mesh = mesh
+        self._pushes = pushes
         self.config = config
         self._share_prefixes = share_prefixes
         self._limits = check_model(config)
@@ -36,21 +37,22 @@ class TrainerHandle:
     async def launch(
         cls,
         config: TrainerConfig,
-        generator_dtype: WeightDtype,
+        generator_dtype: WeightDtype | None,
         log_dir: Path,
         *,
+        name: str = "trainer",
         transport: Transport = "shared_memory",
         gpus: Sequence[int] | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`. `gpus` are the host's GPUs to use, one per rank; by
-        default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot be
-        trained.
+        Weights are pushed in `generator_dtype` over `transport`, with None never. `name` is in its logs' names and its
+        errors. `gpus` are the host's GPUs to use, one per rank; by default all are visible. Raises ValueError, before
+        any process starts, for a model or a layout that cannot be trained.
         """
         cls.check_model(config)
         mesh = await Mesh.spawn(
-            "trainer",
+            name,
             PolicyTrainer,
             config,
             generator_dtype,
@@ -64,7 +66,7 @@ class TrainerHandle:
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, config, share_prefixes=all(share_prefixes))
+        return cls(mesh, config, share_prefixes=all(share_prefixes), pushes=generator_dtype is not None)
 
     @staticmethod
     def check_model(config: TrainerConfig) -> ModelLimits:
@@ -119,7 +121,15 @@ class TrainerHandle:
         await self._gather([rank.zero_grad.call_one() for rank in self._ranks])
 
     async def push_model_state_dict(self) -> int:
-        """Publishes the current weights in the generator's dtype; returns their policy version."""
+        """Publishes the current weights in the generator's dtype; returns their policy version.
+
+        Raises ValueError if the trainer was started without a generator.
+        """
+        if not self._pushes:
+            raise ValueError(
+                f"push_model_state_dict: {self.mesh.name!r} was started without a generator that could pull; give "
+                "`generator=` when starting it"
+            )
         return (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
@@ -151,6 +161,7 @@ class TrainerHandle:
     async def export_hf(self, path: Path) -> None:
         """Writes a directory that transformers and vLLM load, with weights in the generator's dtype.
 
+        Without a generator they are in the dtype of the trainer's matrix products.
         Raises ValueError as `save_checkpoint` does.
         """
         await self._gather([rank.export_hf.call_one(path.absolute()) for rank in self._ranks])

@@ -42,10 +42,10 @@ def trainer_env(config: TrainerConfig) -> dict[str, str]:
 class PolicyTrainer(Actor):
     """The endpoints of one rank. Every rank of a mesh is sent the same calls in the same order."""
 
-    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype, transport: Transport) -> None:
-        """Builds the engine. `generator_dtype` is what weights are pushed and exported in."""
+    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: Transport) -> None:
+        """Builds the engine. `generator_dtype` is what weights are pushed and exported in, else `compute_dtype`."""
         self._engine = load_engine(config)
-        self._dtype: torch.dtype = getattr(torch, generator_dtype)
+        self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._publisher = WeightPublisher(self._dtype, transport)
 
     @endpoint

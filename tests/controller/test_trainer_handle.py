@@ -65,7 +65,7 @@ class FakeMesh:
 def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
     mesh = FakeMesh(config.num_ranks)
-    return TrainerHandle(mesh, config, share_prefixes=False), mesh  # pyright: ignore[reportArgumentType]
+    return TrainerHandle(mesh, config, share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
 
 
 def random_batch(lengths: Sequence[int]) -> list[Datum]:

@@ -1,0 +1,83 @@
+"""Casts other than one trainer and one generator, started together and ended together."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller.errors import MeshError
+from controller.launch import Launcher
+from controller.processes import descendants
+from generator.config import GeneratorConfig
+from rl.types import AdamParams, Datum, SamplingParams
+from tests.generator.served_models import served_llama
+from trainer.config import TrainerConfig
+
+pytestmark = pytest.mark.e2e
+
+TOKENS = np.arange(3, 23)
+
+
+def _datum() -> Datum:
+    return Datum(tokens=TOKENS[:-1], loss_inputs={"target_tokens": TOKENS[1:]})
+
+
+def _none_left() -> bool:
+    """Whether all processes end, which the kernel may take a moment for."""
+    deadline = time.monotonic() + 10
+    while descendants() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not descendants()
+
+
+def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
+    model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
+    config = TrainerConfig(compute_dtype="float32")
+    generating = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=4)
+
+    async def main() -> None:
+        async with Launcher(logs) as launcher:
+            trainer, reference, generator = await asyncio.gather(
+                launcher.trainer(model, config, generator=generating),
+                launcher.trainer(model, config, name="reference"),
+                launcher.generator(model, generating),
+            )
+            await trainer.forward_backward([_datum()], "cross_entropy")
+            await trainer.optim_step(AdamParams(learning_rate=0.1))
+            new, old = await asyncio.gather(trainer.forward([_datum()]), reference.forward([_datum()]))
+            assert np.abs(new.logprobs[0] - old.logprobs[0]).max() > 0.1
+            assert await trainer.push_model_state_dict() == 1
+            await generator.pull_model_state_dict(1)
+            sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
+            (completion,) = await generator.generate(TOKENS.tolist(), sampling)
+            assert completion.prompt_logprobs is not None
+            np.testing.assert_allclose(completion.prompt_logprobs, new.logprobs[0], atol=1e-4)
+
+            with pytest.raises(ValueError, match="push_model_state_dict: 'reference' was started without a generator"):
+                await reference.push_model_state_dict()
+            await reference.export_hf(tmp_path / "exported")
+            assert (tmp_path / "exported" / "config.json").exists()
+            names = {file.name for file in logs.iterdir()}
+            assert {"trainer-0.log", "reference-0.log", "generator-0.log", "store-0.log"} <= names
+
+    asyncio.run(main())
+    assert _none_left()
+
+
+def test_a_start_that_fails_ends_the_others(tmp_path: Path) -> None:
+    model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
+    broken = GeneratorConfig(max_model_len=64, engine_args={"quantization": "no such method"})
+    trainers: list[asyncio.Task[Any]] = []
+
+    async def main() -> None:
+        async with Launcher(logs) as launcher:
+            trainers.append(launcher.trainer(model, TrainerConfig()))
+            await asyncio.gather(*trainers, launcher.generator(model, broken, name="judge"))
+
+    with pytest.raises((MeshError, ValueError)):
+        asyncio.run(main())
+    assert trainers[0].done()
+    assert _none_left()
