@@ -3,17 +3,19 @@
 from controller.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
 
 def recipe() -> GRPOConfig:
     """Trainer and generator take turns, so each may use both cores."""
+    dtype = cpu_dtype()
     return GRPOConfig(
         model="smollm2-135m-instruct",
         env=LargestNumber(),
-        trainer=TrainerConfig(num_threads=2, max_tokens_per_microbatch=2048),
-        generator=GeneratorConfig(num_threads=2, max_model_len=256, max_num_seqs=128),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=8),
         num_steps=24,
         prompts_per_step=16,

@@ -1,0 +1,35 @@
+"""The dtype that a CPU computes fast, from the list of features as Linux prints it."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.grpo_smollm2_cpu import recipe
+from rl.hardware import cpu_dtype
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dtype"),
+    [
+        ("processor : 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16 amx_bf16\n", "bfloat16"),
+        ("processor : 0\nflags\t\t: fpu sse avx2 avx512_bf16\n", "bfloat16"),
+        ("processor : 0\nflags\t\t: fpu sse avx2 f16c fma\n", "float32"),
+        ("processor : 0\nflags\t\t: fpu sse avx2 avx512f avx512bw avx512vl avx512dq\n", "float32"),
+        ("processor : 0\nFeatures\t: fp asimd asimddp bf16 i8mm\n", "bfloat16"),
+        ("processor : 0\nFeatures\t: fp asimd asimddp\n", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_bfloat16_only_where_the_processor_has_instructions_for_it(tmp_path: Path, cpuinfo: str, dtype: str) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(cpuinfo)
+    assert cpu_dtype(file) == dtype
+
+
+def test_float32_where_the_features_cannot_be_read(tmp_path: Path) -> None:
+    assert cpu_dtype(tmp_path / "missing") == "float32"
+
+
+def test_the_recipe_computes_generates_and_pushes_in_one_dtype() -> None:
+    config = recipe()
+    assert config.trainer.compute_dtype == config.generator.dtype == cpu_dtype()
