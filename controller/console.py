@@ -68,10 +68,12 @@ class Console:
     def samples(self, groups: Sequence[Group]) -> None:
         """The first rollout of each group: prompt, completion, reward."""
         for number, group in enumerate(groups, start=1):
+            if not group.rollouts:
+                continue
             rollout = group.rollouts[0]
             self._print(Text(f"sample {number}, reward {rollout.reward:.2f}", style="bold"))
             self._print(Text(_indent("prompt      ", group.prompt), style="dim"))
-            self._print(Text(_indent("completion  ", rollout.completion.text)))
+            self._print(Text(_indent("completion  ", rollout.text)))
 
     def warn(self, text: str) -> None:
         """Something went wrong and the run goes on."""
@@ -108,7 +110,6 @@ class Console:
 
 _SECONDS = (
     ("generate", "generate"),
-    ("score", "score"),
     ("pack", "pack"),
     ("forward_backward", "train"),
     ("optim_step", "optimize"),

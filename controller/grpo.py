@@ -19,7 +19,7 @@ from rl.metrics import PhaseClock, num_completion_tokens
 from rl.protocols import Env
 from rl.recording import RunFolder
 from rl.rendering import Renderer
-from rl.rollouts import group_to_data, sample, score, step_seed
+from rl.rollouts import group_to_data, rollout_groups, step_seed
 from rl.schedules import constant, warmup
 from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
@@ -59,7 +59,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
     model, env = resolve_model(config.model, report.phase), config.env
-    renderer, advantage = Renderer(model), ADVANTAGES[config.advantage]
+    renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     sampling = replace(config.sampling, stop=env.stop)
     greedy = replace(sampling, temperature=0.0)
@@ -78,9 +78,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
             problems = env.train_problems(config.seed, (step - 1) * config.prompts_per_step, config.prompts_per_step)
             with clock("generate"):
                 seeded = replace(sampling, seed=step_seed(config.seed, step))
-                samples = await sample(generator, renderer, problems, seeded, config.group_size)
-            with clock("score"):
-                groups = [score(s) for s in samples]
+                groups = await rollout_groups(generator, renderer, problems, seeded, config.group_size)
             with clock("pack"):
                 batch = [datum for group in groups for datum in group_to_data(group, advantage)]
             if not batch:

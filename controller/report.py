@@ -107,6 +107,7 @@ class Report:
             }
         )
         self._folder.log_rollouts(step, evaluation.groups, split="heldout")
+        self._warn_of_failures(f"evaluation {label}", evaluation.groups)
         self._plot()
 
     def finish(self) -> None:
@@ -133,8 +134,16 @@ class Report:
         self._folder.log_metrics(row)
         timings = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
         self._folder.log_rollouts(step, groups, timings=timings)
+        self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self._total_steps)
         self._last_groups = groups
+
+    def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
+        """Says how many rollouts the environment cost, and what the first of them died of."""
+        failures = [failure for group in groups for failure in group.failures]
+        if failures:
+            total = len(failures) + sum(len(group.rollouts) for group in groups)
+            self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
 
     def _plot(self) -> None:
         from rl.plotting import plot_reward  # matplotlib, which a mistake in a recipe should not have to wait for

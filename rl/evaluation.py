@@ -1,5 +1,6 @@
 """Reward on held-out problems, with the uncertainty that comes from having only so many of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from rl.protocols import Generator, Problem
 from rl.rendering import Renderer
-from rl.rollouts import sample, score
+from rl.rollouts import rollout_groups
 from rl.types import Group, SamplingParams
 
 _NUM_RESAMPLES = 10_000
@@ -24,6 +25,9 @@ class Interval:
     high: float
 
 
+_UNKNOWN = Interval(mean=math.nan, low=math.nan, high=math.nan)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """One pass over the held-out problems."""
@@ -32,18 +36,19 @@ class Evaluation:
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """[P] mean reward of each problem."""
-        return np.array([group.rewards.mean() for group in self.groups])
+        """[P] mean reward of each problem that the environment did not fail altogether."""
+        return np.array([group.rewards.mean() for group in self._scored])
 
     @property
     def reward(self) -> Interval:
-        """Mean reward over the problems."""
-        return bootstrap(self.rewards)
+        """Mean reward over the problems; NaN if the environment failed them all."""
+        return bootstrap(self.rewards) if self._scored else _UNKNOWN
 
     def gain_over(self, before: "Evaluation") -> Interval:
         """Mean change of reward since an evaluation of the same problems, paired by problem.
 
-        Raises ValueError when the problems are not the same, in the same order.
+        A problem that the environment failed altogether in either is left out. Raises ValueError when the problems are
+        not the same, in the same order.
         """
         ours, theirs = ([group.problem_id for group in e.groups] for e in (self, before))
         if ours != theirs:
@@ -51,15 +56,20 @@ class Evaluation:
                 f"gain_over compares evaluations of the same problems; these have {len(ours)} and {len(theirs)} "
                 f"problems, of which {len({*ours} & {*theirs})} are in both"
             )
-        return bootstrap(self.rewards - before.rewards)
+        pairs = zip(self.groups, before.groups, strict=True)
+        gains = [new.rewards.mean() - old.rewards.mean() for new, old in pairs if new.rollouts and old.rollouts]
+        return bootstrap(np.array(gains)) if gains else _UNKNOWN
+
+    @property
+    def _scored(self) -> list[Group]:
+        return [group for group in self.groups if group.rollouts]
 
 
 async def evaluate(
     generator: Generator, renderer: Renderer, problems: Sequence[Problem], sampling: SamplingParams
 ) -> Evaluation:
     """One completion of each problem under the generator's current weights. Temperature 0 makes it repeatable."""
-    samples = await sample(generator, renderer, problems, sampling, num_samples=1)
-    return Evaluation(groups=tuple(map(score, samples)))
+    return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples=1)))
 
 
 def bootstrap(values: NDArray[np.float64]) -> Interval:

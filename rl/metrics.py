@@ -46,11 +46,13 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     A name that only some rollouts report is averaged over those. Without rollouts only the counts.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    signal = {"groups_with_signal": float(sum(has_signal(group.rewards) for group in groups))}
+    counts = {
+        "groups_with_signal": float(sum(has_signal(group.rewards) for group in groups)),
+        "env_failures": float(sum(len(group.failures) for group in groups)),
+    }
     if not rollouts:
-        return signal
+        return counts
     rewards = np.array([rollout.reward for rollout in rollouts])
-    completions = [rollout.completion for rollout in rollouts]
     reported: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
@@ -59,15 +61,17 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{name: float(np.mean(values)) for name, values in reported.items()},
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "completion_tokens_mean": float(np.mean([len(c.tokens) for c in completions])),
-        "truncated_fraction": float(np.mean([c.truncated for c in completions])),
-        **signal,
+        "completion_tokens_mean": float(np.mean([rollout.num_sampled_tokens for rollout in rollouts])),
+        "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
+        "turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "seconds_environment_max": max(rollout.environment_s for rollout in rollouts),
+        **counts,
     }
 
 
 def num_completion_tokens(groups: Sequence[Group]) -> int:
     """Tokens sampled in these groups."""
-    return sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
+    return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
 
 
 def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:

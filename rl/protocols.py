@@ -4,7 +4,8 @@ Every method raises `ValueError` for a caller's mistake, naming field, value and
 was; a process that died raises `controller.errors.MeshError`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,8 +72,45 @@ class Generator(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """An environment's answer that asks for another turn of the model."""
+
+    messages: Prompt
+    """What the model is told: text if the problem's prompt is text, otherwise the new messages."""
+    reward: float = 0.0
+    """The episode's reward if it ends here, because the context has no room for another turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """An environment's answer that ends the episode."""
+
+    reward: float
+    """The episode's reward, finite."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What else is worth a number, averaged over a step by name."""
+
+
+Reply = Observation | Done
+
+
+class Episode(Protocol):
+    """One attempt at a problem."""
+
+    def reply(self, completion: str) -> Reply | Awaitable[Reply]:
+        """Takes in what the model said, and answers.
+
+        A plain function runs in a thread, so it may compute or block, at the same time as others of other episodes. An
+        `async def` runs on the event loop and must not block it. What raises, takes longer than the loop's limit or
+        returns a reward that is not finite costs this rollout and is reported; the step goes on without it. Nothing can
+        stop a thread: what may hang or crash belongs into a process of its own (`rl.envs.sandbox`).
+        """
+        ...
+
+
 class Problem(Protocol):
-    """One prompt and the means to score an answer to it."""
+    """One prompt and the means to attempt it. `rl.envs.procedural.TextProblem` is the single-turn one."""
 
     @property
     def id(self) -> str:
@@ -84,8 +122,8 @@ class Problem(Protocol):
         """What the policy is asked."""
         ...
 
-    def reward(self, completion: str) -> float:
-        """The reward of an answer, finite. Called once per completion."""
+    def start(self) -> Episode:
+        """A new attempt, independent of all others. Runs where `Episode.reply` runs."""
         ...
 
 

@@ -2,7 +2,7 @@
 
     runs/<name>/config.json       the configuration, as given
                 metrics.jsonl     one line per step
-                rollouts.jsonl    one line per sampled completion
+                rollouts.jsonl    one line per rollout
                 reward.png        see rl/plotting.py
                 checkpoints/      written by the trainer
                 logs/             what processes and libraries print
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl.types import Group
+from rl.types import Group, Turn
 
 _CONFIG = "config.json"
 _MIN_FREE_BYTES = 256 * 2**20
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def rollouts_file(self) -> Path:
-        """One JSON object per completion."""
+        """One JSON object per rollout, with the tokens, log-probs and versions of each of its turns."""
         return self.path / "rollouts.jsonl"
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -93,14 +93,12 @@ class RunFolder:
                     "sample": sample,
                     "reward": rollout.reward,
                     "prompt": group.prompt,
-                    "completion": rollout.completion.text,
-                    "finish_reason": rollout.completion.finish_reason,
+                    "completion": rollout.text,
+                    "truncated": rollout.truncated,
+                    "group_failures": group.failures,
                     "metrics": rollout.metrics,
-                    "timings": timings or {},
-                    "prompt_tokens": rollout.prompt_tokens,
-                    "tokens": rollout.completion.tokens,
-                    "logprobs": rollout.completion.logprobs,
-                    "versions": rollout.completion.versions,
+                    "timings": {**(timings or {}), "seconds_environment": rollout.environment_s},
+                    "turns": [_turn(turn) for turn in rollout.turns],
                 }
                 for group in groups
                 for sample, rollout in enumerate(group.rollouts)
@@ -150,6 +148,19 @@ def to_json(value: Any) -> Any:
     if callable(value):
         return f"{value.__module__}:{value.__qualname__}"
     return str(value)
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    """Everything of a turn but the prompt's text, which the tokens hold."""
+    completion = turn.completion
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:

@@ -1,34 +1,52 @@
-"""From a prompt to tokens, by the model's own tokenizer. What the model produced is never tokenised again."""
+"""From messages to tokens, by the model's own tokenizer. What the model produced is never tokenised again."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.protocols import Prompt
 
+_MARK = "ownloop-marks-an-answer"  # stands for an answer in a rendered chat
+
 
 class Renderer:
-    """Encodes prompts for one model."""
+    """Encodes prompts, and what comes between two turns of the model, for one model."""
 
-    def __init__(self, model: Path) -> None:
-        """`model` is a Hugging Face directory with a tokenizer."""
+    def __init__(self, model: Path, max_model_len: int | None = None) -> None:
+        """`model` is a Hugging Face directory with a tokenizer; `max_model_len` the generator's context, if known."""
         from transformers import AutoTokenizer  # a second of import that `--help` should not pay
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.max_model_len = max_model_len
+        """Most tokens of a whole episode; None where nothing limits it but the generator's own check."""
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The tokens the model reads. Raises ValueError for a chat when the model has no chat template."""
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
+        return tuple(self._apply_template(prompt, tokenize=True, return_dict=False))
+
+    def encode_reply(self, reply: Prompt, answer_tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens to append to a sequence that ends with the model's answer, up to where its next answer begins.
+
+        Text is appended as it stands. Messages come in the chat template, which first closes the answer: with the token
+        that the model ended its turn with, unless it did so itself. Raises ValueError as `encode` does.
+        """
+        if isinstance(reply, str):
+            return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
+        chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *reply]
+        text = str(self._apply_template(chat, tokenize=False))
+        tokens = tuple(self._tokenizer.encode(text.rpartition(_MARK)[2], add_special_tokens=False))
+        closed = len(answer_tokens) > 0 and tokens[:1] == (answer_tokens[-1],)
+        return tokens[1:] if closed else tokens
+
+    def _apply_template(self, chat: Prompt, **options: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
-        begun = prompt[-1]["role"] == "assistant"
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in prompt],
-                add_generation_prompt=not begun,
-                continue_final_message=begun,
-                return_dict=False,
-            )
+        messages = [dict(message) for message in chat if not isinstance(message, str)]
+        begun = messages[-1]["role"] == "assistant"
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not begun, continue_final_message=begun, **options
         )
 
 

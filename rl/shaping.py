@@ -34,7 +34,7 @@ def soft_overlong_punishment(max_tokens: int, cache: int) -> Penalty:
         raise ValueError(f"cache is {cache}; it must not exceed max_tokens {max_tokens}")
 
     def penalty(rollout: Rollout) -> float:
-        into_cache = len(rollout.completion.tokens) - (max_tokens - cache)
+        into_cache = rollout.num_sampled_tokens - (max_tokens - cache)
         return -min(max(into_cache / cache, 0.0), 1.0)
 
     return penalty
@@ -43,13 +43,13 @@ def soft_overlong_punishment(max_tokens: int, cache: int) -> Penalty:
 def length_penalty(per_token: float) -> Penalty:
     """-per_token for every sampled token. Raises ValueError for a negative one."""
     check_at_least(0, per_token=per_token)
-    return lambda rollout: -per_token * len(rollout.completion.tokens)
+    return lambda rollout: -per_token * rollout.num_sampled_tokens
 
 
 def not_truncated(rollout: Rollout) -> bool:
-    """`keep` of `group_to_data` for overlong filtering, DAPO section 3.4: a completion that the token limit cut off
+    """`keep` of `group_to_data` for overlong filtering, DAPO section 3.4: a rollout that a token limit cut off
     counts in its group's baseline and is not learned from."""
-    return not rollout.completion.truncated
+    return not rollout.truncated
 
 
 def groups_with_signal(groups: Sequence[Group]) -> list[Group]:

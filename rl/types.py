@@ -1,6 +1,6 @@
 """The values that flow through a loop, in the order in which a step produces them.
 
-prompt -> Completion -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
+prompt -> Completion -> Turn -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
 
 Plain, frozen and picklable; arrays are NumPy so that a message carries exactly its own bytes. Legend: T tokens of one
 sequence, N tokens of one completion.
@@ -86,14 +86,48 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One episode with its reward. Single-turn: the completion of one prompt."""
+class Turn:
+    """What the environment said and what the model answered."""
 
     prompt_tokens: tuple[int, ...]
+    """[P] tokens that the model read and did not sample, since its turn before: the message, in its chat template."""
     completion: Completion
+    prompt: str = ""
+    """The message for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One episode with its reward. Single-turn: one prompt and its completion.
+
+    The turns' tokens one after the other are exactly the sequence that the model read and sampled.
+    """
+
+    turns: tuple[Turn, ...]
+    """At least one, in order."""
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the environment reports beside the reward, averaged over the step by name."""
+    out_of_context: bool = False
+    """Whether it ended because the context had no room for another turn."""
+    environment_s: float = field(default=0.0, compare=False)
+    """Seconds spent in the environment."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the model sampled, over all turns."""
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit ended it: that of the last completion or that of the context."""
+        return self.out_of_context or self.turns[-1].completion.truncated
+
+    @property
+    def text(self) -> str:
+        """For a reader: what the model said, and what it was told in between."""
+        first, *later = self.turns
+        return "\n".join([first.completion.text, *(part for t in later for part in (t.prompt, t.completion.text))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +138,9 @@ class Group:
     """Identifies the problem within its environment; held-out and training problems never share one."""
     prompt: str
     rollouts: tuple[Rollout, ...]
+    """Those that have a reward."""
+    failures: tuple[str, ...] = ()
+    """Of each rollout that the environment failed, what went wrong."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

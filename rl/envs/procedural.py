@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rl.protocols import Prompt
+from rl.protocols import Done, Prompt
 
 HELDOUT_FRACTION = 0.1
 _ATTEMPTS_PER_PROBLEM = 1000
@@ -17,15 +17,19 @@ _ATTEMPTS_PER_PROBLEM = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextProblem:
-    """A prompt with a scoring function of the answer's text."""
+    """A single-turn problem: a prompt with a scoring function of the answer's text."""
 
     id: str
     prompt: Prompt
     score: Callable[[str], float]
 
-    def reward(self, completion: str) -> float:
-        """The reward of an answer."""
-        return self.score(completion)
+    def start(self) -> "TextProblem":
+        """There is nothing to keep track of."""
+        return self
+
+    def reply(self, completion: str) -> Done:
+        """The first answer is the last."""
+        return Done(reward=self.score(completion))
 
 
 P = TypeVar("P", bound=TextProblem)

@@ -5,7 +5,8 @@ import pytest
 
 from controller.console import Console, step_line
 from rl.evaluation import Evaluation
-from rl.types import Completion, Group, Rollout
+from rl.types import Completion, Group
+from tests.rl.fakes import single_turn
 
 METRICS = {
     "step": 3.0,
@@ -27,7 +28,7 @@ METRICS = {
 def group(reward: float, text: str = "It is 4.") -> Group:
     """A group of one rollout."""
     completion = Completion(tokens=(1,), logprobs=(-0.1,), versions=(0,), text=text, finish_reason="stop")
-    rollout = Rollout(prompt_tokens=(1,), completion=completion, reward=reward)
+    rollout = single_turn((1,), completion, reward=reward)
     return Group(problem_id="p", prompt="What is\n2+2?", rollouts=(rollout,))
 
 

@@ -19,8 +19,8 @@ from rl.protocols import Trainer
 from rl.recording import RunFolder
 from rl.rendering import Renderer
 from rl.rollouts import group_to_data
-from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, Rollout, SamplingParams
-from tests.rl.fakes import WordRenderer, completion
+from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
+from tests.rl.fakes import WordRenderer, completion, single_turn
 
 
 class SavingTrainer:
@@ -35,7 +35,7 @@ class SavingTrainer:
 
 
 def _group(*rewards: float) -> Group:
-    rollouts = tuple(Rollout(prompt_tokens=(7, 8, 9), completion=completion("ab"), reward=r) for r in rewards)
+    rollouts = tuple(single_turn((7, 8, 9), completion("ab"), reward=r) for r in rewards)
     return Group(problem_id="p", prompt="p", rollouts=rollouts)
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     assert "1/10  reward 0.500" in stream.getvalue()
     rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
     assert [r["reward"] for r in rollouts] == [1, 0]
-    assert rollouts[0]["tokens"] == [ord("a"), ord("b")]
+    assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
 
 
 def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "heldout_reward" in row] == [0, 2]
     rollouts = _rows(folder / "rollouts.jsonl")
     assert len([r for r in rollouts if r["split"] == "train"]) == 2 * 4 * 4
-    assert {version for r in rollouts if r["step"] == 2 and r["split"] == "train" for version in r["versions"]} == {1}
+    turns = [turn for r in rollouts if r["step"] == 2 and r["split"] == "train" for turn in r["turns"]]
+    assert {version for turn in turns for version in turn["versions"]} == {1}
     train, heldout = ({r["problem_id"] for r in rollouts if r["split"] == split} for split in ("train", "heldout"))
     assert train.isdisjoint(heldout)
     assert json.loads((folder / "config.json").read_text())["group_size"] == 4

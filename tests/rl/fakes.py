@@ -1,17 +1,26 @@
 """Stand-ins that satisfy the protocols, so that what uses them can be tested without a process."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from rl.types import Completion, PullMode, SamplingParams
+from rl.types import Completion, PullMode, Rollout, SamplingParams, Turn
 
 
 class WordRenderer:
     """A word is a token: its length. Enough of a renderer for rollouts."""
 
+    def __init__(self, max_model_len: int | None = None) -> None:
+        """See `rl.rendering.Renderer`."""
+        self.max_model_len = max_model_len
+
     def encode(self, prompt: object) -> tuple[int, ...]:
         """One token per word."""
         return tuple(len(word) for word in str(prompt).split())
+
+    def encode_reply(self, reply: object, answer_tokens: Sequence[int]) -> tuple[int, ...]:
+        """One token per word."""
+        del answer_tokens
+        return self.encode(reply)
 
 
 class ScriptedGenerator:
@@ -47,3 +56,11 @@ def completion(text: str, version: int = 0) -> Completion:
         text=text,
         finish_reason="stop",
     )
+
+
+def single_turn(
+    prompt_tokens: tuple[int, ...], answer: Completion, reward: float, metrics: Mapping[str, float] | None = None
+) -> Rollout:
+    """A rollout of one turn."""
+    turn = Turn(prompt_tokens=prompt_tokens, completion=answer)
+    return Rollout(turns=(turn,), reward=reward, metrics=metrics or {})

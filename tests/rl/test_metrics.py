@@ -6,8 +6,8 @@ import pytest
 
 from rl.metrics import PhaseClock, logprob_gap, num_completion_tokens, rollout_metrics
 from rl.rollouts import rollout_to_datum
-from rl.types import Datum, ForwardBackwardOutput, Group, Rollout
-from tests.rl.fakes import completion
+from rl.types import Datum, ForwardBackwardOutput, Group
+from tests.rl.fakes import completion, single_turn
 
 
 def test_gap_counts_scored_tokens_only() -> None:
@@ -26,7 +26,7 @@ def test_gap_counts_scored_tokens_only() -> None:
 
 def test_rollout_metrics_count_groups_with_signal() -> None:
     def group(*rewards: float) -> Group:
-        rollouts = tuple(Rollout(prompt_tokens=(1,), completion=completion("abc"), reward=r) for r in rewards)
+        rollouts = tuple(single_turn((1,), completion("abc"), reward=r) for r in rewards)
         return Group(problem_id="p", prompt="p", rollouts=rollouts)
 
     groups = [group(0, 1), group(1, 1)]
@@ -40,8 +40,8 @@ def test_rollout_metrics_count_groups_with_signal() -> None:
 
 def test_empty_completions_and_what_environments_report() -> None:
     rollouts = [
-        Rollout(prompt_tokens=(1,), completion=completion(""), reward=-1.0, metrics={"turns": 2.0}),
-        Rollout(prompt_tokens=(1,), completion=completion("ab"), reward=3.0, metrics={"turns": 3.0, "valid": 1.0}),
+        single_turn((1,), completion(""), reward=-1.0, metrics={"turns": 2.0}),
+        single_turn((1,), completion("ab"), reward=3.0, metrics={"turns": 3.0, "valid": 1.0}),
     ]
     groups = [Group(problem_id="p", prompt="p", rollouts=tuple(rollouts))]
     metrics = rollout_metrics(groups)
@@ -51,7 +51,7 @@ def test_empty_completions_and_what_environments_report() -> None:
 
 
 def test_equal_rewards_are_no_signal_whatever_their_rounding() -> None:
-    rollouts = tuple(Rollout(prompt_tokens=(1,), completion=completion("a"), reward=0.1) for _ in range(3))
+    rollouts = tuple(single_turn((1,), completion("a"), reward=0.1) for _ in range(3))
     group = Group(problem_id="p", prompt="p", rollouts=rollouts)
     assert group.rewards.std() > 0  # by rounding
     assert rollout_metrics([group])["groups_with_signal"] == 0
@@ -60,12 +60,12 @@ def test_equal_rewards_are_no_signal_whatever_their_rounding() -> None:
 def test_a_step_that_lost_all_its_rollouts_still_has_metrics() -> None:
     empty = Group(problem_id="p", prompt="p", rollouts=())
     for groups in ([], [empty]):
-        assert rollout_metrics(groups) == {"groups_with_signal": 0}
+        assert rollout_metrics(groups) == {"groups_with_signal": 0, "env_failures": 0}
         assert num_completion_tokens(groups) == 0
 
 
 def test_a_batch_that_scores_nothing_has_no_gap() -> None:
-    datum = rollout_to_datum(Rollout(prompt_tokens=(1, 2), completion=completion(""), reward=0.0), 1.0)
+    datum = rollout_to_datum(single_turn((1, 2), completion(""), reward=0.0), 1.0)
     output = ForwardBackwardOutput(logprobs=(np.zeros(2, dtype=np.float32),), entropy=None, metrics={})
     assert logprob_gap([datum], output) == {}
     assert logprob_gap([], replace(output, logprobs=())) == {}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rl.recording import RunFolder, read_metrics, to_json
-from rl.types import Completion, Group, Rollout
+from rl.types import Completion, Group
+from tests.rl.fakes import single_turn
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Config:
 def group(num_rollouts: int = 2) -> Group:
     """One group with as many rollouts."""
     completion = Completion(tokens=(5, 6), logprobs=(-0.5, -0.25), versions=(3, 4), text="é\n", finish_reason="stop")
-    rollout = Rollout(prompt_tokens=(1, 2), completion=completion, reward=0.5, metrics={"length": 2.0})
+    rollout = single_turn((1, 2), completion, reward=0.5, metrics={"length": 2.0})
     return Group(problem_id="p1", prompt="2+2?", rollouts=(rollout,) * num_rollouts)
 
 
@@ -81,16 +82,23 @@ def test_rollouts_hold_everything_needed_to_train_on_them_again(tmp_path: Path) 
         rows[0]
         | {
             "prompt": "2+2?",
-            "prompt_tokens": [1, 2],
             "completion": "é\n",
-            "tokens": [5, 6],
-            "logprobs": [-0.5, -0.25],
-            "versions": [3, 4],
+            "truncated": False,
+            "group_failures": [],
+            "turns": [
+                {
+                    "prompt_tokens": [1, 2],
+                    "tokens": [5, 6],
+                    "logprobs": [-0.5, -0.25],
+                    "versions": [3, 4],
+                    "text": "é\n",
+                    "finish_reason": "stop",
+                }
+            ],
             "reward": 0.5,
-            "finish_reason": "stop",
             "split": "train",
             "metrics": {"length": 2.0},
-            "timings": {"seconds_generate": 1.5},
+            "timings": {"seconds_generate": 1.5, "seconds_environment": 0.0},
         }
         == rows[0]
     )

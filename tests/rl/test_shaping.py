@@ -12,11 +12,11 @@ from rl.shaping import (
     soft_overlong_punishment,
 )
 from rl.types import Completion, Group, Rollout
-from tests.rl.fakes import completion
+from tests.rl.fakes import completion, single_turn
 
 
 def _rollout(num_tokens: int, reward: float = 1.0, **metrics: float) -> Rollout:
-    return Rollout(prompt_tokens=(1,), completion=completion("x" * num_tokens), reward=reward, metrics=metrics)
+    return single_turn((1,), completion("x" * num_tokens), reward=reward, metrics=metrics)
 
 
 def _group(*rollouts: Rollout) -> Group:
@@ -50,7 +50,7 @@ def test_overlong_punishment_is_daposs(num_tokens: int, cache: int, rest: int) -
 
 def test_truncated_completions_are_told_from_finished_ones() -> None:
     cut = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), text="a", finish_reason="length")
-    assert not not_truncated(Rollout(prompt_tokens=(1,), completion=cut, reward=0.0))
+    assert not not_truncated(single_turn((1,), cut, reward=0.0))
     assert not_truncated(_rollout(1))
 
 

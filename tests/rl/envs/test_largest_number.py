@@ -9,7 +9,8 @@ def test_reward_is_for_the_largest_number_alone() -> None:
     for problem in LargestNumber().train_problems(0, 0, 50):
         numbers = [int(n) for n in re.findall(r"\d+", problem.id)]
         assert len(set(numbers)) == 4
-        rewards = [problem.reward(text) for text in (f"{max(numbers)}.", f" {max(numbers)}", f"{min(numbers)}", "")]
+        answers = (f"{max(numbers)}.", f" {max(numbers)}", f"{min(numbers)}", "")
+        rewards = [problem.reply(answer).reward for answer in answers]
         assert rewards == [1, 1, 0, 0]
         assert problem.prompt[0] == {"role": "user", "content": problem.id}
 

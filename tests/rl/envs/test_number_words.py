@@ -44,7 +44,7 @@ def test_reward_is_for_the_exact_digits() -> None:
     assert problem.prompt == (
         f"one hundred and five = 105\nthree thousand six hundred and seventy-two = 3672\n{in_words(int(answer))} = "
     )
-    assert [problem.reward(text) for text in (answer, f"{answer}0", "", f"{answer}.")] == [1, 0, 0, 0]
+    assert [problem.reply(text).reward for text in (answer, f"{answer}0", "", f"{answer}.")] == [1, 0, 0, 0]
 
 
 def test_splits_are_disjoint_and_streams_differ() -> None:

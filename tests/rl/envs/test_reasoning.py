@@ -24,8 +24,8 @@ def test_a_stream_is_a_function_of_seed_and_number() -> None:
 def test_reward_is_the_tasks_own() -> None:
     problem = ENV.train_problems(0, 0, 1)[0]
     word = problem.id.rsplit(" ", 1)[-1]
-    assert problem.reward(f" {word[::-1]}\n") == 1.0
-    assert problem.reward("") < 0.5
+    assert problem.reply(f" {word[::-1]}\n").reward == 1.0
+    assert problem.reply("").reward < 0.5
     assert str(problem.prompt).endswith(f"{word} ->")
 
 
