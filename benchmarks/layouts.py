@@ -21,9 +21,10 @@ import torch.multiprocessing
 
 from benchmarks.harness import Bar, print_result
 from rl.losses import get_loss
-from tests.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.types import Head
+from tests.tiny_models import tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.ranks import LENGTHS, plan, whole
-from tests.trainer.reference import random_batch, relative_error
+from tests.trainer.reference import critic_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
@@ -33,6 +34,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_llama,
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
     "qwen3_moe": tiny_qwen3_moe,
+    "critic": tiny_critic,
 }
 
 
@@ -59,6 +61,9 @@ LAYOUTS = (
     Layout("ep 2", "qwen3_moe", {"data_parallel_shard": 2, "expert_parallel": 2}),
     Layout("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
     Layout("ep 2 within cp 2", "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}),
+    Layout("critic fsdp 2", "critic", {"data_parallel_shard": 2}),
+    Layout("critic tp 2", "critic", {"tensor_parallel": 2}),
+    Layout("critic cp 2", "critic", {"context_parallel": 2}),
     Layout("hsdp 2x2", "llama", {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
     Layout("fsdp 2 x tp 2", "llama", {"data_parallel_shard": 2, "tensor_parallel": 2}),
     Layout("fsdp 2 x cp 2", "llama", {"data_parallel_shard": 2, "context_parallel": 2}),
@@ -113,7 +118,8 @@ def measure(layouts: Sequence[Layout]) -> dict[str, float]:
 
 
 def _config(model: Path, **options: Any) -> TrainerConfig:
-    return TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **options)
+    head: Head = "value" if model.name == "critic" else "lm"
+    return TrainerConfig(model=model, head=head, compute_dtype="float32", max_tokens_per_microbatch=50, **options)
 
 
 def _run_ranks(layouts: Sequence[Layout], num_ranks: int, directory: Path) -> None:
@@ -144,13 +150,14 @@ def _rank_main(rank: int, layouts: Sequence[Layout], num_ranks: int, port: int, 
 def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Tensor]:
     """Gradients by name, and the loss summed over ranks; the second call has fewer datums than ranks."""
     engine = load_engine(config)
-    batch = random_batch(LENGTHS)
-    loss = 0.0
+    batch = critic_batch(LENGTHS)
+    loss = get_loss("value" if config.head == "value" else "cross_entropy")
+    loss_sum = 0.0
     for datums in (batch[:6], batch[6:]):
         share = plan(config, datums).split(datums)[rank // config.num_ranks_per_share]
-        output = engine.forward_backward(share, get_loss("cross_entropy"))
-        loss += output.metrics.get("loss", 0.0)
-    total = torch.tensor(loss)
+        output = engine.forward_backward(share, loss)
+        loss_sum += output.metrics.get("loss", 0.0)
+    total = torch.tensor(loss_sum)
     if dist.is_initialized():
         dist.all_reduce(total)
     return {"loss": total / config.num_ranks_per_share, **whole(engine, gradients=True)}

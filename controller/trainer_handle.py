@@ -90,6 +90,7 @@ class TrainerHandle:
         accumulated gradient is as before then.
         """
         checked = get_loss(loss, loss_config)
+        checked.check_head(self.config.head)
         plan = self._plan(batch, checked.required_inputs)
         calls = [
             rank.forward_backward.call_one(share, loss, dict(loss_config or {}))
@@ -98,10 +99,15 @@ class TrainerHandle:
         return self._merge(plan, await self._gather(calls))
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """Log-probs, and entropies if asked for, of the batch's target tokens; leaves no gradient.
+        """Log-probs, and entropies if asked for, of the batch's target tokens, or a critic's values.
+
+        Leaves no gradient. A frozen reference or reward model is a trainer that is only asked for this; it holds
+        neither gradients nor optimizer state.
 
         Raises ValueError for a batch that cannot be computed with.
         """
+        if entropy:
+            self.config.check_entropy()
         plan = self._plan(batch, ())
         calls = [
             rank.forward.call_one(share, entropy)
@@ -123,8 +129,12 @@ class TrainerHandle:
     async def push_model_state_dict(self) -> int:
         """Publishes the current weights in the generator's dtype; returns their policy version.
 
-        Raises ValueError if the trainer was started without a generator.
+        Raises ValueError if the trainer was started without a generator, and for a critic, which none can sample from.
         """
+        if self.config.head != "lm":
+            raise ValueError(
+                f"push_model_state_dict: generators sample from head='lm'; this trainer has head={self.config.head!r}"
+            )
         if not self._pushes:
             raise ValueError(
                 f"push_model_state_dict: {self.mesh.name!r} was started without a generator that could pull; give "
@@ -193,8 +203,10 @@ class TrainerHandle:
         """The ranks' outputs as one, in the order of the batch."""
         parts = outputs[:: self.config.num_ranks_per_share]
         entropies = [part.entropy for part in parts if part.entropy is not None]
+        values = [part.values for part in parts if part.values is not None]
         return ForwardBackwardOutput(
-            logprobs=plan.restore([part.logprobs for part in parts]),
+            logprobs=() if values else plan.restore([part.logprobs for part in parts]),
+            values=plan.restore(values) if values else None,
             entropy=plan.restore(entropies) if entropies else None,
             metrics=merge_metrics([part.metrics for part in parts]),
         )

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
+Head = Literal["lm", "value"]
+"""What a trainer's model ends in: log-probs of target tokens, or one value per position, which makes it a critic."""
 PullMode = Literal["drain", "inflight"]
 """What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
@@ -214,12 +216,16 @@ class ForwardBackwardOutput:
     """What `forward` and `forward_backward` return, for the whole batch, in its order."""
 
     logprobs: tuple[NDArray[np.float32], ...]
-    """One [T] per datum: log-prob of each target token at temperature 1, 0 where its weight is 0."""
+    """One [T] per datum: log-prob of each target token at temperature 1, 0 where its weight is 0. Empty from a value
+    head, which has none."""
     entropy: tuple[NDArray[np.float32], ...] | None
     """One [T] per datum when asked for: entropy of the next-token distribution in nats, 0 where the weight is 0."""
     metrics: Mapping[str, float]
     """`loss` (the sum over all tokens), `num_loss_tokens`, and what the loss function reports. Sums over the batch,
     except names that end in `_max` or `_min`."""
+    values: tuple[NDArray[np.float32], ...] | None = None
+    """One [T] per datum from a value head: the value of having read the tokens up to here, so of the state in which the
+    target token is the action; 0 where the weight is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -24,6 +25,13 @@ def tiny_llama(
     """A Llama of two layers, four heads and 64 tokens; `options` go to `LlamaConfig`."""
     config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**_shape(), **options})
     return _save(LlamaForCausalLM, config, path, dtype)
+
+
+def tiny_critic(path: Path) -> Path:
+    """The same Llama with one random value per position in the place of its output projection."""
+    options: dict[str, Any] = {**_shape(), "num_labels": 1}
+    config = LlamaConfig(tie_word_embeddings=False, num_key_value_heads=2, **options)
+    return _save(LlamaForSequenceClassification, config, path, torch.float32)
 
 
 def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:

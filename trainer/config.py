@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from rl.types import Head
+
 EngineName = Literal["torchtitan", "fsdp2"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -21,6 +23,9 @@ class TrainerConfig:
     out: a loop sets it to its own model."""
     engine: EngineName = "torchtitan"
     """The backend that computes; a row of `trainer.engines.ENGINES`."""
+    head: Head = "lm"
+    """What the model ends in: `lm` the language model's own output projection, `value` one value per position, which
+    makes the trainer a critic. A value head starts at zero unless `model` has a `score.weight`."""
     compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of matrix products. Parameters, gradients and optimizer state are float32 in either case."""
     data_parallel_shard: int = 1
@@ -48,6 +53,7 @@ class TrainerConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         choices = {
             "engine": get_args(EngineName),
+            "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),
         }
@@ -72,6 +78,11 @@ class TrainerConfig:
                 f"context_parallel x tensor_parallel, which is {sharing}: "
                 f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
             )
+
+    def check_entropy(self) -> None:
+        """Raises ValueError when entropies are asked of a head that has none."""
+        if self.head != "lm":
+            raise ValueError(f"entropy was asked for; a trainer with head={self.head!r} has none")
 
     @property
     def num_ranks(self) -> int:

@@ -10,14 +10,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from rl.types import Head
+
 _SHARD_BYTES = 5_000_000_000
 
 
 def write_hf_directory(
-    directory: Path, source: Path, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    directory: Path, source: Path, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, head: Head
 ) -> None:
     """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
 
+    A model with a value head becomes transformers' sequence classifier of one label, as reward models are.
     A collective: each tensor is gathered on every rank in turn, rank 0 keeps and writes it.
     """
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
@@ -33,7 +36,7 @@ def write_hf_directory(
         size_bytes += tensor.nbytes
     if is_writer:
         _write_shards(directory, shards)
-        _copy_other_files(directory, source, dtype)
+        _copy_other_files(directory, source, dtype, head)
     if dist.is_initialized():
         dist.barrier()
 
@@ -78,7 +81,7 @@ def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype) -> None:
+def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head) -> None:
     """Copies configuration, tokenizer and chat template, whatever they are called, but no weights."""
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
@@ -86,4 +89,17 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype) -> None
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        config["architectures"] = [_classifier(config["model_type"])]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _classifier(model_type: str) -> str:
+    """transformers' class of sequence classifiers for a model type; what an exported critic loads as."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    names: dict[str, str] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if model_type not in names:
+        raise ValueError(f"a critic of model_type {model_type!r} cannot be exported: transformers has no class for it")
+    return names[model_type]

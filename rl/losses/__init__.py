@@ -5,7 +5,7 @@ from typing import Any
 
 from rl.checks import check_known
 from rl.losses.base import Loss, custom_loss
-from rl.losses.critic import value_loss
+from rl.losses.critic import value
 from rl.losses.inputs import LossInputs
 from rl.losses.policy_gradient import cispo, dro, gspo, importance_sampling, ppo
 from rl.losses.shared import ENTROPY_OPTIONS, IMPORTANCE_OPTIONS, KL_OPTIONS
@@ -26,7 +26,7 @@ LOSSES: Mapping[str, Loss] = {
         # DRO has no importance ratio: there is nothing to correct.
         Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
         Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS),
-        Loss(name="value_loss", function=value_loss, required_inputs=("values", "returns")),
+        Loss(name="value", function=value, required_inputs=("old_values", "returns"), head="value"),
     )
 }
 

@@ -1,4 +1,4 @@
-"""What a loss is: a pure function of log-probs, by name or by value, checked before any rank computes.
+"""What a loss is: a pure function of log-probs or values, by name or by value, checked before any rank computes.
 
 A loss never sees a model, a batch layout or a rank. It returns a sum over tokens, never a mean: who normalises, and by
 what, is the controller's choice at `optim_step`. This package does not import torch: the controller, which only checks
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl.checks import did_you_mean
 from rl.losses.inputs import LossFunction, LossInputs, Metrics
 from rl.losses.shared import SharedOptions
+from rl.types import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,8 @@ class Loss:
     function: LossFunction
     required_inputs: tuple[str, ...] = ()
     """Names beyond `target_tokens` that every datum's `loss_inputs` must hold, with the options as they are."""
+    head: Head | None = "lm"
+    """What the model must end in; None for a user's function, which is given whatever the model ends in."""
     needs_entropy: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Those of the function that were set."""
@@ -40,18 +43,28 @@ class Loss:
     checks_values: bool = True
     """Whether the values of its options are checked here; those of a user's function are its own business."""
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """Evaluates the loss on one micro-batch. Metrics come back detached."""
+    def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """Evaluates the loss on one micro-batch. Metrics come back detached.
+
+        `scores` [S] are log-probs or, of a value head, values; there is no entropy then.
+        """
         function = partial(self.function, **self.options)
         if self.takes:
-            loss, metrics = self.shared.apply(function, logprobs, entropy, inputs)
+            loss, metrics = self.shared.apply(function, scores, entropy, inputs)
         else:
-            loss, metrics = function(logprobs, entropy, inputs)
+            loss, metrics = function(scores, entropy, inputs)
         if loss.ndim != 0:
             raise ValueError(
                 f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"
             )
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def check_head(self, head: Head) -> None:
+        """Raises ValueError when the loss is of another head's output."""
+        if self.head not in (None, head):
+            raise ValueError(
+                f"loss is {self.name!r}, which needs a trainer with head={self.head!r}; this trainer has head={head!r}"
+            )
 
     def with_options(self, config: Mapping[str, Any]) -> Loss:
         """The same loss with some options set. Raises ValueError for an unknown name or a value out of range."""
@@ -109,7 +122,8 @@ def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def custom_loss(function: str | LossFunction) -> Loss:
     """A user's loss: `"module:function"`, or a function of `(logprobs, entropy, inputs) -> (loss_sum, metrics)`.
 
-    It is given the entropy and must name the inputs it needs itself by using them.
+    It is given the entropy, or None by a value head, whose values stand in the place of log-probs, and must name the
+    inputs it needs itself by using them.
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")
@@ -120,4 +134,4 @@ def custom_loss(function: str | LossFunction) -> Loss:
     if not callable(function):
         raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
     name = getattr(function, "__name__", type(function).__name__)
-    return Loss(name=name, function=function, needs_entropy=True, checks_values=False)
+    return Loss(name=name, function=function, head=None, needs_entropy=True, checks_values=False)

@@ -1,4 +1,4 @@
-"""Loss of a value head, whose output stands where log-probs stand elsewhere. Legend: S scored positions."""
+"""Loss of a value head. Legend: S scored positions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def value_loss(
-    predicted: Tensor, entropy: Tensor | None, inputs: LossInputs, *, clip_range: float = 0.2
+def value(
+    values: Tensor, entropy: Tensor | None, inputs: LossInputs, *, clip_range: float = 0.2
 ) -> tuple[Tensor, Metrics]:
-    """sum w/2 max((V - R)^2, (clip(V, v - clip_range, v + clip_range) - R)^2), with R = `returns`, v = `values`.
+    """sum w/2 max((V - R)^2, (clip(V, v - clip_range, v + clip_range) - R)^2), with R = `returns`, v = `old_values`.
 
-    `predicted` [S] is V, the head's output; `values` are what the head said when the rollout was made, and `returns`
+    `values` [S] is V, the head's output; `old_values` are what the head said when the rollout was made, and `returns`
     what `rl.gae.gae` made of them. PPO's value loss as in OpenAI baselines' `ppo2`
     (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, detail 9): V gains nothing by moving
     further than `clip_range` in one rollout. 0 switches clipping off.
     """
     del entropy
-    returns, before = inputs["returns"], inputs["values"]
-    error = (predicted - returns) ** 2
+    returns, before = inputs["returns"], inputs["old_values"]
+    error = (values - returns) ** 2
     metrics = {"squared_error": error.sum()}
     if clip_range > 0:
-        clipped = (before + (predicted - before).clamp(-clip_range, clip_range) - returns) ** 2
+        clipped = (before + (values - before).clamp(-clip_range, clip_range) - returns) ** 2
         metrics["clipped_tokens"] = (clipped > error).sum()
         error = error.maximum(clipped)
     return 0.5 * (inputs.weights * error).sum(), metrics

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, "Tensor"]
 LossFunction = Callable[..., tuple["Tensor", Metrics]]
-"""(logprobs [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums). Options have defaults."""
+"""(logprobs or values [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums). Options have
+defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
         (batch, "pppo", {}, "did you mean 'ppo'"),
         (batch, "ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
         (batch, "ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
-        (batch, "value_loss", {}, r"batch\[0\].loss_inputs lacks 'values'"),
+        (batch, "value", {}, "loss is 'value', which needs a trainer with head='value'; this trainer has head='lm'"),
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(data, loss, config))

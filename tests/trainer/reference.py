@@ -34,6 +34,16 @@ def random_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_
     return batch
 
 
+def critic_batch(lengths: Sequence[int], seed: int = 0) -> list[Datum]:
+    """A `random_batch` with what a value loss needs."""
+    rng = np.random.default_rng(seed)
+    batch: list[Datum] = []
+    for datum in random_batch(lengths, seed):
+        inputs = {name: rng.normal(size=len(datum.tokens)).astype(np.float32) for name in ("old_values", "returns")}
+        batch.append(Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, **inputs}))
+    return batch
+
+
 def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 

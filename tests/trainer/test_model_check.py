@@ -31,7 +31,7 @@ def test_unknown_architecture_is_for_transformers_to_judge(model: Path) -> None:
     with pytest.raises(ValueError, match="NewForCausalLM"):
         check_model(TrainerConfig(model=model))
     assert check_model(TrainerConfig(model=model, engine="fsdp2")).max_seq_len == 77
-    assert describe_model(model)["architectures"] == ["NewForCausalLM"]
+    assert describe_model(model, "lm")["architectures"] == ["NewForCausalLM"]
     change(model, vocab_size=None)
     with pytest.raises(ValueError, match=r"config\.json lacks 'vocab_size'"):
         check_model(TrainerConfig(model=model, engine="fsdp2"))

@@ -46,14 +46,19 @@ class Engine(ABC):
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
-        Returns this rank's part: log-probs per datum in the order given, metrics summed over this rank's datums, and
-        `memory_peak_bytes_max`: on a GPU the most that tensors took during the call, on the CPU the most that the
-        process took so far. When anything raises, on any rank, the accumulated gradient is as it was before the call.
+        Returns this rank's part: log-probs, or a critic's values, per datum in the order given, metrics summed over
+        this rank's datums, and `memory_peak_bytes_max`: on a GPU the most that tensors took during the call, on the CPU
+        the most that the process took so far. When anything raises, on any rank, the accumulated gradient is as it was
+        before the call.
         """
 
     @abstractmethod
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """Log-probs (and entropies) of this rank's datums, in the order given; leaves no gradient."""
+        """Log-probs (and entropies), or a critic's values, of this rank's datums, in the order given.
+
+        Leaves no gradient, and until the first `forward_backward` neither gradients nor optimizer state take memory: a
+        frozen reference or reward model is an engine that is only asked for this.
+        """
 
     @abstractmethod
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:

@@ -27,7 +27,7 @@ class Fsdp2Engine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._policy = TransformersPolicy(config.model)
+        self._policy = TransformersPolicy(config.model, config.head)
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.num_ranks > 1:
@@ -36,7 +36,7 @@ class Fsdp2Engine(TorchEngine):
         parameters = self._policy.parameters_by_name()
         with torch.no_grad():
             load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
-        super().__init__(config, self._policy, parameters, describe_model(config.model), device)
+        super().__init__(config, self._policy, parameters, describe_model(config.model, config.head), device)
         self._policy.check(device)
         self._reshard()
 

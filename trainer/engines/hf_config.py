@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.types import Head
+
 Family = Literal["llama", "qwen3", "qwen3_moe"]
 
 _FAMILIES: Mapping[str, Family] = {
@@ -19,6 +21,8 @@ _FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+# What transformers calls a backbone with a head of its own, named `score`: what an exported critic is.
+_LM, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -112,10 +116,21 @@ def read_config_json(model: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
+def check_head(config: Mapping[str, Any], head: Head) -> None:
+    """Raises ValueError when the contents of a `config.json` are those of a model without that head's backbone."""
+    architectures: list[str] = config.get("architectures") or []
+    if head == "lm" and any(name.endswith(_CLASSIFIER) for name in architectures):
+        raise ValueError(
+            f"config.json: architectures is {architectures}, a model without a language model's output projection; it "
+            "needs TrainerConfig.head 'value', not 'lm'"
+        )
+
+
 def check_supported(config: Mapping[str, Any]) -> HFModelConfig:
     """Parses the contents of a `config.json`. Raises ValueError naming the key, its value and what is supported."""
-    architectures = config.get("architectures") or []
-    family: Family | None = next((_FAMILIES[name] for name in architectures if name in _FAMILIES), None)
+    architectures: list[str] = config.get("architectures") or []
+    backbones = [name.removesuffix(_CLASSIFIER) + _LM if name.endswith(_CLASSIFIER) else name for name in architectures]
+    family: Family | None = next((_FAMILIES[name] for name in backbones if name in _FAMILIES), None)
     if family is None:
         raise ValueError(
             f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -6,9 +6,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+VALUE_HEAD = "score.weight"
+"""The parameter of a value head, [1, dim]: its name in transformers' sequence classifiers, the form in which reward
+models are published and which vLLM serves."""
+
 
 def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
     """Fills parameters in place from the safetensors files of `path`; each rank reads only its shards.
+
+    A value head that the files lack becomes zero, so that values begin at 0 whatever the backbone says.
 
     Raises ValueError when the files are missing, lack a parameter or hold one of another shape.
     """
@@ -16,6 +22,9 @@ def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
         raise ValueError(f"model is {str(path)!r}, which has no *.safetensors files")
     reader = HuggingFaceStorageReader(str(path))
     stored = reader.read_metadata().state_dict_metadata
+    if VALUE_HEAD in parameters and VALUE_HEAD not in stored:
+        torch.nn.init.zeros_(parameters[VALUE_HEAD])
+        parameters = {name: parameter for name, parameter in parameters.items() if name != VALUE_HEAD}
     for name, parameter in parameters.items():
         if name not in stored:
             raise ValueError(f"{path} holds no weight {name!r}")

@@ -30,6 +30,11 @@ def logprobs_and_entropy(
     return logprobs, entropies
 
 
+def values(hidden: Tensor, weight: Tensor) -> Tensor:
+    """What a value head of weight [1, D] says of hidden states [S, D]: [S] float32."""
+    return (hidden.float() @ weight.float().T)[:, 0]
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.types import Head
 from trainer.config import TrainerConfig
-from trainer.engines.hf_config import check_supported, read_config_json, read_hf_config
+from trainer.engines.hf_config import check_head, check_supported, read_config_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,13 @@ class ModelLimits:
 
 def check_model(config: TrainerConfig) -> ModelLimits:
     """Raises ValueError for a model that the engine cannot train, or not in this layout."""
+    raw = read_config_json(config.model)
+    check_head(raw, config.head)
     if config.engine == "torchtitan":
-        hf_config = read_hf_config(config.model)
+        hf_config = check_supported(raw)
         hf_config.check_layout(config.tensor_parallel, config.expert_parallel)
         return ModelLimits(vocab_size=hf_config.vocab_size, max_seq_len=hf_config.max_seq_len)
     _check_transformers_layout(config)
-    raw = read_config_json(config.model)
     if not isinstance(raw.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
     # Without a limit of its own a model takes what fits into memory.
@@ -35,15 +37,15 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     return ModelLimits(vocab_size=raw["vocab_size"], max_seq_len=longest)
 
 
-def describe_model(path: Path) -> Mapping[str, Any]:
+def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
     """What a checkpoint says of its model, the same for every engine. Weights fit where it is equal."""
     raw = read_config_json(path)
     try:
-        return asdict(check_supported(raw))
+        return {**asdict(check_supported(raw)), "head": head}
     except ValueError:
         # Of an architecture that only transformers knows, its own words, as far as they concern the weights.
         ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
-        return {key: value for key, value in raw.items() if not key.startswith(ignored)}
+        return {**{key: value for key, value in raw.items() if not key.startswith(ignored)}, "head": head}
 
 
 def _check_transformers_layout(config: TrainerConfig) -> None:

@@ -41,6 +41,11 @@ class Optimizer:
         """Moments and step count of every parameter, by name; zeros before the first step."""
         return {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
 
+    def forget_unused(self) -> None:
+        """Frees the zeros that `state` made where no step has been taken."""
+        if not any(bool(state["step"]) for state in self._adamw.state.values()):
+            self.reset()
+
     def reset(self) -> None:
         """Forgets all moments and step counts."""
         self._adamw.state.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl.batching import merge_metrics
 from rl.packing import PackedRow
-from rl.types import Datum, ForwardBackwardOutput
+from rl.types import Datum, ForwardBackwardOutput, Head
 from trainer.engines.memory import peak_bytes, reset_peak
 
 _Arrays = tuple[NDArray[np.float32], ...]
@@ -18,27 +18,28 @@ _Arrays = tuple[NDArray[np.float32], ...]
 class OutputCollector:
     """Rows in, one `ForwardBackwardOutput` out, datums in the order in which they came."""
 
-    def __init__(self, device: torch.device, *, entropy: bool) -> None:
+    def __init__(self, device: torch.device, head: Head, *, entropy: bool) -> None:
         """With `entropy`, every row brings its entropies. Memory is measured from here on."""
+        self._head = head
         self._entropy = entropy
         self._device = device
         reset_peak(device)
         self._rows: list[tuple[PackedRow, Tensor | None, Tensor | None]] = []
         self._metrics: list[Mapping[str, Tensor]] = []
 
-    def add(
-        self, row: PackedRow, logprobs: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]
-    ) -> None:
-        """Takes the [S] results of a row, or None for a row that scores nothing."""
-        self._rows.append((row, logprobs, entropy))
+    def add(self, row: PackedRow, scores: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
+        """Takes the [S] results of a row, or None for a row that scores nothing. `scores` are what the head says."""
+        self._rows.append((row, scores, entropy))
         self._metrics.append(metrics)
 
     def result(self) -> ForwardBackwardOutput:
         """Everything added so far."""
         num_loss_tokens = float(sum(len(row.scored) for row, _, _ in self._rows))
         parts = [{name: float(value) for name, value in metrics.items()} for metrics in self._metrics]
+        scores = _unpack([(row, scores) for row, scores, _ in self._rows])
         return ForwardBackwardOutput(
-            logprobs=_unpack([(row, logprobs) for row, logprobs, _ in self._rows]),
+            logprobs=scores if self._head == "lm" else (),
+            values=scores if self._head == "value" else None,
             entropy=_unpack([(row, entropy) for row, _, entropy in self._rows]) if self._entropy else None,
             metrics={
                 "num_loss_tokens": num_loss_tokens,

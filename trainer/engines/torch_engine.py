@@ -63,20 +63,26 @@ class TorchEngine(Engine):
 
     @abstractmethod
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [S] float32 of a row's scored positions and, if asked for, entropies [S] float32."""
+        """Log-probs [S] float32 of a row's scored positions and, if asked for, entropies [S] float32.
+
+        Of a value head, values [S] float32 and None.
+        """
 
     @property
     def policy_version(self) -> int:
         return self._version
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        output = OutputCollector(self._device, entropy=False)
+        loss.check_head(self._config.head)
+        output = OutputCollector(self._device, self._config.head, entropy=False)
         with self._gradient_restored_on_failure():
             self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
         return output.result()
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        output = OutputCollector(self._device, entropy=entropy)
+        if entropy:
+            self._config.check_entropy()
+        output = OutputCollector(self._device, self._config.head, entropy=entropy)
         with torch.no_grad():
             self._forward_rows([self._pack(microbatch) for microbatch in microbatches], output, entropy=entropy)
         self._reshard()
@@ -91,19 +97,19 @@ class TorchEngine(Engine):
             if row is not None:
                 output.add(row, None, None, {})
             if self._config.num_ranks > 1:
-                logprobs, _ = self._score(self._idle_row(), entropy=False)
+                scores, _ = self._score(self._idle_row(), entropy=False)
                 self._tell_peers(failed=False)
-                (logprobs.sum() * 0.0).backward()
+                (scores.sum() * 0.0).backward()
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
-        logprobs, entropy = self._score(row, entropy=loss.needs_entropy)
+        scores, entropy = self._score(row, entropy=loss.needs_entropy)
         try:
-            loss_sum, metrics = loss(logprobs, entropy, self._loss_inputs(row))
+            loss_sum, metrics = loss(scores, entropy, self._loss_inputs(row))
         except Exception:
             self._tell_peers(failed=True)
             raise
         self._tell_peers(failed=False)
-        output.add(row, logprobs, None, {"loss": loss_sum.detach(), **metrics})
+        output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
 
     def _forward_rows(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
@@ -197,21 +203,20 @@ class TorchEngine(Engine):
         size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
         self._saver.save(
             path,
-            self._state(),
+            self._state(optimizer=True),
             self._info("checkpoint"),
             size_bytes=size_bytes,
             asynchronous=asynchronous,
             keep_last=keep_last,
         )
+        self._optimizer.forget_unused()
 
     def wait_for_checkpoint(self) -> None:
         self._saver.wait()
 
     def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         self._saver.wait()
-        state = self._state()
-        if weights_only:
-            del state["optimizer"]
+        state = self._state(optimizer=not weights_only)
         if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
             del state["rng"]
         info = checkpoint.load(path, state, self._model_info)
@@ -219,6 +224,7 @@ class TorchEngine(Engine):
             torch.set_rng_state(state["rng"][str(self._rank)])
         if weights_only:
             self._optimizer.reset()
+        self._optimizer.forget_unused()
         self.zero_grad()
         self._version = 0 if weights_only else info.policy_version
         self._refresh()
@@ -230,14 +236,16 @@ class TorchEngine(Engine):
             path,
             self._info("export"),
             size_bytes,
-            lambda partial: write_hf_directory(partial, self._config.model, self.hf_parameters(), dtype),
+            lambda partial: write_hf_directory(
+                partial, self._config.model, self.hf_parameters(), dtype, self._config.head
+            ),
         )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, optimizer: bool) -> dict[str, Any]:
         """Everything that a step depends on, in tensors that `torch.distributed.checkpoint` reads into in place."""
         return {
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            "optimizer": self._optimizer.state(),
+            **({"optimizer": self._optimizer.state()} if optimizer else {}),
             "rng": {str(self._rank): torch.get_rng_state()},
         }
 

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a policy: its forward pass ends in log-probs instead of logits.
+"""Any causal language model of transformers as a policy or critic: its forward pass ends in log-probs or values.
 
 The model is transformers' own, untouched. What is assumed of it (that its logits are its last hidden states times one
 matrix, that packed documents do not see each other) is not looked up in a list of architectures but tried out once.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.engines.logprobs import logprobs_and_entropy
+from rl.types import Head
+from trainer.engines.logprobs import logprobs_and_entropy, values
 
 T = TypeVar("T")
 # Makes a soft cap on logits show.
@@ -24,17 +25,22 @@ _MAGNIFIED = 1000.0
 class TransformersPolicy(nn.Module):
     """Holds the model. Whoever shards it wraps this module, so that all it computes is one forward pass of its root."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, head: Head) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
+
+        A value head, named `score`, takes the place of the output projection.
 
         Raises ValueError when transformers has no causal language model for it.
         """
         super().__init__()
+        self._has_values = head == "value"
         try:
             config = AutoConfig.from_pretrained(path)
             for name, value in config.to_dict().items():
                 if isinstance(value, float) and "drop" in name:
                     setattr(config, name, 0.0)  # log-probs must not depend on chance
+            if self._has_values:
+                config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except (OSError, ValueError, ImportError) as error:
@@ -42,9 +48,15 @@ class TransformersPolicy(nn.Module):
         self._name = type(self.model).__name__
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
-        head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()):
-            raise ValueError(f"{self._name} ends in {head}; a linear projection without a bias is needed")
+        projection = self.model.get_output_embeddings()
+        if not isinstance(projection, nn.Linear) or "bias" in dict(projection.named_parameters()):
+            raise ValueError(f"{self._name} ends in {projection}; a linear projection without a bias is needed")
+        if self._has_values:
+            parent, _, name = next(n for n, module in self.model.named_modules() if module is projection).rpartition(
+                "."
+            )
+            delattr(self.model.get_submodule(parent), name)
+            self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
 
     def forward(self, compute: Callable[[Any], T]) -> T:
         """Runs a function of the model, all that is sharded gathered as in any forward pass."""
@@ -73,11 +85,14 @@ class TransformersPolicy(nn.Module):
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
         Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
-        output projection. Positions begin at 0 in every document, which is how transformers tells documents apart.
+        output projection; a value head scores them with values [S] float32 and None. Positions begin at 0 in every
+        document, which is how transformers tells documents apart.
         """
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions)[0].index_select(0, scored)
+            if self._has_values:
+                return values(hidden, model.score.weight), None
             return logprobs_and_entropy(hidden, model.get_output_embeddings().weight, targets, entropy=entropy)
 
         return self(compute)
@@ -91,6 +106,8 @@ class TransformersPolicy(nn.Module):
         def compute(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1))[:, 4:]
             single = _hidden(model, tokens[:, 4:], alone)
+            if self._has_values:  # no logits whose computation could differ
+                return packed, single, single, single
             head = model.get_output_embeddings()
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
                 logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False).logits

@@ -27,7 +27,7 @@ def random_case(
         "target_tokens": rng.integers(0, 9, size=total),
         "old_logprobs": q + rng.normal(scale=spread, size=total),
         "reference_logprobs": q + rng.normal(scale=spread, size=total),
-        "values": rng.normal(size=total),
+        "old_values": rng.normal(size=total),
         "returns": rng.normal(size=total),
     }
     index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))

@@ -61,7 +61,7 @@ def _gspo(p: Array, inputs: LossInputs, frozen: Array | None = None, lo: float =
 
 
 def _value_loss(p: Array, inputs: LossInputs, clip: float = 0.2) -> float:
-    w, old, target = (inputs[name].numpy() for name in ("weights", "values", "returns"))
+    w, old, target = (inputs[name].numpy() for name in ("weights", "old_values", "returns"))
     held = np.clip(p, old - clip, old + clip) if clip else p
     return float(0.5 * np.sum(w * np.maximum((p - target) ** 2, (held - target) ** 2)))
 
@@ -73,7 +73,7 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "cispo": _cispo,
     "dro": _dro,
     "gspo": _gspo,
-    "value_loss": _value_loss,
+    "value": _value_loss,
 }
 
 
@@ -129,7 +129,7 @@ def test_dual_clip_bounds_what_a_token_of_negative_advantage_can_cost() -> None:
 
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
     p, inputs = random_case()
-    loss, metrics = get_loss("value_loss", {"clip_range": 0})(torch.tensor(p), None, inputs)
+    loss, metrics = get_loss("value", {"clip_range": 0})(torch.tensor(p), None, inputs)
     assert loss.item() == pytest.approx(_value_loss(p, inputs, clip=0))
     assert metrics["squared_error"].item() == pytest.approx(np.sum((p - inputs["returns"].numpy()) ** 2))
     assert "clipped_tokens" not in metrics
@@ -137,9 +137,9 @@ def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
 
 def test_a_clipped_value_is_not_rewarded_for_moving_further() -> None:
     _, inputs = random_case(size=1)
-    inputs = replace(inputs, arrays={**inputs.arrays, "values": torch.zeros(1), "returns": torch.ones(1)})
+    inputs = replace(inputs, arrays={**inputs.arrays, "old_values": torch.zeros(1), "returns": torch.ones(1)})
     predicted = torch.tensor([0.5], requires_grad=True)
-    loss, metrics = get_loss("value_loss")(predicted, None, inputs)
+    loss, metrics = get_loss("value")(predicted, None, inputs)
     loss.backward()
     assert predicted.grad == 0
     assert metrics["clipped_tokens"] == 1

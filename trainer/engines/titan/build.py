@@ -30,7 +30,7 @@ def build_model(
     attention = choose_inner_attention(
         device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1
     )
-    spec = build_spec(hf_config, attention)
+    spec = build_spec(hf_config, config.head, attention)
     context_mesh: DeviceMesh | None = None
     if config.num_ranks > 1:
         dims = _parallel_dims(config)

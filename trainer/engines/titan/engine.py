@@ -6,7 +6,6 @@ parallelism is not offered.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from rl.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.hf_config import read_hf_config
+from trainer.engines.model_check import describe_model
 from trainer.engines.ranks import choose_device, init_process_group
 from trainer.engines.titan.attention import attention_masks, shared_attention_masks, shares_prefixes
 from trainer.engines.titan.build import build_model
@@ -33,7 +33,13 @@ class TitanEngine(TorchEngine):
         torch.manual_seed(config.seed)
         init_process_group(config, device)
         self._decoder, self._context_mesh = build_model(config, hf_config, device)
-        super().__init__(config, self._decoder, dict(named_parameters(self._decoder)), asdict(hf_config), device)
+        super().__init__(
+            config,
+            self._decoder,
+            dict(named_parameters(self._decoder)),
+            describe_model(config.model, config.head),
+            device,
+        )
 
     @property
     def shares_prefixes(self) -> bool:

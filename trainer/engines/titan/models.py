@@ -26,10 +26,11 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from rl.types import Head
 from trainer.engines.hf_config import HFModelConfig
-from trainer.engines.hf_weights import load_hf_weights
+from trainer.engines.hf_weights import VALUE_HEAD, load_hf_weights
 from trainer.engines.titan.experts import moe_config, split_experts
-from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy
+from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 _NO_INIT = {"weight": skip_param_init}
@@ -78,8 +79,13 @@ def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
     return (1 - kept) * inv_freq / config.scaling_factor + kept * inv_freq
 
 
-def build_spec(config: HFModelConfig, inner_attention: Module.Config) -> ModelSpec:
-    """The torchtitan spec of a model; `inner_attention` is the configuration of its attention kernel."""
+def build_spec(config: HFModelConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
+    """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    lm_head = (
+        LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=_NO_INIT)
+        if head == "lm"
+        else ValueHead.Config(in_features=config.dim, out_features=1, param_init=_NO_INIT)
+    )
     model_class, block_class = (
         (LlamaPolicy, Llama3TransformerBlock) if config.family == "llama" else (Qwen3Policy, Qwen3TransformerBlock)
     )
@@ -107,12 +113,12 @@ def build_spec(config: HFModelConfig, inner_attention: Module.Config) -> ModelSp
     model = model_class.Config(
         dim=config.dim,
         vocab_size=config.vocab_size,
-        enable_weight_tying=config.tie_embeddings,
+        enable_weight_tying=config.tie_embeddings and head == "lm",
         tok_embeddings=Embedding.Config(
             num_embeddings=config.vocab_size, embedding_dim=config.dim, param_init=_NO_INIT
         ),
         norm=_norm(config, config.dim),
-        lm_head=LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=_NO_INIT),
+        lm_head=lm_head,
         layers=layers,
     )
     return ModelSpec(
@@ -166,8 +172,9 @@ def hf_name(name: str) -> str:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, by `hf_name`; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
+    heads = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ValueHead)}
     for name, parameter in model.named_parameters():
-        yield hf_name(name), parameter
+        yield VALUE_HEAD if name in heads else hf_name(name), parameter
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan's decoders as policies: their forward pass ends in log-probs of target tokens instead of logits.
+"""torchtitan's decoders as policies or critics: their forward pass ends in log-probs of target tokens, or in values.
 
 Scoring is part of the model's own forward pass so that FSDP gathers the output projection once, for all chunks, and
 frees it like any other parameter.
@@ -7,19 +7,24 @@ frees it like any other parameter.
 from dataclasses import dataclass
 from typing import Any
 
+import spmd_types as spmd
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 
-from trainer.engines.logprobs import logprobs_and_entropy
+from trainer.engines.logprobs import logprobs_and_entropy, values
 
 
 class LogprobHead(Linear):
     """A `Linear` whose forward goes on to the log-probs."""
+
+    hidden_gradient: Placement = Partial()
+    """What tensor-parallel ranks hold of the gradient of the hidden states: each has its part of the vocabulary."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -35,10 +40,34 @@ class LogprobHead(Linear):
         return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group)
 
 
+class ValueHead(Linear):
+    """A `Linear` of one output: the value of each position. Every tensor-parallel rank computes all of it."""
+
+    hidden_gradient: Placement = Replicate()
+    """As `LogprobHead.hidden_gradient`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """Same fields as `Linear.Config`."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden: Tensor, targets: Tensor, *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [S, D] -> values [S] float32, and None for the entropies that a value head does not have."""
+        del targets, entropy
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return values(hidden, weight), None
+
+
 def _shard_head_only(head: Linear.Config) -> None:
-    """Leaves a head's weight sharded by rows; inputs and outputs stay plain tensors, which `LogprobHead` deals with."""
+    """Leaves an output projection's weight sharded by rows, a value head's whole; inputs and outputs stay plain
+    tensors, which the head deals with."""
     assert head.sharding_config is not None
-    head.sharding_config = ShardingConfig(state_shardings=head.sharding_config.state_shardings)
+    head.sharding_config = ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.I)}
+        if isinstance(head, ValueHead.Config)
+        else head.sharding_config.state_shardings
+    )
 
 
 class _Policy(Decoder):
@@ -60,11 +89,11 @@ class _Policy(Decoder):
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
         Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
-        output projection.
+        output projection. A value head scores them with values [S] float32 and None.
         """
         hidden = super().forward(tokens, positions, attention_masks)
-        if isinstance(hidden, DTensor):  # its gradient comes from each tensor-parallel rank's part of the vocabulary
-            hidden = hidden.to_local(grad_placements=[Partial()])
+        if isinstance(hidden, DTensor):
+            hidden = hidden.to_local(grad_placements=[self.lm_head.hidden_gradient])
         return self.lm_head(hidden[0].index_select(0, scored), targets, entropy=entropy)
 
 
