@@ -3,23 +3,23 @@
 A request goes to the replica that was sent its prompt before, whose prefix cache may still hold it, and otherwise to
 the one with the fewest samples in progress. A replica that pulls or is down is sent nothing. One whose process died is
 started again and serves once it has pulled the current version; it is told apart from a mistake of the caller by the
-`MeshError` that its calls raise.
+`MeshError` that its calls raise, and from one that is merely slow by that being no `DeadlineError`.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from controller.errors import DeadlineError, MeshError
+from generator.config import OnDeath
 from rl.checks import check_at_least, check_known
 from rl.protocols import Generator
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 ReplicaState = Literal["serving", "pulling", "behind", "down"]
 """`behind` is one that was started again and found its version gone: it serves from the next pull on."""
-OnDeath = Literal["resend", "raise"]
 
 _REMEMBERED_PROMPTS = 4096
 _MAX_DEATHS = 3  # of replicas under one request, before the request is held to be the cause
@@ -55,13 +55,11 @@ class GeneratorRouter:
         start: Callable[[int], Awaitable[Replica]],
         *,
         on_death: OnDeath = "resend",
-        deadline_s: float | None = None,
     ) -> None:
         """Use `launch`."""
         self._places = [_Place(replica) for replica in replicas]
         self._start = start
         self._on_death: OnDeath = on_death
-        self._deadline_s = deadline_s
         self._version: int | None = None
         self._prompts: OrderedDict[tuple[int, ...], _Place] = OrderedDict()  # which replica computed a prompt
         self._changed = asyncio.Condition()
@@ -75,7 +73,6 @@ class GeneratorRouter:
         num_replicas: int,
         *,
         on_death: OnDeath = "resend",
-        deadline_s: float | None = None,
     ) -> "GeneratorRouter":
         """Starts the replicas side by side; `start(index)` makes one, now and whenever it died.
 
@@ -83,19 +80,19 @@ class GeneratorRouter:
                 return await GeneratorHandle.launch(config, log_dir / f"generator-{index}")
 
         `on_death` says what becomes of requests in progress when their replica dies: they are sent again to others, or
-        raise `MeshError`. A request that takes longer than `deadline_s` raises `DeadlineError`.
+        raise `MeshError`.
         """
         check_at_least(1, num_replicas=num_replicas)
-        check_known("on_death", on_death, ("resend", "raise"))
-        if deadline_s is not None:
-            check_at_least(0, deadline_s=deadline_s)
-        started = await asyncio.gather(*(start(index) for index in range(num_replicas)), return_exceptions=True)
-        replicas = [replica for replica in started if not isinstance(replica, BaseException)]
-        for problem in started:
-            if isinstance(problem, BaseException):
-                await asyncio.gather(*(replica.stop() for replica in replicas))
-                raise problem
-        return cls(replicas, start, on_death=on_death, deadline_s=deadline_s)
+        check_known("on_death", on_death, get_args(OnDeath))
+        starting = [asyncio.ensure_future(start(index)) for index in range(num_replicas)]
+        try:
+            return cls(await asyncio.gather(*starting), start, on_death=on_death)
+        except BaseException:
+            for replica in starting:
+                replica.cancel()
+            started = await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*(replica.stop() for replica in started if not isinstance(replica, BaseException)))
+            raise
 
     @property
     def states(self) -> tuple[ReplicaState, ...]:
@@ -107,13 +104,27 @@ class GeneratorRouter:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, all on one replica. Waits while every replica pulls.
 
-        Raises `MeshError` when no replica is left, or one died and requests are not sent again, and `DeadlineError`.
+        Raises `MeshError` when no replica is left, or one died and requests are not sent again, and what the replica
+        raises.
         """
-        prompt = tuple(prompt_tokens)
-        try:
-            return await asyncio.wait_for(self._generate(prompt, sampling, num_samples), self._deadline_s)
-        except TimeoutError:
-            raise DeadlineError("generator", f"a request took longer than {self._deadline_s:g} s") from None
+        prompt, num_deaths = tuple(prompt_tokens), 0
+        while True:
+            place = await self._pick(prompt)
+            replica = place.replica
+            place.num_samples += num_samples
+            try:
+                return await replica.generate(prompt, sampling, num_samples)
+            except DeadlineError:  # too long a request, which says nothing about its replica
+                raise
+            except MeshError:
+                if place.replica is replica and place.state != "down":  # the first of its requests to notice
+                    self._bury(place)
+                num_deaths += 1
+                if self._on_death == "raise" or num_deaths == _MAX_DEATHS:
+                    raise
+            finally:
+                if place.replica is replica:
+                    place.num_samples -= num_samples
 
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
@@ -128,6 +139,10 @@ class GeneratorRouter:
         self._pull_task = asyncio.create_task(self._pull(version, mode, keep_prefix_cache))
         await asyncio.shield(self._pull_task)
 
+    async def version(self) -> int:
+        """Policy version of the weights in use; 0 before the first pull: the weights in the model's directory."""
+        return self._version or 0
+
     async def stop(self) -> None:
         """Ends every replica. May be called again."""
         revivals = [place.revival for place in self._places if place.revival is not None]
@@ -138,24 +153,6 @@ class GeneratorRouter:
             place.state, place.problem = "down", place.problem or MeshError("generator", "it was stopped")
         await asyncio.gather(*(place.replica.stop() for place in self._places))
         await self._notify()
-
-    async def _generate(self, prompt: tuple[int, ...], sampling: SamplingParams, num_samples: int) -> list[Completion]:
-        num_deaths = 0
-        while True:
-            place = await self._pick(prompt)
-            replica = place.replica
-            place.num_samples += num_samples
-            try:
-                return await replica.generate(prompt, sampling, num_samples)
-            except MeshError:
-                if place.replica is replica and place.state != "down":  # the first of its requests to notice
-                    self._bury(place)
-                num_deaths += 1
-                if self._on_death == "raise" or num_deaths == _MAX_DEATHS:
-                    raise
-            finally:
-                if place.replica is replica:
-                    place.num_samples -= num_samples
 
     async def _pull(self, version: int, mode: PullMode, keep_prefix_cache: bool) -> None:
         places: list[_Place] = []

@@ -114,7 +114,10 @@ class Launcher:
     def generator(
         self, model: Path, config: GeneratorConfig, *, name: str = "generator", gpus: Sequence[int] | None = None
     ) -> "asyncio.Task[Generator]":
-        """Starts a generator.
+        """Starts a generator, or a `GeneratorRouter` over `config.num_replicas` of them.
+
+        `gpus` are one per rank, replica after replica. With several replicas, or if `config.on_death` asks for it, one
+        whose process died is started again.
 
         Raises ValueError for a model that cannot be served, or not on so many ranks, for a name that is taken and for
         too few GPUs.
@@ -122,11 +125,28 @@ class Launcher:
         config = _with_model(config, model)
         config.check_model()
         from controller.generator_handle import GeneratorHandle
+        from controller.generator_router import GeneratorRouter
+        from generator.options import check_hardware
 
-        own_gpus = self._reserve(name, config.tensor_parallel, gpus)
+        check_hardware(config)
+        num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
+        own_gpus = self._reserve(name, num_ranks * num_replicas, gpus)
+
+        async def start_replica(index: int) -> GeneratorHandle:
+            return await GeneratorHandle.launch(
+                config,
+                self._log_dir,
+                name=name if num_replicas == 1 else f"{name}-{index}",
+                gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
+            )
 
         async def start() -> Generator:
-            generator = await GeneratorHandle.launch(config, self._log_dir, name=name, gpus=own_gpus)
+            if num_replicas == 1 and config.on_death is None:
+                generator = await start_replica(0)
+            else:
+                generator = await GeneratorRouter.launch(
+                    start_replica, num_replicas, on_death=config.on_death or "resend"
+                )
             self._running.append(generator)
             return generator
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from rl.hf_model import SUPPORTED_ARCHITECTURES
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
+OnDeath = Literal["resend", "raise"]
 
 _OWN_FIELDS = {
     "model": "model",
@@ -25,7 +26,7 @@ _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorConfig:
-    """One generator: `tensor_parallel` ranks, a process each, that hold one copy of the model."""
+    """One generator: `num_replicas` copies of the model, each held by `tensor_parallel` ranks, a process each."""
 
     model: Path = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
@@ -34,12 +35,21 @@ class GeneratorConfig:
     """Of weights and activations. The trainer casts to it when it pushes."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads."""
+    num_replicas: int = 1
+    """Copies of the model that share the requests; all pull the same weights."""
     max_model_len: int = 2048
     """Most tokens of a prompt and its completion together."""
     max_num_seqs: int = 32
-    """Sequences that are sampled at the same time; more wait their turn."""
+    """Sequences that a replica samples at the same time; more wait their turn."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
+    on_death: OnDeath | None = None
+    """What becomes of requests in progress when a process dies, or hangs beyond `request_timeout_s`: they are sent
+    again, or raise `MeshError`; a new process takes its place either way. None: with several replicas as "resend"; the
+    death of a single one raises from every call, and nothing is started in its place."""
+    request_timeout_s: float | None = None
+    """Longest time from sending a request to a replica to its answer, after which it raises `DeadlineError`. A replica
+    that does not even say then that it lives is taken for dead. None waits forever."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's `EngineArgs`, by their names there."""
 
@@ -47,9 +57,13 @@ class GeneratorConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         if self.dtype not in get_args(GeneratorDtype):
             raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
-        for name in ("tensor_parallel", "max_model_len", "max_num_seqs", "num_threads"):
+        for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.on_death is not None and self.on_death not in get_args(OnDeath):
+            raise ValueError(f"GeneratorConfig.on_death is {self.on_death!r}; it must be one of {get_args(OnDeath)}")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:
             _check_engine_args(self.engine_args)
 

@@ -11,6 +11,7 @@ import torch
 
 from generator.config import GeneratorConfig
 
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
 _CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 is longer than most prompts, and only whole blocks of a prefix are shared
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
@@ -35,6 +36,18 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return env
+
+
+def check_hardware(config: GeneratorConfig) -> None:
+    """Raises ValueError for a model that vLLM serves, but not on this host: it would start and fail on a request."""
+    if torch.cuda.is_available():
+        return
+    model = json.loads((config.model / "config.json").read_text())
+    if _head_size(model) not in _CPU_HEAD_SIZES:
+        raise ValueError(
+            f"GeneratorConfig.model is {config.model}, whose attention heads have {_head_size(model)} dimensions; on "
+            f"the CPU vLLM can do {', '.join(map(str, _CPU_HEAD_SIZES))}"
+        )
 
 
 def engine_options(config: GeneratorConfig) -> dict[str, Any]:
@@ -70,8 +83,12 @@ def _kv_cache_bytes(config: GeneratorConfig) -> int:
     model = json.loads((config.model / "config.json").read_text())
     num_heads = model["num_attention_heads"]
     kv_heads = -(-model.get("num_key_value_heads", num_heads) // config.tensor_parallel)
-    head_dim = model.get("head_dim") or model["hidden_size"] // num_heads
     itemsize = getattr(torch, config.dtype).itemsize
     blocks_per_sequence = -(-config.max_model_len // _CPU_BLOCK_SIZE) + 1
     num_tokens = (config.max_num_seqs * blocks_per_sequence + 1) * _CPU_BLOCK_SIZE
-    return 2 * model["num_hidden_layers"] * kv_heads * head_dim * itemsize * num_tokens
+    return 2 * model["num_hidden_layers"] * kv_heads * _head_size(model) * itemsize * num_tokens
+
+
+def _head_size(model: dict[str, Any]) -> int:
+    """Dimensions of one attention head, from a model's config.json."""
+    return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]

@@ -1,59 +1,85 @@
-"""Two real generators behind a router, and a process of one of them killed while both sample."""
+"""Two real replicas as a recipe starts them, one of them killed and one stopped while both sample."""
 
 import asyncio
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from controller.errors import DeadlineError
 from controller.generator_handle import GeneratorHandle
 from controller.generator_router import GeneratorRouter
+from controller.launch import launch
+from controller.processes import descendants
 from generator.config import GeneratorConfig
-from rl.types import SamplingParams
-from tests.e2e.weight_meshes import GREEDY, PROMPTS, publish, running_publisher, running_store
+from rl.types import Completion, SamplingParams
+from tests.e2e.weight_meshes import GREEDY, PROMPTS
 from tests.generator.served_models import served_llama
+from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
-    directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
-    config = GeneratorConfig(model=directory, dtype="float32", max_model_len=128, max_num_seqs=8)
-    handles: list[GeneratorHandle] = []
+def _handles(router: GeneratorRouter) -> list[GeneratorHandle]:
+    """The replicas that are there now."""
+    handles = [place.replica for place in router._places]  # pyright: ignore[reportPrivateUsage]
+    assert all(isinstance(handle, GeneratorHandle) for handle in handles)
+    return handles  # pyright: ignore[reportReturnType]
 
-    async def start(index: int) -> GeneratorHandle:
-        handle = await GeneratorHandle.launch(config, logs / f"generator-{index}-{len(handles)}")
-        handles.append(handle)
-        return handle
+
+async def _until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def _all(router: GeneratorRouter, sampling: SamplingParams, num_samples: int = 1) -> list[list[Completion]]:
+    return list(await asyncio.gather(*(router.generate(prompt, sampling, num_samples) for prompt in PROMPTS)))
+
+
+def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
+    model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
+    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=15)
 
     async def main() -> None:
-        router = await GeneratorRouter.launch(start, 2, deadline_s=120)
-        try:
-            async with running_store(logs), running_publisher(directory, "float32", "shared_memory", logs) as publisher:
-                await publish(publisher, 4, seed=4)
-                await router.pull_model_state_dict(4)
-                expected = [(await router.generate(prompt, GREEDY))[0].tokens for prompt in PROMPTS]
-                sampling = SamplingParams(max_tokens=80, seed=1)
-                requests = [asyncio.create_task(router.generate(prompt, sampling, 32)) for prompt in PROMPTS]
-                await asyncio.sleep(0.2)
-                os.kill(handles[0].mesh.pids[0], signal.SIGKILL)
-                groups = await asyncio.gather(*requests)
-                assert [len(group) for group in groups] == [32] * len(PROMPTS)
-                assert {v for group in groups for c in group for v in c.versions} == {4}
-                while router.states != ("serving", "serving"):
-                    await asyncio.sleep(0.1)
-                assert len(handles) == 3
-                assert await handles[2].version() == 4
-                again = await asyncio.gather(*(handles[2].generate(prompt, GREEDY) for prompt in PROMPTS))
+        async with launch(model, TrainerConfig(compute_dtype="float32"), config, logs) as (trainer, router):
+            assert isinstance(router, GeneratorRouter)
+            assert await router.version() == 0
+            await router.pull_model_state_dict(await trainer.push_model_state_dict())
+            expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
+            first, second = _handles(router)
+            assert (first.mesh.name, second.mesh.name) == ("generator-0", "generator-1")
+
+            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+            await asyncio.sleep(0.2)
+            os.kill(first.mesh.pids[0], signal.SIGKILL)
+            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+            await _until(lambda: router.states == ("serving", "serving"))
+
+            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+            await asyncio.sleep(0.2)
+            os.kill(second.mesh.pids[0], signal.SIGSTOP)
+            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+            await _until(lambda: router.states == ("serving", "serving"))
+
+            successors = _handles(router)
+            assert not {first, second} & set(successors)
+            for successor in successors:  # they hold the version that was pulled before they were there
+                again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
                 assert [samples[0].tokens for samples in again] == expected
-        finally:
-            await router.stop()
-        pids = [pid for handle in handles for pid in handle.mesh.pids]
-        deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            assert time.monotonic() < deadline, "processes are left"
-            await asyncio.sleep(0.1)
+            with pytest.raises(DeadlineError, match=r"a request took longer than 15 s \(request_timeout_s\)"):
+                await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
+            assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), 10))[0].tokens) > 0
 
     asyncio.run(main())
+    deadline = time.monotonic() + 10
+    while descendants():
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+    names = {re.sub(r"-\d+\.log$", "", file.name) for file in logs.iterdir()}
+    assert names == {"trainer", "store", "generator-0", "generator-1"}
