@@ -1,19 +1,15 @@
-"""What a loop checks before it starts any process, and when it must stop; shared, so that a loop stays one page."""
+"""What a loop checks before it starts any process; shared, so that a loop stays one page."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from controller.errors import TrainingStoppedError
-from controller.report import Report
 from generator.config import GeneratorConfig
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least, check_known
 from rl.losses import get_loss
-from rl.protocols import Problem, Trainer
+from rl.protocols import Problem
 from rl.rendering import Renderer
 from rl.types import AdamParams, SamplingParams
-
-_MAX_SKIPS_IN_A_ROW = 3
 
 
 class GroupLoopConfig(Protocol):
@@ -45,6 +41,8 @@ class GroupLoopConfig(Protocol):
     def evaluate_every(self) -> int: ...
     @property
     def checkpoint_every(self) -> int: ...
+    @property
+    def keep_checkpoints(self) -> int: ...
 
 
 def check_group_loop(config: GroupLoopConfig) -> None:
@@ -55,6 +53,7 @@ def check_group_loop(config: GroupLoopConfig) -> None:
         prompts_per_step=config.prompts_per_step,
         num_heldout=config.num_heldout,
         evaluate_every=config.evaluate_every,
+        keep_checkpoints=config.keep_checkpoints,
     )
     check_at_least(0, warmup_steps=config.warmup_steps, checkpoint_every=config.checkpoint_every)
     check_at_least(2, group_size=config.group_size)  # advantages are relative to the group
@@ -94,15 +93,3 @@ def check_prompts_fit(
                 f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "
                 f"generator's context of {generator.max_model_len} tokens (max_model_len) has room for {room}"
             )
-
-
-async def stop_after_skips(trainer: Trainer, report: Report, step: int) -> None:
-    """Ends a run whose gradients are no longer finite, after saving a checkpoint of the last good state."""
-    if report.skipped_in_a_row < _MAX_SKIPS_IN_A_ROW:
-        return
-    path = report.checkpoint_path(step)
-    await trainer.save_checkpoint(path)
-    raise TrainingStoppedError(
-        f"the gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters are as "
-        f"they were before, saved in {path}. A lower learning rate or a smaller grad_clip_norm may help."
-    )

@@ -1,4 +1,4 @@
-"""The command line: `ownloop run RECIPE [--field value ...]`, and `show`, `list` and `model`.
+"""The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, and `show`, `list` and `model`.
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
 runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from controller.output import CapturedOutput
 from controller.processes import StopSignals, adopt_orphans, end_descendants
 from controller.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override, recipe_files
+from controller.resuming import add_options, find_run, resumed_configuration, save_recipe
 from rl.recording import RunFolder, to_json
 
 _STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s
@@ -37,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0, 1 for a run that failed, 2 for a mistake of the caller, 128 + signal."""
-    options, overrides = _parser().parse_known_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options, overrides = _parser(resuming="--resume" in arguments).parse_known_args(arguments)
     try:
         code = options.command(options, overrides)
     except HelpRequestedError as help_text:
@@ -53,17 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def _parser() -> _Parser:
-    """One sub-parser per command. What `run` and `show` do not know goes on to the recipe."""
+def _parser(*, resuming: bool) -> _Parser:
+    """One sub-parser per command. What `run` and `show` do not know goes on to the recipe.
+
+    A resumed run has a recipe already: the value of an option that goes on to it must not be taken for one.
+    """
     parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run", help="run a recipe; `run RECIPE --help` lists its fields", allow_abbrev=False, add_help=False
     )
-    run.add_argument("recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or the path of a Python file")
-    run.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
+    if not resuming:
+        run.add_argument("recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path")
+        run.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
+    run.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, or its name within --runs")
     run.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_resume if resuming else _run)
     show = commands.add_parser("show", help="print a recipe's configuration", allow_abbrev=False, add_help=False)
     show.add_argument("recipe", metavar="RECIPE")
     show.set_defaults(command=_show)
@@ -104,38 +111,54 @@ def _show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Everything from the command line to the end of the last process."""
-    find_recipe(options.recipe)
+    """A new run, from the command line to the end of the last process."""
+    file = find_recipe(options.recipe)
     with CapturedOutput() as output:
         config = _configuration(options.recipe, overrides, "run")
-        # Later than the configuration, so that a mistake in it is reported at once.
-        from controller.console import Console
-
         folder = RunFolder(_run_path(options, config), config)
-        output.move_to(folder.logs / "controller.log")
-        console = Console(output.terminal)
+        save_recipe(folder.path, file, overrides)
+        return _until_the_end(config, folder, output)
 
-        def say_saved() -> None:
+
+def _resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """A run goes on where its last checkpoint left off."""
+    path = find_run(options.resume, options.runs)
+    with CapturedOutput() as output:
+        config = resumed_configuration(path, overrides)
+        folder = RunFolder(path, config, resume=True)
+        add_options(folder.path, overrides)
+        return _until_the_end(config, folder, output)
+
+
+def _until_the_end(config: Any, folder: RunFolder, output: CapturedOutput) -> int:
+    """Runs the loop; all of its processes are over when this returns. The exit status."""
+    # Later than the configuration, so that a mistake in it is reported at once.
+    from controller.console import Console
+
+    output.move_to(folder.logs / "controller.log")
+    console = Console(output.terminal)
+
+    def say_saved() -> None:
+        console.close()
+        print(f"interrupted; saved: {_saved(folder)}", file=output.errors, flush=True)
+
+    adopt_orphans()
+    loop = importlib.import_module(type(config).__module__).run
+    code = 0
+    with StopSignals(_STOP_DEADLINE_S, say_saved) as stop:
+        try:
+            asyncio.run(_cancellable(loop(config, folder, console), stop))
+        except BaseException as error:  # whatever it is, the processes must end and the user must be told
+            traceback.print_exc()  # to the log
             console.close()
-            print(f"interrupted; saved: {folder.saved()}", file=output.errors, flush=True)
-
-        adopt_orphans()
-        loop = importlib.import_module(type(config).__module__).run
-        code = 0
-        with StopSignals(_STOP_DEADLINE_S, say_saved) as stop:
-            try:
-                asyncio.run(_cancellable(loop(config, folder, console), stop))
-            except BaseException as error:  # whatever it is, the processes must end and the user must be told
-                traceback.print_exc()  # to the log
-                console.close()
-                if stop.received is None:
-                    code = _explain(error, folder, output)
-            finally:
-                console.close()
-                end_descendants(grace_s=0.5)
-            if stop.received is not None:
-                say_saved()
-                code = 128 + stop.received
+            if stop.received is None:
+                code = _explain(error, folder, output)
+        finally:
+            console.close()
+            end_descendants(grace_s=0.5)
+        if stop.received is not None:
+            say_saved()
+            code = 128 + stop.received
     return code
 
 
@@ -161,14 +184,19 @@ def _run_path(options: argparse.Namespace, config: Any) -> Path:
 
 def _explain(error: BaseException, folder: RunFolder, output: CapturedOutput) -> int:
     """Says in short what ended the run; the log holds the traceback."""
-    if isinstance(error, ValueError) and not folder.metrics():
+    if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
         print(f"error: {error}", file=output.errors)
         return _USAGE
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
-    print(f"saved: {folder.saved()}\ndetails in {folder.logs / 'controller.log'}", file=output.errors)
+    print(f"saved: {_saved(folder)}\ndetails in {folder.logs / 'controller.log'}", file=output.errors)
     return _FAILED
+
+
+def _saved(folder: RunFolder) -> str:
+    """What the folder holds, and how to go on."""
+    return f"{folder.saved()}\nto go on: ownloop run --resume {folder.path}"
 
 
 def _refuse(arguments: Sequence[str]) -> None:

@@ -7,7 +7,8 @@ policy that sampled it, and the loss is averaged over the tokens of the step (DA
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from controller.checks import check_group_loop, check_prompts_fit, stop_after_skips
+from controller.checkpoints import Checkpoints
+from controller.checks import check_group_loop, check_prompts_fit
 from controller.console import Console
 from controller.launch import launch
 from controller.models import resolve_model
@@ -48,7 +49,8 @@ class GRPOConfig:
     num_heldout: int = 200
     evaluate_every: int = 10
     checkpoint_every: int = 0
-    """0 for none; the trained model is exported in any case."""
+    """The last step as well; 0 for none. A run goes on from its last one."""
+    keep_checkpoints: int = 2
     seed: int = 0
     """Decides which training problems come, and how they are sampled."""
 
@@ -68,9 +70,11 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
 
     report.phase("starting trainer and generator")
     async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
 
-        for step in range(1, config.num_steps + 1):
+        for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
                 report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
 
@@ -83,6 +87,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
                 batch = [datum for group in groups for datum in group_to_data(group, advantage)]
             if not batch:
                 report.step_without_signal(step, clock, groups)
+                await checkpoints.after_step(step)
                 continue
             with clock("forward_backward"):
                 output = await trainer.forward_backward(batch, config.loss, config.loss_config)
@@ -94,10 +99,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
             with clock("pull"):
                 await generator.pull_model_state_dict(version)
             report.step(step, clock, groups, batch, output, update)
-
-            await stop_after_skips(trainer, report, step)
-            if config.checkpoint_every and step % config.checkpoint_every == 0:
-                await trainer.save_checkpoint(report.checkpoint_path(step))
+            await checkpoints.after_step(step)
 
         report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))
         await trainer.export_hf(report.model_dir)

@@ -51,15 +51,18 @@ def describe(file: Path) -> str:
     return docstring.splitlines()[0] if docstring else ""
 
 
-def load_recipe(file: Path) -> Any:
-    """Runs a recipe's file and returns the configuration it makes."""
+def load_recipe(file: Path, source: str | None = None) -> Any:
+    """Runs a recipe's file and returns the configuration it makes; with `source`, runs that in the file's place."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their own module up by name.
     sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
+    if source is None:
+        spec.loader.exec_module(module)
+    else:
+        exec(compile(source, file, "exec"), module.__dict__)
     make = getattr(module, "recipe", None)
     if not callable(make):
         raise ValueError(f"recipe {file} has no function recipe()")

@@ -25,29 +25,27 @@ class Report:
 
     def __init__(self, folder: RunFolder, console: Console, total_steps: int) -> None:
         """`total_steps` is the length of the progress bar."""
-        self._folder = folder
+        self.folder = folder
+        self.total_steps = total_steps
         self._console = console
-        self._total_steps = total_steps
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None
         self._last_groups: Sequence[Group] = ()
         self.skipped_in_a_row = 0
         """Optimizer steps in a row, up to the latest, that a non-finite gradient made the trainer skip."""
+        self.without_signal_in_a_row = 0
+        """Steps in a row, up to the latest, that had nothing to learn from."""
 
     @property
     def log_dir(self) -> Path:
         """Where processes log."""
-        return self._folder.logs
+        return self.folder.logs
 
     @property
     def model_dir(self) -> Path:
         """Where the trained model goes, in Hugging Face's format."""
-        return self._folder.path / "model"
-
-    def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step goes."""
-        return self._folder.checkpoints / f"step-{step:05d}"
+        return self.folder.path / "model"
 
     def phase(self, text: str) -> None:
         """Says what is going on where there is no step to show."""
@@ -64,6 +62,7 @@ class Report:
     ) -> None:
         """One finished step: what was sampled, what was trained on and what came of it."""
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
+        self.without_signal_in_a_row = 0
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         if update.skipped:
             self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
@@ -88,6 +87,7 @@ class Report:
 
     def step_without_signal(self, step: int, clock: PhaseClock, groups: Sequence[Group]) -> None:
         """A step in which every group's rewards were all equal, so that there was nothing to learn."""
+        self.without_signal_in_a_row += 1
         self._console.warn(f"step {step} made no update: in every group all rewards were equal")
         self._write_step(step, groups, {**rollout_metrics(groups), **clock.metrics()})
 
@@ -98,7 +98,7 @@ class Report:
         label = "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
         self._console.evaluation(label, evaluation)
         reward = evaluation.reward
-        self._folder.log_metrics(
+        self.folder.log_metrics(
             {
                 "step": float(step),
                 "heldout_reward": reward.mean,
@@ -106,7 +106,7 @@ class Report:
                 "heldout_reward_high": reward.high,
             }
         )
-        self._folder.log_rollouts(step, evaluation.groups, split="heldout")
+        self.folder.log_rollouts(step, evaluation.groups, split="heldout")
         self._warn_of_failures(f"evaluation {label}", evaluation.groups)
         self._plot()
 
@@ -118,7 +118,7 @@ class Report:
 
     def _summary(self) -> str:
         minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
-        took = f"in {minutes} min {seconds} s; everything is in {self._folder.path}"
+        took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
         first, last = self._first_evaluation, self._last_evaluation
         if first is None or last is None:
             return f"Finished {took}."
@@ -131,11 +131,11 @@ class Report:
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
-        self._folder.log_metrics(row)
+        self.folder.log_metrics(row)
         timings = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
-        self._folder.log_rollouts(step, groups, timings=timings)
+        self.folder.log_rollouts(step, groups, timings=timings)
         self._warn_of_failures(f"step {step}", groups)
-        self._console.step(row, self._total_steps)
+        self._console.step(row, self.total_steps)
         self._last_groups = groups
 
     def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
@@ -148,4 +148,4 @@ class Report:
     def _plot(self) -> None:
         from rl.plotting import plot_reward  # matplotlib, which a mistake in a recipe should not have to wait for
 
-        plot_reward(self._folder.metrics(), self._folder.path / "reward.png", self._folder.path.name)
+        plot_reward(self.folder.metrics(), self.folder.path / "reward.png", self.folder.path.name)

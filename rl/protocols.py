@@ -37,8 +37,15 @@ class Trainer(Protocol):
         """Publishes the current weights in the generator's dtype; returns their policy version."""
         ...
 
-    async def save_checkpoint(self, path: Path) -> None:
-        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk."""
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+
+        With `asynchronous` returns once the state is copied; `wait_for_checkpoint` waits for the rest.
+        """
+        ...
+
+    async def wait_for_checkpoint(self) -> None:
+        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
         ...
 
     async def load_checkpoint(self, path: Path) -> int:

@@ -1,19 +1,22 @@
 """What a run leaves on disk: one folder with its configuration, metrics, rollouts and logs, readable while it grows.
 
     runs/<name>/config.json       the configuration, as given
+                recipe.json       the recipe it came from, for `ownloop run --resume`
                 metrics.jsonl     one line per step
                 rollouts.jsonl    one line per rollout
                 reward.png        see rl/plotting.py
-                checkpoints/      written by the trainer
+                checkpoints/      see controller/checkpoints.py
                 logs/             what processes and libraries print
 
 Every line is complete when it is written, and a line that a killed process left unfinished is dropped when the run is
-resumed. JSON has no NaN, so numbers that are not finite are stored as null.
+resumed. JSON has no NaN, so numbers that are not finite are stored as null. One process at a time writes to a folder.
 """
 
 import dataclasses
+import fcntl
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +27,9 @@ import numpy as np
 
 from rl.types import Group, Turn
 
-_CONFIG = "config.json"
+CONFIG_FILE = "config.json"
+LOOP_FILE = "loop.json"
+"""In a checkpoint's directory, written before anything else: the step, and `trainers`, the names of what it holds."""
 _MIN_FREE_BYTES = 256 * 2**20
 
 
@@ -36,11 +41,13 @@ class RunFolder:
     ) -> None:
         """Creates the folder and writes `config` (a dataclass) to it; with `resume`, goes on in the folder of a run.
 
-        Raises ValueError when `path` holds something else or another run, cannot be written, or its disk has less than
-        `min_free_bytes` left.
+        Raises ValueError when `path` holds something else or another run, cannot be written, is written by another
+        process, or its disk has less than `min_free_bytes` left.
         """
         self.path = path.absolute()
-        is_run = (self.path / _CONFIG).is_file() and self.logs.is_dir()
+        self.resumed = resume
+        """Whether the folder was there already, so that a loop goes on where its last checkpoint left off."""
+        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -49,9 +56,13 @@ class RunFolder:
                 raise ValueError(
                     f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
                 )
+            self._lock = (self.path / ".lock").open("w")  # goes with this object, or with its process
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for lines in (self.metrics_file, self.rollouts_file):
                 _drop_unfinished_line(lines)
-            (self.path / _CONFIG).write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
+            write_json(self.path / CONFIG_FILE, config)
+        except BlockingIOError:
+            raise ValueError(f"run folder {path} is being written by another process; end that run first") from None
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
 
@@ -105,6 +116,34 @@ class RunFolder:
             ],
         )
 
+    def lengths(self) -> dict[str, int]:
+        """Bytes of every file that grows by lines, once they are on the disk."""
+        for file in self._line_files:
+            with file.open("a") as stream:
+                os.fsync(stream.fileno())
+        return {file.name: file.stat().st_size for file in self._line_files}
+
+    def cut_back(self, lengths: Mapping[str, int]) -> None:
+        """Drops every line that was written after `lengths` was taken; a file it does not name becomes empty.
+
+        Raises ValueError when a file is shorter than it was: somebody else has changed it.
+        """
+        for file in self._line_files:
+            length = lengths.get(file.name, 0)
+            size = file.stat().st_size if file.exists() else 0
+            if size < length:
+                raise ValueError(f"{file} has {size} bytes; it had {length} when the last checkpoint was saved")
+            if size > length:
+                os.truncate(file, length)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step goes."""
+        return self.checkpoints / f"step-{step:05d}"
+
+    def complete_checkpoints(self) -> list[Path]:
+        """The directories that hold all of a checkpoint, in the order of their steps."""
+        return complete_checkpoints(self.checkpoints)
+
     def metrics(self) -> list[dict[str, float]]:
         """Every step logged so far, in order; numbers that were not finite come back as NaN."""
         return read_metrics(self.metrics_file)
@@ -112,13 +151,16 @@ class RunFolder:
     def saved(self) -> str:
         """What the folder holds now, in a few words."""
         parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
-        checkpoints = sorted(self.checkpoints.iterdir(), key=_mtime) if self.checkpoints.is_dir() else []
-        complete = [path.name for path in checkpoints if path.is_dir() and not path.name.startswith(".")]
+        complete = self.complete_checkpoints()
         if complete:
-            parts.append(f"{len(complete)} checkpoint{'s' * (len(complete) > 1)}, the last {complete[-1]}")
+            parts.append(f"{len(complete)} checkpoint{'s' * (len(complete) > 1)}, the last {complete[-1].name}")
         else:
             parts.append("no checkpoint")
         return f"{', '.join(parts)} in {self.path}"
+
+    @property
+    def _line_files(self) -> tuple[Path, ...]:
+        return self.metrics_file, self.rollouts_file
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
@@ -129,6 +171,26 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
     lines = text[: text.rfind("\n") + 1].splitlines()
     steps: list[dict[str, float | None]] = [json.loads(line) for line in lines]
     return [{name: math.nan if value is None else value for name, value in step.items()} for step in steps]
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """What `RunFolder.complete_checkpoints` says, of the directory of a run's checkpoints."""
+    steps: dict[Path, int] = {}
+    for file in directory.glob(f"step-*/{LOOP_FILE}"):
+        loop = json.loads(file.read_text(encoding="utf-8"))
+        if all((file.parent / name).is_dir() for name in loop["trainers"]):
+            steps[file.parent] = loop["step"]
+    return sorted(steps, key=lambda path: steps[path])
+
+
+def write_json(file: Path, value: object) -> None:
+    """Writes a file of JSON so that a reader, and a run after a crash, sees all of it or none."""
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(to_json(value), indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
 
 
 def to_json(value: Any) -> Any:
@@ -187,7 +249,3 @@ def _drop_unfinished_line(file: Path) -> None:
     if file.exists():
         with file.open("rb+") as stream:
             stream.truncate(stream.read().rfind(b"\n") + 1)
-
-
-def _mtime(path: Path) -> float:
-    return path.stat().st_mtime

@@ -1,4 +1,3 @@
-import asyncio
 import io
 import json
 from pathlib import Path
@@ -7,31 +6,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controller.checks import check_prompts_fit, check_sampled_distribution, stop_after_skips
+from controller.checks import check_prompts_fit, check_sampled_distribution
 from controller.console import Console
-from controller.errors import TrainingStoppedError
 from controller.report import Report
 from generator.config import GeneratorConfig
 from rl.envs.procedural import TextProblem
 from rl.evaluation import Evaluation
 from rl.metrics import PhaseClock
-from rl.protocols import Trainer
 from rl.recording import RunFolder
 from rl.rendering import Renderer
 from rl.rollouts import group_to_data
 from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
 from tests.rl.fakes import WordRenderer, completion, single_turn
-
-
-class SavingTrainer:
-    """Remembers where it was told to save."""
-
-    def __init__(self) -> None:
-        self.saved: list[Path] = []
-
-    async def save_checkpoint(self, path: Path) -> None:
-        """See `rl.protocols.Trainer`."""
-        self.saved.append(path)
 
 
 def _group(*rewards: float) -> Group:
@@ -95,23 +81,6 @@ def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
     report.step_without_signal(3, PhaseClock(), [_group(1, 1)])
     assert "step 3 made no update: in every group all rewards were equal" in stream.getvalue()
     assert folder.metrics()[0]["groups_with_signal"] == 0
-
-
-def test_three_skips_in_a_row_save_and_stop(tmp_path: Path) -> None:
-    report, _, stream = _report(tmp_path)
-    trainer = SavingTrainer()
-
-    def after_step(step: int, *, skipped: bool) -> None:
-        _step(report, step, skipped=skipped)
-        asyncio.run(stop_after_skips(cast(Trainer, trainer), report, step))
-
-    for step, skipped in enumerate((True, True, False, True, True), start=1):
-        after_step(step, skipped=skipped)
-    assert trainer.saved == []
-    with pytest.raises(TrainingStoppedError, match="3 steps in a row, up to step 6"):
-        after_step(6, skipped=True)
-    assert trainer.saved == [report.checkpoint_path(6)]
-    assert "step 6 was skipped: its gradient norm is nan" in stream.getvalue()
 
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:

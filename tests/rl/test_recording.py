@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.recording import RunFolder, read_metrics, to_json
+from rl.recording import RunFolder, read_metrics, to_json, write_json
 from rl.types import Completion, Group
 from tests.rl.fakes import single_turn
 
@@ -128,6 +128,27 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
+def test_lines_written_later_are_cut_off(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", Config())
+    folder.log_metrics({"step": 1.0})
+    before = folder.lengths()
+    folder.log_metrics({"step": 2.0})
+    folder.log_rollouts(2, [group()])
+    folder.cut_back(before)
+    assert [row["step"] for row in lines(folder.metrics_file)] == [1.0]
+    assert lines(folder.rollouts_file) == []
+    folder.cut_back({})
+    assert folder.metrics() == []
+
+
+def test_two_processes_do_not_write_to_one_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", Config())
+    with pytest.raises(ValueError, match="is being written by another process"):
+        RunFolder(folder.path, Config(), resume=True)
+    del folder
+    RunFolder(tmp_path / "a", Config(), resume=True)
+
+
 def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run to resume"):
         RunFolder(tmp_path / "a", Config(), resume=True)
@@ -160,8 +181,9 @@ def test_saved_names_the_last_step_and_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", Config())
     assert "0 steps, no checkpoint" in folder.saved()
     folder.log_metrics({"step": 12.0})
-    (folder.checkpoints / "step-00010").mkdir(parents=True)
-    (folder.checkpoints / ".step-00012.partial").mkdir()
+    for step, part in ((10, "policy"), (12, ".policy.partial")):
+        (folder.checkpoint_path(step) / part).mkdir(parents=True)
+        write_json(folder.checkpoint_path(step) / "loop.json", {"step": step, "trainers": ["policy"]})
     assert "12 steps, 1 checkpoint, the last step-00010 in" in folder.saved()
 
 
