@@ -1,0 +1,31 @@
+"""TRL's own virtual environment, made once from requirements/trl.lock and kept in the user's cache."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.harness import REPOSITORY
+from controller.models import cache_directory
+
+_LOCK = REPOSITORY / "requirements" / "trl.lock"
+
+
+def trl_python() -> Path:
+    """The interpreter of an environment that holds exactly what the lock names. Making it takes a minute or two.
+
+    pip finds packages, torch's CPU build among them, where its own configuration points. Raises CalledProcessError when
+    it does not.
+    """
+    digest = hashlib.sha256(_LOCK.read_bytes()).hexdigest()[:12]
+    environment = cache_directory() / "environments" / f"trl-{digest}"
+    python, stamp = environment / "bin" / "python", environment / "complete"
+    if not stamp.exists():
+        print(f"installing {_LOCK.name} into {environment}, once", file=sys.stderr, flush=True)
+        shutil.rmtree(environment, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "-r", _LOCK]
+        subprocess.run(install, check=True)
+        stamp.touch()
+    return python
