@@ -3,38 +3,38 @@
     python -m benchmarks.layouts [--quick] [--only NAME ...]
 
 Tiny random models in float32, datums of very different lengths, two calls that accumulate. Bar: the worst relative
-error of any gradient tensor of any layout is at most 1e-5. `--quick` runs three layouts of two ranks.
+error of any gradient tensor of any layout is at most 1e-5. `--quick` runs four layouts of two ranks.
 """
 
 import argparse
-import os
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from benchmarks.harness import Bar, print_result
 from rl.losses import get_loss
 from rl.types import Head
 from tests.tiny_models import tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tests.trainer.ranks import LENGTHS, plan, whole
+from tests.trainer.ranks import LENGTHS, plan, spawn, whole
 from tests.trainer.reference import critic_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
 LIMIT = 1e-5
-QUICK = ("fsdp 2", "cp 2", "ep 2")
+QUICK = ("fsdp 2", "cp 2", "pp 2", "ep 2")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_llama,
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
     "qwen3_moe": tiny_qwen3_moe,
     "critic": tiny_critic,
+    "deep_llama": lambda path: tiny_llama(path, tied=False, num_hidden_layers=5),
+    "deep_moe": lambda path: tiny_qwen3_moe(path, num_hidden_layers=4),
 }
 
 
@@ -55,7 +55,11 @@ LAYOUTS = (
     Layout("fsdp 2", "llama", {"data_parallel_shard": 2}),
     Layout("replicate 2", "qwen3", {"data_parallel_replicate": 2}),
     Layout("tp 2", "qwen3", {"tensor_parallel": 2}),
+    Layout("tp 2 without sp", "qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
     Layout("cp 2", "qwen3", {"context_parallel": 2}),
+    Layout("pp 2", "deep_llama", {"pipeline_parallel": 2}),
+    Layout("pp 2 interleaved", "deep_llama", {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}),
+    Layout("moe pp 2", "deep_moe", {"pipeline_parallel": 2}),
     Layout("moe fsdp 2", "qwen3_moe", {"data_parallel_shard": 2}),
     Layout("moe cp 2", "qwen3_moe", {"context_parallel": 2}),
     Layout("ep 2", "qwen3_moe", {"data_parallel_shard": 2, "expert_parallel": 2}),
@@ -64,11 +68,28 @@ LAYOUTS = (
     Layout("critic fsdp 2", "critic", {"data_parallel_shard": 2}),
     Layout("critic tp 2", "critic", {"tensor_parallel": 2}),
     Layout("critic cp 2", "critic", {"context_parallel": 2}),
+    Layout("critic pp 2", "critic", {"pipeline_parallel": 2}),
     Layout("hsdp 2x2", "llama", {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
     Layout("fsdp 2 x tp 2", "llama", {"data_parallel_shard": 2, "tensor_parallel": 2}),
     Layout("fsdp 2 x cp 2", "llama", {"data_parallel_shard": 2, "context_parallel": 2}),
     Layout("cp 2 x tp 2", "qwen3", {"context_parallel": 2, "tensor_parallel": 2}),
     Layout("cp 4", "llama", {"context_parallel": 4}),
+    Layout("pp 4", "deep_llama", {"pipeline_parallel": 4}),
+    Layout("pp 2 x fsdp 2", "deep_llama", {"pipeline_parallel": 2, "data_parallel_shard": 2}),
+    Layout(
+        "pp 2 interleaved x fsdp 2",
+        "deep_llama",
+        {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B", "data_parallel_shard": 2},
+    ),
+    Layout("pp 2 x replicate 2", "deep_llama", {"pipeline_parallel": 2, "data_parallel_replicate": 2}),
+    Layout("pp 2 x tp 2", "deep_llama", {"pipeline_parallel": 2, "tensor_parallel": 2}),
+    Layout(
+        "pp 2 x tp 2 without sp",
+        "deep_llama",
+        {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False},
+    ),
+    Layout("pp 2 x cp 2", "deep_llama", {"pipeline_parallel": 2, "context_parallel": 2}),
+    Layout("pp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
     Layout("ep 4", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 4}),
     Layout("fsdp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 2}),
     Layout(
@@ -81,7 +102,7 @@ LAYOUTS = (
 def main() -> None:
     """Runs the benchmark and prints its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three layouts")
+    parser.add_argument("--quick", action="store_true", help="four layouts")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[layout.name for layout in LAYOUTS])
     options = parser.parse_args()
     names = options.only or (QUICK if options.quick else [layout.name for layout in LAYOUTS])
@@ -107,13 +128,12 @@ def measure(layouts: Sequence[Layout]) -> dict[str, float]:
         for num_ranks in sorted({layout.config(directory).num_ranks for layout in layouts}):
             # Processes take longer to start than to compute, so layouts of one size share theirs.
             same_size = [layout for layout in layouts if layout.config(directory).num_ranks == num_ranks]
-            _run_ranks(same_size, num_ranks, directory)
+            spawn(num_ranks, _run_layouts, same_size, directory)
             for layout in same_size:
                 actual = torch.load(directory / f"{layout.name}.pt")
                 assert actual.keys() == expected[layout.model].keys()
-                errors[layout.name] = max(
-                    relative_error(actual[name], tensor) for name, tensor in expected[layout.model].items()
-                )
+                worst = [relative_error(actual[name], tensor) for name, tensor in expected[layout.model].items()]
+                errors[layout.name] = float(np.max(worst))  # not a number if one of them is not
     return errors
 
 
@@ -122,29 +142,12 @@ def _config(model: Path, **options: Any) -> TrainerConfig:
     return TrainerConfig(model=model, head=head, compute_dtype="float32", max_tokens_per_microbatch=50, **options)
 
 
-def _run_ranks(layouts: Sequence[Layout], num_ranks: int, directory: Path) -> None:
-    """Runs layouts one after the other in `num_ranks` processes, each into a file of its name."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(layouts, num_ranks, port, directory), nprocs=num_ranks)
-
-
-def _rank_main(rank: int, layouts: Sequence[Layout], num_ranks: int, port: int, directory: Path) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
+def _run_layouts(rank: int, layouts: Sequence[Layout], directory: Path) -> None:
+    """Runs layouts one after the other, each into a file of its name."""
     for layout in layouts:
         result = _loss_and_gradients(layout.config(directory), rank)
         if rank == 0:
             torch.save(result, directory / f"{layout.name}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Tensor]:
@@ -154,7 +157,7 @@ def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Ten
     loss = get_loss("value" if config.head == "value" else "cross_entropy")
     loss_sum = 0.0
     for datums in (batch[:6], batch[6:]):
-        share = plan(config, datums).split(datums)[rank // config.num_ranks_per_share]
+        share = plan(config, datums).split(datums)[config.share_of(rank)]
         output = engine.forward_backward(share, loss)
         loss_sum += output.metrics.get("loss", 0.0)
     total = torch.tensor(loss_sum)

@@ -196,12 +196,14 @@ class TrainerHandle:
         )
 
     def _shares(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
-        """What each rank is sent; neighbours that compute it together get the same."""
-        return [share for share in plan.split(batch) for _ in range(self.config.num_ranks_per_share)]
+        """What each rank is sent; those that compute it together get the same."""
+        shares = plan.split(batch)
+        return [shares[self.config.share_of(rank)] for rank in range(self.config.num_ranks)]
 
     def _merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         """The ranks' outputs as one, in the order of the batch."""
-        parts = outputs[:: self.config.num_ranks_per_share]
+        owners = [self.config.share_of(rank) for rank in range(self.config.num_ranks)]
+        parts = [outputs[owners.index(share)] for share in range(self.config.num_data_parallel_ranks)]
         entropies = [part.entropy for part in parts if part.entropy is not None]
         values = [part.values for part in parts if part.values is not None]
         return ForwardBackwardOutput(

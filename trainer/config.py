@@ -9,13 +9,15 @@ from rl.types import Head
 EngineName = Literal["torchtitan", "fsdp2"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """A trainer of `data_parallel_replicate * data_parallel_shard * context_parallel * tensor_parallel` ranks.
+    """A trainer of as many ranks as the product of its parallel degrees, one process each.
 
-    One process each. Neighbouring ranks differ in the last of these first.
+    The degrees are `pipeline_parallel * data_parallel_replicate * data_parallel_shard * context_parallel *
+    tensor_parallel`; neighbouring ranks differ in the last of these first.
     """
 
     model: Path = Path()
@@ -34,8 +36,15 @@ class TrainerConfig:
     """Replicas of that sharded group (HSDP)."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
+    sequence_parallel: bool = True
+    """Whether a tensor-parallel group also shares out the tokens between its matrix products, which saves memory."""
     context_parallel: int = 1
     """Ranks that share the tokens of every row, for long sequences; parameters are sharded over them too."""
+    pipeline_parallel: int = 1
+    """Ranks that each hold some of the layers and hand micro-batches on to the next; embeddings must not be tied."""
+    pipeline_schedule: PipelineSchedule = "1F1B"
+    """In which order a pipeline's ranks compute: one stage of layers each, or two stages each, which idle less and
+    communicate more (`Interleaved1F1B`, arXiv 2104.04473)."""
     expert_parallel: int = 1
     """Ranks that share out the experts of a mixture-of-experts model whole. They are not further ranks: the degree must
     divide `data_parallel_shard * context_parallel * tensor_parallel` and the number of experts."""
@@ -56,6 +65,7 @@ class TrainerConfig:
             "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),
+            "pipeline_schedule": get_args(PipelineSchedule),
         }
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
@@ -65,13 +75,14 @@ class TrainerConfig:
             "data_parallel_replicate",
             "tensor_parallel",
             "context_parallel",
+            "pipeline_parallel",
             "expert_parallel",
             "max_tokens_per_microbatch",
             "num_threads",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        sharing = self.data_parallel_shard * self.num_ranks_per_share
+        sharing = self.data_parallel_shard * self.context_parallel * self.tensor_parallel
         if sharing % self.expert_parallel:
             raise ValueError(
                 f"TrainerConfig.expert_parallel is {self.expert_parallel}; it must divide data_parallel_shard x "
@@ -96,5 +107,16 @@ class TrainerConfig:
 
     @property
     def num_ranks_per_share(self) -> int:
-        """Neighbouring ranks that are given the same data, and answer alike."""
-        return self.context_parallel * self.tensor_parallel
+        """Ranks that are given the same data, and answer alike."""
+        return self.pipeline_parallel * self.context_parallel * self.tensor_parallel
+
+    def share_of(self, rank: int) -> int:
+        """Which of the `num_data_parallel_ranks` shares of a batch a rank is given."""
+        return rank // (self.context_parallel * self.tensor_parallel) % self.num_data_parallel_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that the layers are cut into."""
+        if self.pipeline_parallel == 1:
+            return 1
+        return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)

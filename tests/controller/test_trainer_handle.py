@@ -106,6 +106,23 @@ def test_tensor_parallel_neighbours_get_the_same_and_count_once(tmp_path: Path) 
     assert output.metrics["loss"] == sum(LENGTHS)
 
 
+def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) -> None:
+    config = TrainerConfig(
+        model=tiny_llama(tmp_path / "model", tied=False),
+        max_tokens_per_microbatch=20,
+        pipeline_parallel=2,
+        data_parallel_shard=2,
+    )
+    mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
+    handle = TrainerHandle(mesh, config, share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    output = asyncio.run(handle.forward(batch))
+    shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert shares[:2] == shares[2:]
+    assert sorted(shares[0] + shares[1]) == sorted(id(d) for d in batch)
+    assert [logprobs.tolist() for logprobs in output.logprobs] == [d.tokens.tolist() for d in batch]
+    assert output.metrics["loss"] == sum(LENGTHS)
+
+
 def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
 

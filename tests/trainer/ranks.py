@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,34 @@ def run(config: TrainerConfig, directory: Path) -> dict[str, Any]:
     """Results of `script` on all ranks of a layout; with one rank, in this process."""
     if config.num_ranks == 1:
         return script(config, 0, directory)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(config, port, directory), nprocs=config.num_ranks)
+    spawn(config.num_ranks, _save_results, config, directory)
     return torch.load(directory / "results.pt", weights_only=False)
 
 
-def _rank_main(rank: int, config: TrainerConfig, port: int, directory: Path) -> None:
+def _save_results(rank: int, config: TrainerConfig, directory: Path) -> None:
+    results = script(config, rank, directory)
+    if rank == 0:
+        torch.save(results, directory / "results.pt")
+
+
+def spawn(num_ranks: int, body: Callable[..., None], *args: Any) -> None:
+    """Runs `body(rank, *args)` in that many processes, set up for `load_engine`."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(_rank_main, args=(num_ranks, port, body, args), nprocs=num_ranks)
+
+
+def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(config.num_ranks),
+        WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    results = script(config, rank, directory)
-    if rank == 0:
-        torch.save(results, directory / "results.pt")
+    body(rank, *args)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -63,7 +73,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     from trainer.engines import load_engine
 
     engine = load_engine(config)
-    index = rank // config.num_ranks_per_share
+    index = config.share_of(rank)
     results: dict[str, Any] = {}
     batch = random_batch(LENGTHS)
 
@@ -72,6 +82,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
 
     output = engine.forward_backward(share(batch[:4]), get_loss("importance_sampling"))
     results["logprobs"], results["metrics"] = output.logprobs, output.metrics
+    engine.forward(share(batch))  # leaves the gradient as it is
     engine.forward_backward(share(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
     results["gradients"] = whole(engine, gradients=True)
 

@@ -144,6 +144,12 @@ def test_expert_parallel_ranks_are_among_the_others() -> None:
         TrainerConfig(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
 
 
+def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
+    config = TrainerConfig(pipeline_parallel=2, data_parallel_shard=2, tensor_parallel=2)
+    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_ranks_per_share) == (8, 2, 4)
+    assert [config.share_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -152,6 +158,8 @@ def test_expert_parallel_ranks_are_among_the_others() -> None:
         ("activation_checkpointing", "some"),
         ("data_parallel_shard", 0),
         ("context_parallel", 0),
+        ("pipeline_parallel", 0),
+        ("pipeline_schedule", "ZBV"),
         ("expert_parallel", -1),
         ("max_tokens_per_microbatch", 0),
     ],

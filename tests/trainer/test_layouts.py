@@ -5,7 +5,18 @@ import pytest
 from benchmarks.layouts import LAYOUTS, LIMIT, Layout, measure
 
 # Those that `test_sharded_engine.py` does not run; all of two ranks, so that they share their processes.
-FAST = ("cp 2", "moe cp 2", "ep 2 within tp 2", "critic fsdp 2", "critic tp 2", "critic cp 2")
+FAST = (
+    "tp 2 without sp",
+    "cp 2",
+    "pp 2 interleaved",
+    "moe cp 2",
+    "moe pp 2",
+    "ep 2 within tp 2",
+    "critic fsdp 2",
+    "critic tp 2",
+    "critic cp 2",
+    "critic pp 2",
+)
 
 
 def assert_within_limit(layouts: list[Layout]) -> None:

@@ -38,6 +38,28 @@ def test_unknown_architecture_is_for_transformers_to_judge(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tied", "options", "message"),
+    [
+        (True, {}, r"pipeline_parallel is 2; .*tie_word_embeddings.* tensor_parallel and context_parallel work"),
+        (False, {"pipeline_parallel": 4}, "makes 4 stages; the model has 2 layers .* it must be at most 2"),
+        (
+            False,
+            {"pipeline_schedule": "Interleaved1F1B"},
+            "makes 4 stages; the model has 2 layers .* at most 1, or pipeline_schedule '1F1B'",
+        ),
+        (False, {"engine": "fsdp2"}, "only shards data"),
+    ],
+)
+def test_pipelines_that_do_not_fit_are_refused(
+    tmp_path: Path, tied: bool, options: dict[str, Any], message: str
+) -> None:
+    model = tiny_llama(tmp_path / "model", tied=tied)
+    layout: dict[str, Any] = {"pipeline_parallel": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=model, **layout))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tensor_parallel": 2}, "only shards data.* is 1 of 2 ranks.*'torchtitan' has the other parallelisms"),

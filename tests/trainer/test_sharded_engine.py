@@ -19,6 +19,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
     "tp2_tied": {"tensor_parallel": 2},
     "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "pp2_untied": {"pipeline_parallel": 2},
+    "pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "ep2_moe": {"data_parallel_shard": 2, "expert_parallel": 2},
     "fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
     "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
@@ -26,7 +28,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
-SLOW = {"hsdp2x2_untied", "fsdp2_tp2_untied", "fsdp2_tp2_ep2_moe", "cp2_tp2_untied", "transformers_hsdp2x2_untied"}
+SLOW = {
+    "hsdp2x2_untied",
+    "pp2_fsdp2_untied",
+    "fsdp2_tp2_untied",
+    "fsdp2_tp2_ep2_moe",
+    "cp2_tp2_untied",
+    "transformers_hsdp2x2_untied",
+}
 
 Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
 

@@ -99,6 +99,22 @@ class HFModelConfig:
                 f"{self.moe.num_experts} experts; they allow {divisors}"
             )
 
+    def check_stages(self, pipeline_parallel: int, num_stages: int, head: Head = "lm") -> None:
+        """Raises ValueError when the model cannot be cut into that many stages of a pipeline."""
+        if pipeline_parallel > 1 and self.tie_embeddings and head == "lm":
+            raise ValueError(
+                f"TrainerConfig.pipeline_parallel is {pipeline_parallel}; this model's output projection is its "
+                "embedding (tie_word_embeddings), which cannot be in the first and the last stage at once, so it must "
+                "be 1. data_parallel_shard, tensor_parallel and context_parallel work with such a model"
+            )
+        if num_stages > self.num_layers:
+            largest = self.num_layers * pipeline_parallel // num_stages
+            raise ValueError(
+                f"TrainerConfig.pipeline_parallel is {pipeline_parallel}, which makes {num_stages} stages; the model "
+                f"has {self.num_layers} layers and every stage needs one, so it must be at most {largest}"
+                + (", or pipeline_schedule '1F1B', which makes half as many" if num_stages > pipeline_parallel else "")
+            )
+
 
 def read_hf_config(model: Path) -> HFModelConfig:
     """Reads `config.json` of a model directory. Raises ValueError when it is missing, unreadable or unsupported."""

@@ -28,6 +28,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     if config.engine == "torchtitan":
         hf_config = check_supported(raw)
         hf_config.check_layout(config.tensor_parallel, config.expert_parallel)
+        hf_config.check_stages(config.pipeline_parallel, config.num_stages, config.head)
         return ModelLimits(vocab_size=hf_config.vocab_size, max_seq_len=hf_config.max_seq_len)
     _check_transformers_layout(config)
     if not isinstance(raw.get("vocab_size"), int):

@@ -24,7 +24,8 @@ def init_process_group(config: TrainerConfig, device: torch.device) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != config.num_ranks:
         raise ValueError(
-            f"the layout asks for {config.num_ranks} ranks (data_parallel_replicate {config.data_parallel_replicate} x "
+            f"the layout asks for {config.num_ranks} ranks (pipeline_parallel {config.pipeline_parallel} x "
+            f"data_parallel_replicate {config.data_parallel_replicate} x "
             f"data_parallel_shard {config.data_parallel_shard} x context_parallel {config.context_parallel} x "
             f"tensor_parallel {config.tensor_parallel}); WORLD_SIZE is {world_size}"
         )

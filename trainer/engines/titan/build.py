@@ -1,9 +1,12 @@
 """From a model directory and a layout to a loaded and parallelized torchtitan model, in the order torchtitan needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -18,36 +21,48 @@ from trainer.engines.hf_config import HFModelConfig
 from trainer.engines.ranks import DTYPES
 from trainer.engines.titan.attention import choose_inner_attention
 from trainer.engines.titan.models import build_spec, load_weights, share_rope_cache
+from trainer.engines.titan.pipeline import Pipeline
 
 
-def build_model(
-    config: TrainerConfig, hf_config: HFModelConfig, device: torch.device
-) -> tuple[Decoder, DeviceMesh | None]:
-    """The model with its float32 weights loaded, sharded as the layout says, and the mesh of its context parallelism.
+class BuiltModel(NamedTuple):
+    """A model with its float32 weights loaded, sharded as the layout says."""
 
-    The mesh, of this rank's context-parallel group, is None where there is no such parallelism.
-    """
+    parts: Sequence[Decoder]
+    """The whole model as one part; in a pipeline this rank's stages, in order."""
+    context_mesh: DeviceMesh | None
+    """This rank's context-parallel group, if there is such parallelism."""
+    pipeline: Pipeline | None
+
+
+def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.device) -> BuiltModel:
+    """The model of a directory as this rank holds it."""
     attention = choose_inner_attention(
         device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1
     )
     spec = build_spec(hf_config, config.head, attention)
     context_mesh: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
     if config.num_ranks > 1:
         dims = _parallel_dims(config)
         context_mesh = dims.get_optional_mesh("cp")
-        model = _build_parallel(config, spec, dims)
+        parts = _build_parallel(config, spec, dims, device)
+        if (mesh := dims.get_optional_mesh("pp")) is not None:
+            tensor_mesh = dims.get_optional_mesh("tp")
+            pipeline = Pipeline(config, parts, hf_config.dim, device, mesh, tensor_mesh)
     else:
         with torch.device("meta"):
-            model = spec.model.build()
+            parts = [spec.model.build()]
         if (checkpointing := _activation_checkpointing(config)) is not None:
-            checkpointing.build().apply(model)
-    assert isinstance(model, Decoder)
-    model.to_empty(device=device)
+            checkpointing.build().apply(parts[0])
+    decoders = [part for part in parts if isinstance(part, Decoder)]
+    assert len(decoders) == len(parts)
     with torch.no_grad():
-        model.init_states(buffer_device=None)
-        load_weights(model, config.model)
-    share_rope_cache(model)
-    return model, context_mesh
+        for decoder in decoders:
+            decoder.to_empty(device=device)
+            decoder.init_states(buffer_device=None)
+        load_weights(decoders, config.model)
+    share_rope_cache(decoders)
+    return BuiltModel(decoders, context_mesh, pipeline)
 
 
 @dataclass
@@ -62,7 +77,10 @@ def _parallelism(config: TrainerConfig) -> ParallelismConfig:
         data_parallel_replicate_degree=config.data_parallel_replicate,
         data_parallel_shard_degree=config.data_parallel_shard,
         tensor_parallel_degree=config.tensor_parallel,
+        enable_sequence_parallel=config.sequence_parallel,
         context_parallel_degree=config.context_parallel,
+        pipeline_parallel_degree=config.pipeline_parallel,
+        pipeline_parallel_schedule=config.pipeline_schedule,
         expert_parallel_degree=config.expert_parallel,
         # torch 2.13 lacks what torchtitan's default backend needs with more than one rank.
         spmd_backend="partial_dtensor",
@@ -77,25 +95,36 @@ def _parallel_dims(config: TrainerConfig) -> ParallelDims:
     return dims
 
 
-def _build_parallel(config: TrainerConfig, spec: ModelSpec, dims: ParallelDims) -> torch.nn.Module:
+def _build_parallel(
+    config: TrainerConfig, spec: ModelSpec, dims: ParallelDims, device: torch.device
+) -> list[nn.Module]:
     parallelism = _parallelism(config)
     spec.model.update_from_config(config=_RuntimeConfig(parallelism))
     with torch.device("meta"):
         model = spec.model.build()
-    spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param=config.compute_dtype),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=_activation_checkpointing(config),
-        dump_folder="",
-    )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Gradients are plain sums; gloo has no reduction that also scales.
-            module.set_force_sum_reduction_for_comms(True)
-    return model
+    options: dict[str, Any] = {
+        "parallel_dims": dims,
+        # In a pipeline the batch size counts micro-batches, for a schedule that `Pipeline` makes anew for every call.
+        "training": TrainingConfig(mixed_precision_param=config.compute_dtype, local_batch_size=config.num_stages),
+        "parallelism": parallelism,
+        "compile_config": CompileConfig(),
+        "ac_config": _activation_checkpointing(config),
+        "dump_folder": "",
+    }
+    if config.pipeline_parallel > 1:
+        assert spec.pipelining_fn is not None
+        _, parts, _, _ = spec.pipelining_fn(
+            model, device=device, model_config=spec.model, parallelize_fn=spec.parallelize_fn, loss_fn=None, **options
+        )
+    else:
+        spec.parallelize_fn(model, **options)
+        parts = [model]
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                # Gradients are plain sums; gloo has no reduction that also scales.
+                module.set_force_sum_reduction_for_comms(True)
+    return parts
 
 
 def _activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointing.Config | None:

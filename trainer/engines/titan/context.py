@@ -36,8 +36,8 @@ class Share(NamedTuple):
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
     """What the number of tokens of a row must be a multiple of, for its ranks to have equal shares."""
     if config.context_parallel == 1:
-        # Experts take their tokens from equal parts of the sequence.
-        return config.tensor_parallel if config.expert_parallel > 1 else 1
+        # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
+        return config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
     block = 1 if device.type == "cpu" else _BLOCK
     return 2 * config.context_parallel * config.tensor_parallel * block
 

@@ -7,7 +7,7 @@ or export. Only experts are stacked, and unstacked again in `experts.py`.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import parallelize_llama
@@ -153,9 +152,9 @@ def _rope(config: HFModelConfig) -> HFRoPE.Config:
     return rope
 
 
-def share_rope_cache(model: Decoder) -> None:
+def share_rope_cache(parts: Sequence[nn.Module]) -> None:
     """Lets all layers read one table of cosines and sines; torchtitan gives each its own."""
-    layers = [layer for layer in model.modules() if isinstance(layer, HFRoPE)]
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, HFRoPE)]
     for rope in layers[1:]:
         rope.cache = layers[0].cache
 
@@ -170,14 +169,15 @@ def hf_name(name: str) -> str:
     return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, by `hf_name`; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
-    heads = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ValueHead)}
-    for name, parameter in model.named_parameters():
-        yield VALUE_HEAD if name in heads else hf_name(name), parameter
+    for part in parts:
+        heads = {f"{name}.weight" for name, module in part.named_modules() if isinstance(module, ValueHead)}
+        for name, parameter in part.named_parameters():
+            yield VALUE_HEAD if name in heads else hf_name(name), parameter
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fills a model's parameters as `load_hf_weights` does."""
-    named = ((name, parameter.data) for name, parameter in named_parameters(model))
+def load_weights(parts: Sequence[nn.Module], path: Path) -> None:
+    """Fills the parameters as `load_hf_weights` does."""
+    named = ((name, parameter.data) for name, parameter in named_parameters(parts))
     load_hf_weights({name: part for stack in named for name, part in split_experts(*stack)}, path)

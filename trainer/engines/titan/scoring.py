@@ -85,13 +85,16 @@ class _Policy(Decoder):
         scored: Tensor,
         targets: Tensor,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
         Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
-        output projection. A value head scores them with values [S] float32 and None.
+        output projection. A value head scores them with values [S] float32 and None. Between the stages of a pipeline
+        go hidden states [1, L, D] instead of tokens and results.
         """
         hidden = super().forward(tokens, positions, attention_masks)
+        if self.lm_head is None:
+            return hidden
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[self.lm_head.hidden_gradient])
         return self.lm_head(hidden[0].index_select(0, scored), targets, entropy=entropy)

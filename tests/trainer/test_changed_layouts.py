@@ -1,0 +1,129 @@
+"""Training goes on in another layout, and weights are published from it, as if nothing had changed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl.losses import get_loss
+from rl.types import AdamParams
+from rl.weights import INDEX_KEY, WeightSlot
+from tests.tiny_models import tiny_llama
+from tests.trainer.ranks import plan, spawn, whole
+from tests.trainer.reference import random_batch, relative_error
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+from trainer.weights import WeightPublisher
+
+LENGTHS = (3, 17, 5, 40, 9, 23, 31)
+PIPELINE = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
+FSDP = {"data_parallel_shard": 2}
+TENSOR = {"tensor_parallel": 2}
+
+
+class FakeStore:
+    """A dictionary with TorchStore's interface, of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        self.values[key] = value
+
+    async def get(self, key: str) -> Any:
+        return self.values[key]
+
+    async def delete(self, key: str) -> None:
+        del self.values[key]
+
+
+def config(model: Path, layout: dict[str, Any]) -> TrainerConfig:
+    return TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **layout)
+
+
+def train(engine: Engine, of: TrainerConfig, steps: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters afterwards."""
+    batch = random_batch(LENGTHS)
+    for _ in range(steps):
+        engine.forward_backward(plan(of, batch).split(batch)[of.share_of(rank)], get_loss("cross_entropy"))
+        engine.optim_step(AdamParams(learning_rate=1e-3), 0.01)
+    return whole(engine)
+
+
+def published(engine: Engine) -> dict[str, torch.Tensor]:
+    """What a generator would be given, on rank 0."""
+    store = FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+    asyncio.run(publisher.publish(engine.policy_version, engine.hf_parameters()))
+    if dist.get_rank():
+        return {}
+    record = store.values[INDEX_KEY][-1]
+    slot = WeightSlot.open(record.slot)
+    with slot.reading(record):
+        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
+
+
+def two_ranks(rank: int, model: Path, directory: Path) -> None:
+    """One rank -> PP 2 -> (one rank), and one rank -> FSDP 2 -> TP 2, a step in each."""
+    results: dict[str, Any] = {}
+    for name, layout, start in (
+        ("pipeline", PIPELINE, "one"),
+        ("fsdp", FSDP, "one"),
+        ("tensor", TENSOR, "fsdp"),
+    ):
+        of = config(model, layout)
+        engine = load_engine(of)
+        engine.load_checkpoint(directory / start)
+        results[name] = train(engine, of, 1, rank)
+        engine.save_checkpoint(directory / name)
+        results[f"{name} published"] = published(engine)
+    if rank == 0:
+        torch.save(results, directory / "results.pt")
+
+
+Results = tuple[Path, Path, dict[str, dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Model, where checkpoints are, what two ranks saw, and one rank's parameters after 2, 3, 4 steps."""
+    directory = tmp_path_factory.mktemp("layouts")
+    model = tiny_llama(directory / "model", tied=False, num_hidden_layers=4)
+    of = config(model, {})
+    engine = load_engine(of)
+    expected = [train(engine, of, 2)]
+    engine.save_checkpoint(directory / "one")
+    expected += [train(engine, of, 1), train(engine, of, 1)]
+    spawn(2, two_ranks, model, directory)
+    return model, directory, torch.load(directory / "results.pt"), expected
+
+
+def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(relative_error(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("layout", "step"), [("pipeline", 1), ("fsdp", 1), ("tensor", 2)])
+def test_a_step_after_the_change_is_the_step_without_it(results: Results, layout: str, step: int) -> None:
+    _, _, many, one = results
+    assert worst(many[layout], one[step]) <= 1e-5
+    assert worst(one[step], one[step - 1]) > 1e-3, "a step changes something"
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "fsdp", "tensor"])
+def test_all_weights_are_published(results: Results, layout: str) -> None:
+    _, _, many, _ = results
+    assert worst(many[f"{layout} published"], many[layout]) == 0
+
+
+def test_one_rank_takes_over_from_a_pipeline(results: Results) -> None:
+    model, directory, many, one = results
+    of = config(model, {})
+    engine = load_engine(of)
+    assert engine.load_checkpoint(directory / "pipeline") == 3
+    assert worst(whole(engine), many["pipeline"]) == 0
+    assert worst(train(engine, of, 1), one[2]) <= 1e-5
