@@ -1,4 +1,4 @@
-"""The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, and `show`, `list` and `model`.
+"""The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, `show`, `list`, `parity` and `model`.
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
 runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
@@ -13,15 +13,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from controller.output import CapturedOutput
 from controller.processes import StopSignals, adopt_orphans, end_descendants
 from controller.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override, recipe_files
 from controller.resuming import add_options, find_run, resumed_configuration, save_recipe
 from rl.recording import RunFolder, to_json
+
+T = TypeVar("T")
 
 _STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s
 _FAILED = 1
@@ -76,6 +78,12 @@ def _parser(*, resuming: bool) -> _Parser:
     show.set_defaults(command=_show)
     recipes = commands.add_parser("list", help="list the recipes and the hardware that each is for", allow_abbrev=False)
     recipes.set_defaults(command=_list)
+    parity = commands.add_parser(
+        "parity", help="compare a recipe's trainer and generator on the same tokens", allow_abbrev=False, add_help=False
+    )
+    parity.add_argument("recipe", metavar="RECIPE")
+    parity.add_argument("--limit", type=float, default=0.05, help="largest mean gap of log-probs that is no failure")
+    parity.set_defaults(command=_parity)
     model = commands.add_parser("model", help="prepare a model and print its directory", allow_abbrev=False)
     model.add_argument("model", metavar="NAME")
     model.set_defaults(command=_model)
@@ -107,6 +115,33 @@ def _show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with CapturedOutput() as output:
         config = _configuration(options.recipe, overrides, "show")
         print(json.dumps(to_json(config), indent=2), file=output.terminal)
+    return 0
+
+
+def _parity(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Saves nothing; what the processes print is kept only until the end."""
+    with CapturedOutput() as output:
+        config = _configuration(options.recipe, overrides, "parity")
+        from controller.parity import recipe_parity
+
+        adopt_orphans()
+        with StopSignals(_STOP_DEADLINE_S, lambda: None) as stop:
+            try:
+                report = asyncio.run(_cancellable(recipe_parity(config), stop))
+            except Exception as error:
+                if isinstance(error, ValueError):
+                    raise
+                print(f"error: {type(error).__name__}: {error}", file=output.errors)
+                return _FAILED
+            except asyncio.CancelledError:
+                assert stop.received is not None
+                return 128 + stop.received
+            finally:
+                end_descendants(grace_s=0.5)
+        print(report.table(), file=output.terminal)
+        if report.worst > options.limit:
+            print(f"error: the gap is {report.worst:.2e}, above --limit {options.limit:g}", file=output.errors)
+            return _FAILED
     return 0
 
 
@@ -162,10 +197,10 @@ def _until_the_end(config: Any, folder: RunFolder, output: CapturedOutput) -> in
     return code
 
 
-async def _cancellable(run: Any, stop: StopSignals) -> None:
-    """The loop, in the task that a signal cancels."""
+async def _cancellable(run: Coroutine[Any, Any, T], stop: StopSignals) -> T:
+    """Runs it in the task that a signal cancels."""
     stop.cancel_current_task()
-    await run
+    return await run
 
 
 def _configuration(recipe: str, overrides: Sequence[str], command: str) -> Any:

@@ -55,6 +55,7 @@ class Launcher:
         self._names: set[str] = set()
         self._gpus: GPUPool | None = None
         self._starts: list[asyncio.Task[Any]] = []
+        self._store: asyncio.Task[None] | None = None
         self._pushing: str | None = None
         self._running: list[_Stoppable] = []
 
@@ -97,9 +98,9 @@ class Launcher:
 
         TrainerHandle.check_model(config)
         own_gpus = self._reserve(name, config.num_ranks, gpus)
-        store: asyncio.Task[None] | None = None
+        store = None if generator is None else self._store_started()
         if generator is not None:
-            self._pushing, store = name, self._begin(self._start_store())
+            self._pushing = name
 
         async def start() -> Trainer:
             dtype = None if generator is None else generator.dtype
@@ -131,6 +132,7 @@ class Launcher:
         check_hardware(config)
         num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
         own_gpus = self._reserve(name, num_ranks * num_replicas, gpus)
+        store = self._store_started()
 
         async def start_replica(index: int) -> GeneratorHandle:
             return await GeneratorHandle.launch(
@@ -148,6 +150,7 @@ class Launcher:
                     start_replica, num_replicas, on_death=config.on_death or "resend"
                 )
             self._running.append(generator)
+            await asyncio.shield(store)
             return generator
 
         return self._begin(start())
@@ -157,10 +160,16 @@ class Launcher:
         self._starts.append(task)
         return task
 
-    async def _start_store(self) -> None:
-        from controller.store import WeightStore
+    def _store_started(self) -> asyncio.Task[None]:
+        """What all that push or pull wait for; begun when the first of them is asked for."""
 
-        self._running.append(await WeightStore.launch(self._log_dir))
+        async def start() -> None:
+            from controller.store import WeightStore
+
+            self._running.append(await WeightStore.launch(self._log_dir))
+
+        self._store = self._store or self._begin(start())
+        return self._store
 
     def _reserve(self, name: str, num_ranks: int, gpus: Sequence[int] | None) -> tuple[int, ...] | None:
         if name in self._names:

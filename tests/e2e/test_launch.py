@@ -45,6 +45,8 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
                 launcher.trainer(model, config, name="reference"),
                 launcher.generator(model, generating),
             )
+            with pytest.raises(ValueError, match="version 0 cannot be pulled"):
+                await generator.pull_model_state_dict(0)  # nothing was pushed
             await trainer.forward_backward([_datum()], "cross_entropy")
             await trainer.optim_step(AdamParams(learning_rate=0.1))
             new, old = await asyncio.gather(trainer.forward([_datum()]), reference.forward([_datum()]))
@@ -56,6 +58,8 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
             assert completion.prompt_logprobs is not None
             np.testing.assert_allclose(completion.prompt_logprobs, new.logprobs[0], atol=1e-4)
 
+            with pytest.raises(ValueError, match=r"version 7 .*1"):
+                await generator.pull_model_state_dict(7)
             with pytest.raises(ValueError, match="push_model_state_dict: 'reference' was started without a generator"):
                 await reference.push_model_state_dict()
             await reference.export_hf(tmp_path / "exported")

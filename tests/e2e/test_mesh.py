@@ -1,6 +1,8 @@
 """Real processes: what they are given, how their errors arrive, and that none of them stays."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +14,22 @@ from controller.mesh import Mesh
 from tests.e2e.toy_actor import Toy
 
 pytestmark = pytest.mark.e2e
+
+CONTROLLER = """
+import asyncio, pathlib, sys
+from controller.mesh import Mesh
+from tests.e2e.toy_actor import Toy
+
+async def main():
+    env = {"TOY_GREETING": "hello"}
+    mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=2, env=env, log_dir=pathlib.Path(sys.argv[1]))
+    await mesh.answer(mesh.rank(0).add.call_one(1))
+    hanging = mesh.rank(1).hang.call_one(600)
+    print(*mesh.pids, flush=True)
+    await hanging
+
+asyncio.run(main())
+"""
 
 
 def _with_mesh(tmp_path: Path, body: Callable[[Mesh], Awaitable[None]], num_ranks: int = 1) -> tuple[int, ...]:
@@ -61,3 +79,25 @@ def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) ->
     (pid,) = _with_mesh(tmp_path, body)
     assert time.monotonic() - start < 30
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs")]
+    controller = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    with controller:
+        pids = controller.stdout.readline().split()
+        assert len(pids) == 2
+        controller.kill()
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process outlived its controller"
+        time.sleep(0.05)
+
+
+def _runs(pid: str) -> bool:
+    """Whether a process is there and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,107 @@
+"""Trainer and generator of a tiny model agree, and what was put between them is named."""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from controller.launch import Launcher
+from controller.parity import Comparison, compare, explain, measure_parity
+from generator.config import GeneratorConfig
+from rl.protocols import Generator, Trainer
+from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams
+from tests.e2e.weight_meshes import PROMPTS
+from tests.generator.published import export, moved
+from tests.generator.served_models import served_llama
+from trainer.config import TrainerConfig
+
+pytestmark = pytest.mark.e2e
+
+SAMPLING = SamplingParams(max_tokens=16)
+
+
+class _LeakyTrainer:
+    """A trainer whose packed sequences see each other."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def forward(self, batch: Sequence[Datum]) -> ForwardBackwardOutput:
+        output = await self._trainer.forward(batch)
+        return output if len(batch) == 1 else replace(output, logprobs=[p - 0.5 for p in output.logprobs])
+
+
+class _StaleGenerator:
+    """A generator that keeps the weights of its first pull."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._pulled = False
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+    ) -> list[Completion]:
+        return await self._generator.generate(prompt_tokens, sampling, num_samples)
+
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        if not self._pulled:
+            await self._generator.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
+        self._pulled = True
+
+
+def _sentence(found: Comparison) -> str:
+    return explain([gap.mean for gap in found.gaps], found.stepped.mean)
+
+
+def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    other = export(model, moved(model, 3), torch.float32, tmp_path / "other")
+    trainer = TrainerConfig(compute_dtype="float32")
+    generator = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            train, generate = await asyncio.gather(
+                launcher.trainer(model, trainer, generator=generator), launcher.generator(other, generator)
+            )
+            stale = await compare(train, generate, PROMPTS, SAMPLING)
+            assert "by the generator's weights: before a pull they are not the trainer's." in _sentence(stale)
+            configured, uncut, pulled, alone = stale.gaps
+            assert configured.mean > 0.05 < uncut.mean
+            assert pulled.mean < 1e-4
+            assert alone.max < 1e-3 > stale.stepped.max
+            same = await compare(train, generate, PROMPTS, SAMPLING)
+            assert _sentence(same).startswith("There is no gap to explain")
+            assert same.gaps[0].mean_exp == pytest.approx(1, abs=1e-4)
+            hot = await compare(train, generate, PROMPTS, replace(SAMPLING, temperature=1.5))
+            assert "100% by sampling away from the model's own distribution" in _sentence(hot)
+            leaky = await compare(_LeakyTrainer(train), generate, PROMPTS, SAMPLING)  # pyright: ignore[reportArgumentType]
+            assert "100% by packing" in _sentence(leaky)
+            unpulled = await compare(train, _StaleGenerator(generate), PROMPTS, SAMPLING)
+            assert "the pulled weights are not those that the trainer has" in _sentence(unpulled)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_another_dtype_is_named(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    models = (model, shutil.copytree(model, tmp_path / "copy"))
+    trainer = TrainerConfig(compute_dtype="float32")
+    generator = GeneratorConfig(dtype="float16", max_model_len=128, max_num_seqs=8)
+    report = asyncio.run(measure_parity(models, trainer, generator, PROMPTS, SAMPLING, tmp_path / "logs"))
+    assert "by the dtype: in float32 both sides agree" in report.explanation
+    assert report.gaps[-1].mean < 1e-5 < 1e-4 < report.gaps[0].mean == report.worst
+    table = report.table()
+    assert "generator: float32, not float16" in table
+    assert report.explanation in table
