@@ -17,7 +17,7 @@ from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 _NUM_SAMPLES = 3
 # What the trainer and its loss report: sums over the scored tokens, and what is no sum.
 _PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy")
-_AS_THEY_ARE = ("ratio_max", "memory_peak_bytes_max")
+_AS_THEY_ARE = ("ratio_max",)
 
 
 class Report:
@@ -74,6 +74,7 @@ class Report:
                 "loss": output.metrics["loss"] / num_completion_tokens(groups),
                 **per_token(output.metrics, _PER_TOKEN),
                 **{name: output.metrics[name] for name in _AS_THEY_ARE if name in output.metrics},
+                **update.metrics,
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
                 "policy_version": float(update.policy_version),

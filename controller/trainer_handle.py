@@ -6,6 +6,7 @@ together again. Calls reach the ranks in the order in which they were issued, so
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,11 +121,20 @@ class TrainerHandle:
 
         Raises ValueError when no gradient was accumulated or `grad_scale` is not finite.
         """
-        return (await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks]))[0]
+        outputs = await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks])
+        return replace(outputs[0], metrics=merge_metrics([output.metrics for output in outputs]))
 
     async def zero_grad(self) -> None:
         """Drops the accumulated gradient."""
         await self._gather([rank.zero_grad.call_one() for rank in self._ranks])
+
+    async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        """Lets parameters, gradients or optimizer state rest on `device`, "cpu" or "cuda", from now on.
+
+        A call brings in what it needs of what is elsewhere and puts it back afterwards. On trainers without an
+        accelerator nothing moves. Raises ValueError when nothing is to be moved, or to a device that is not theirs.
+        """
+        await self._gather([rank.to.call_one(device, model, gradients, optimizer) for rank in self._ranks])
 
     async def push_model_state_dict(self) -> int:
         """Publishes the current weights in the generator's dtype; returns their policy version.

@@ -240,3 +240,6 @@ class OptimStepOutput:
     """Global norm of the gradient after `grad_scale`, before clipping; not finite when the step was skipped."""
     skipped: bool
     """The gradient held a NaN or an infinity: it was cleared; parameters, optimizer state and version are as before."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`memory_peak_bytes_VERB_max` for this verb and the trainer's others called since the last step: the most that one
+    rank held at a time, in tensors on a GPU, as a process on the CPU."""

@@ -81,16 +81,23 @@ class PolicyTrainer(Actor):
         self._engine.zero_grad()
 
     @endpoint
+    async def to(self, device: str, model: bool, gradients: bool, optimizer: bool) -> None:
+        """`Engine.to`."""
+        self._engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
+
+    @endpoint
     async def push_model_state_dict(self) -> int:
         """Publishes the current weights in the generator's dtype; returns their policy version."""
         version = self._engine.policy_version
-        await self._publisher.publish(version, self._engine.hf_parameters())
+        with self._engine.memory.phase("push_model_state_dict"):
+            await self._publisher.publish(version, self._engine.hf_parameters())
         return version
 
     @endpoint
     async def save_checkpoint(self, path: Path, asynchronous: bool, keep_last: int | None) -> None:
         """`Engine.save_checkpoint`."""
-        self._engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
+        with self._engine.memory.phase("save_checkpoint"):
+            self._engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
 
     @endpoint
     async def wait_for_checkpoint(self) -> None:
@@ -100,9 +107,11 @@ class PolicyTrainer(Actor):
     @endpoint
     async def load_checkpoint(self, path: Path, weights_only: bool) -> int:
         """`Engine.load_checkpoint`."""
-        return self._engine.load_checkpoint(path, weights_only=weights_only)
+        with self._engine.memory.phase("load_checkpoint"):
+            return self._engine.load_checkpoint(path, weights_only=weights_only)
 
     @endpoint
     async def export_hf(self, path: Path) -> None:
         """`Engine.export_hf` in the generator's dtype."""
-        self._engine.export_hf(path, self._dtype)
+        with self._engine.memory.phase("export_hf"):
+            self._engine.export_hf(path, self._dtype)

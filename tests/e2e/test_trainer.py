@@ -58,6 +58,8 @@ def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
             assert first.metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in batch[:6])
             assert step.grad_norm == pytest.approx(0.5 * float(norm), rel=1e-4)
             assert step.policy_version == 1
+            peaks = [step.metrics[f"memory_peak_bytes_{verb}_max"] for verb in ("forward_backward", "optim_step")]
+            assert min(peaks) > 50e6
             for datum, logprobs in zip(batch, first.logprobs + second.logprobs, strict=True):
                 expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
                 np.testing.assert_allclose(logprobs, expected, atol=1e-5)
@@ -67,6 +69,9 @@ def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="without a gradient"):
                 await trainer.optim_step(PARAMS)
 
+            await trainer.to("cpu", model=True, gradients=True, optimizer=True)  # where it is already
+            with pytest.raises(ValueError, match="device is 'tpu'; this trainer's state can be on 'cpu'"):
+                await trainer.to("tpu", model=True)
             await trainer.save_checkpoint(tmp_path / "checkpoint")
             await trainer.export_hf(tmp_path / "export")
             output = await trainer.forward(batch, entropy=True)
@@ -93,14 +98,14 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
 
     async def controller() -> None:
         async with launched(config, tmp_path / "logs") as trainer:
-            await steps(trainer, 2)
+            await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "half")
-            await steps(trainer, 2)
+            await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "uninterrupted")
         async with launched(config, tmp_path / "logs") as trainer:
             await trainer.forward_backward(batch, "ppo")  # dropped by the load
-            assert await trainer.load_checkpoint(tmp_path / "half") == 2
-            await steps(trainer, 2)
+            assert await trainer.load_checkpoint(tmp_path / "half") == 3
+            await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "resumed")
 
     asyncio.run(controller())
@@ -112,7 +117,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
 def state(config: TrainerConfig, path: Path) -> dict[str, Any]:
     """Parameters of a checkpoint, and what one more step makes of them, which the optimizer's state decides."""
     engine = load_engine(config)
-    assert engine.load_checkpoint(path) == 4
+    assert engine.load_checkpoint(path) == 6
     loaded = {name: p.detach().clone() for name, p in engine.hf_parameters()}
     engine.forward_backward([random_batch(LENGTHS)], get_loss("cross_entropy"))
     engine.optim_step(PARAMS)

@@ -2,11 +2,15 @@
 
 An engine is the mathematics of one rank. It knows neither actors nor roles, and runs alone:
 
-    engine = load_engine(TrainerConfig(model=Path("model"), compute_dtype="float32"))
-    datum = Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:]})
-    for step in range(10):
-        output = engine.forward_backward([[datum]], get_loss("cross_entropy"))
-        engine.optim_step(AdamParams(learning_rate=1e-3), grad_scale=1 / output.metrics["num_loss_tokens"])
+    import numpy as np, pathlib
+    from rl import losses, types
+    from trainer import config, engines
+    engine = engines.load_engine(config.TrainerConfig(model=pathlib.Path("model"), compute_dtype="float32"))
+    tokens = np.arange(1, 30)
+    datum = types.Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:]})
+    for step in range(5):
+        output = engine.forward_backward([[datum]], losses.get_loss("cross_entropy"))
+        engine.optim_step(types.AdamParams(learning_rate=1e-3), grad_scale=1 / output.metrics["num_loss_tokens"])
         print(step, output.metrics["loss"])
 
 With several ranks, every rank makes the same calls in the same order with equally many micro-batches; those of a rank
@@ -15,12 +19,14 @@ that has fewer datums are empty. Losses are sums, and so are gradients: over tok
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from rl.losses import Loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from trainer.engines.memory import PeakMemory
 
 Microbatch = Sequence[Datum]
 
@@ -42,14 +48,18 @@ class Engine(ABC):
     def shares_prefixes(self) -> bool:
         """Whether datums of a micro-batch that begin alike cost their common tokens once; see `rl/packing.py`."""
 
+    @property
+    @abstractmethod
+    def memory(self) -> PeakMemory:
+        """Measures `forward`, `forward_backward` and `optim_step`, and whatever else this rank's owner asks it to."""
+
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
         Returns this rank's part: log-probs, or a critic's values, per datum in the order given, metrics summed over
-        this rank's datums, and `memory_peak_bytes_max`: on a GPU the most that tensors took during the call, on the CPU
-        the most that the process took so far. When anything raises, on any rank, the accumulated gradient is as it was
-        before the call.
+        this rank's datums, and `memory_peak_bytes_max` of this call as `memory` measures it. When anything raises, on
+        any rank, the accumulated gradient is as it was before the call.
         """
 
     @abstractmethod
@@ -64,8 +74,8 @@ class Engine(ABC):
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
 
-        A gradient that is not finite is cleared and changes nothing else. Raises ValueError when no gradient was
-        accumulated.
+        A gradient that is not finite is cleared and changes nothing else. The metrics are what `memory` takes. Raises
+        ValueError when no gradient was accumulated.
         """
 
     @abstractmethod
@@ -73,10 +83,27 @@ class Engine(ABC):
         """Drops the accumulated gradient."""
 
     @abstractmethod
-    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The float32 parameters that this rank holds a part of, by Hugging Face name, as views with their `grad`.
+    def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        """Lets parameters, gradients or optimizer state rest on `device` from now on: "cpu", or the accelerator's kind.
 
-        A DTensor where several ranks hold parts. Together the ranks hold every parameter.
+        A call brings in what it needs of what is elsewhere and puts it back afterwards; within `train_mode` or
+        `eval_mode` it stays in. Raises ValueError when nothing is to be moved, or to a device that is not this rank's.
+        """
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Has the model in training mode, and parameters, gradients and optimizer state on the device, in the block."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Has the model in evaluation mode, and its parameters on the device, in the block."""
+
+    @abstractmethod
+    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The float32 parameters that this rank holds a part of, by Hugging Face name, with their `grad`, to be read.
+
+        A DTensor where several ranks hold parts. Together the ranks hold every parameter. A gradient is there while it
+        is on the same device as its parameter. A collective where shards have to be put together for it.
         """
 
     @abstractmethod

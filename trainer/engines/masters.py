@@ -19,6 +19,12 @@ class MasterWeights:
             copy.data = master.data.to(compute_dtype)
             copy.register_post_accumulate_grad_hook(_Accumulate(master))
 
+    def to(self, device: torch.device, compute_device: torch.device) -> None:
+        """Moves the masters. The copies are dropped elsewhere than on `compute_device`, and made anew there."""
+        for copy, master in zip(self._copies, self.masters, strict=True):
+            master.data = master.data.to(device)
+            copy.data = master.data.to(copy.dtype) if device == compute_device else copy.data.new_empty(0)
+
     def refresh(self) -> None:
         """Makes the copies equal to the masters again, after these have changed."""
         with torch.no_grad():

@@ -1,18 +1,42 @@
-"""How much memory this rank has needed, for the metrics."""
+"""How much memory this rank has needed in which phase, for the metrics."""
 
+import contextlib
 import resource
+from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
-
-def reset_peak(device: torch.device) -> None:
-    """Begins a new measurement, where the device allows that."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+_RESET_PEAK = "5"  # see proc(5)
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Most bytes held at any time: by tensors since `reset_peak` on a GPU, by the process so far on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class PeakMemory:
+    """Most bytes held in each phase: by tensors on a GPU, by the whole process on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peaks: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Measures the block. On the CPU, where the kernel cannot begin anew, from the start of the process."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        try:
+            yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0), self.peak_bytes())
+
+    def peak_bytes(self) -> int:
+        """The most that was held since the phase began."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def take(self) -> dict[str, float]:
+        """`memory_peak_bytes_PHASE_max` of every phase since this was asked last."""
+        peaks, self._peaks = self._peaks, {}
+        return {f"memory_peak_bytes_{name}_max": float(peak) for name, peak in peaks.items()}

@@ -16,15 +16,16 @@ from rl.types import AdamParams
 class Optimizer:
     """Owns first and second moments. Keeps no learning rate, decay or clip from one step to the next."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """`parameters` by Hugging Face name."""
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], replicas: int = 1) -> None:
+        """`parameters` by Hugging Face name; `replicas` ranks hold the same of each that is not a DTensor."""
+        self._replicas = replicas
         self._parameters = parameters
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
     def step(self, params: AdamParams, grad_scale: float) -> float:
         """Scales, clips and applies the gradient, if it is finite; returns its norm after scaling, before clipping."""
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = abs(grad_scale) * math.sqrt(_square_sum(grads))
+        norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
         if not math.isfinite(norm):
             return norm
         factor = grad_scale
@@ -40,6 +41,11 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Moments and step count of every parameter, by name; zeros before the first step."""
         return {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
+
+    def to(self, device: torch.device) -> None:
+        """Moves all moments and step counts."""
+        for state in self._adamw.state.values():
+            state.update({name: value.to(device) for name, value in state.items()})
 
     def forget_unused(self) -> None:
         """Frees the zeros that `state` made where no step has been taken."""
@@ -82,11 +88,11 @@ def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
     return next((factor for pattern, factor in multipliers.items() if fnmatchcase(name, pattern)), 1.0)
 
 
-def _square_sum(grads: Iterable[torch.Tensor]) -> float:
+def _square_sum(grads: Iterable[torch.Tensor], plain_replicas: int) -> float:
     """Sum of squares over all ranks, in float64: a float32 sum over 1e8 elements is wrong in the fifth digit."""
     total = torch.zeros((), dtype=torch.float64)
     for grad in grads:
-        local, replicas = grad, 1
+        local, replicas = grad, plain_replicas
         if isinstance(grad, DTensor):
             mesh, placements = grad.device_mesh, grad.placements
             replicas = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())

@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rl.batching import merge_metrics
 from rl.packing import PackedRow
 from rl.types import Datum, ForwardBackwardOutput, Head
-from trainer.engines.memory import peak_bytes, reset_peak
+from trainer.engines.memory import PeakMemory
 
 _Arrays = tuple[NDArray[np.float32], ...]
 
@@ -18,12 +17,11 @@ _Arrays = tuple[NDArray[np.float32], ...]
 class OutputCollector:
     """Rows in, one `ForwardBackwardOutput` out, datums in the order in which they came."""
 
-    def __init__(self, device: torch.device, head: Head, *, entropy: bool) -> None:
-        """With `entropy`, every row brings its entropies. Memory is measured from here on."""
+    def __init__(self, memory: PeakMemory, head: Head, *, entropy: bool) -> None:
+        """With `entropy`, every row brings its entropies. `memory` measures this call."""
         self._head = head
         self._entropy = entropy
-        self._device = device
-        reset_peak(device)
+        self._memory = memory
         self._rows: list[tuple[PackedRow, Tensor | None, Tensor | None]] = []
         self._metrics: list[Mapping[str, Tensor]] = []
 
@@ -43,7 +41,7 @@ class OutputCollector:
             entropy=_unpack([(row, entropy) for row, _, entropy in self._rows]) if self._entropy else None,
             metrics={
                 "num_loss_tokens": num_loss_tokens,
-                "memory_peak_bytes_max": float(peak_bytes(self._device)),
+                "memory_peak_bytes_max": float(self._memory.peak_bytes()),
                 **merge_metrics(parts),
             },
         )

@@ -25,8 +25,10 @@ from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeerError
 from trainer.engines.masters import MasterWeights
+from trainer.engines.memory import PeakMemory
 from trainer.engines.optimizer import Optimizer
 from trainer.engines.outputs import IDLE_DATUM, OutputCollector
+from trainer.engines.placement import PARTS, Part, Placement
 from trainer.engines.ranks import DTYPES
 from trainer.export import write_hf_directory
 from trainer.saver import CheckpointSaver
@@ -42,8 +44,12 @@ class TorchEngine(Engine):
         parameters: Mapping[str, nn.Parameter],
         model_info: Mapping[str, Any],
         device: torch.device,
+        *,
+        replicas: int = 1,
     ) -> None:
         """`parameters` are float32, by Hugging Face name, in the order of `model`; `model_info` goes into checkpoints.
+
+        Those that are not DTensors stand for parts of which `replicas` ranks each hold the same.
 
         With one rank and another compute dtype, `model` is turned into copies of that dtype.
         """
@@ -57,7 +63,10 @@ class TorchEngine(Engine):
             self._masters = MasterWeights(model, dtype)
             parameters = dict(zip(parameters, self._masters.masters, strict=True))
         self._parameters = parameters
-        self._optimizer = Optimizer(parameters)
+        self._optimizer = Optimizer(parameters, replicas)
+        self._placement = Placement(device, self._move)
+        self._memory = PeakMemory(device)
+        self._detached_gradients: dict[str, Tensor] = {}  # while they are elsewhere than their parameters
         self._saver = CheckpointSaver()
         self._version = 0
 
@@ -72,21 +81,26 @@ class TorchEngine(Engine):
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def memory(self) -> PeakMemory:
+        return self._memory
+
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         loss.check_head(self._config.head)
-        output = OutputCollector(self._device, self._config.head, entropy=False)
-        with self._gradient_restored_on_failure():
-            self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
-        return output.result()
+        output = OutputCollector(self._memory, self._config.head, entropy=False)
+        with self._memory.phase("forward_backward"), self._placement.resident("model", "gradients"):
+            with self._gradient_restored_on_failure():
+                self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
+            return output.result()
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
         if entropy:
             self._config.check_entropy()
-        output = OutputCollector(self._device, self._config.head, entropy=entropy)
-        with torch.no_grad():
+        output = OutputCollector(self._memory, self._config.head, entropy=entropy)
+        with self._memory.phase("forward"), self.eval_mode(), torch.no_grad():
             self._forward_rows([self._pack(microbatch) for microbatch in microbatches], output, entropy=entropy)
-        self._reshard()
-        return output.result()
+            self._reshard()
+            return output.result()
 
     def _forward_backward_rows(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         """Runs a call's rows, None for those of peers only, and adds each of this rank's to the output."""
@@ -143,21 +157,78 @@ class TorchEngine(Engine):
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         if not math.isfinite(grad_scale):
             raise ValueError(f"grad_scale is {grad_scale}; it must be finite")
-        if all(parameter.grad is None for parameter in self._parameters.values()):
+        if not self._detached_gradients and all(parameter.grad is None for parameter in self._parameters.values()):
             raise ValueError("optim_step was called without a gradient; call forward_backward first")
-        grad_norm = self._optimizer.step(params, grad_scale)
-        skipped = not math.isfinite(grad_norm)
-        if not skipped:
-            self._version += 1
-            self._refresh()
-        self.zero_grad()
+        with self._memory.phase("optim_step"), self._placement.resident(*PARTS):
+            grad_norm = self._optimizer.step(params, grad_scale)
+            skipped = not math.isfinite(grad_norm)
+            if not skipped:
+                self._version += 1
+                self._refresh()
+            self.zero_grad()
         return OptimStepOutput(
-            policy_version=self._version, learning_rate=params.learning_rate, grad_norm=grad_norm, skipped=skipped
+            policy_version=self._version,
+            learning_rate=params.learning_rate,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            metrics=self._memory.take(),
         )
 
     def zero_grad(self) -> None:
+        self._detached_gradients = {}
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        chosen = {"model": model, "gradients": gradients, "optimizer": optimizer}
+        self._placement.rest([part for part in PARTS if chosen[part]], device)
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Generator[None]:
+        with self._placement.resident(*PARTS), self._training(True):
+            yield
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Generator[None]:
+        with self._placement.resident("model"), self._training(False):
+            yield
+
+    @contextlib.contextmanager
+    def _training(self, mode: bool) -> Generator[None]:
+        before = self._model.training
+        self._model.train(mode)
+        try:
+            yield
+        finally:
+            self._model.train(before)
+
+    def _move(self, part: Part, device: torch.device) -> None:
+        """Takes one part of the state to a device. A parameter has its gradient attached while both are on one."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._detached_gradients[name] = parameter.grad
+                parameter.grad = None
+        places = {each: self._placement.device_of(each) for each in PARTS} | {part: device}
+        if part == "model":
+            self._move_model(device)
+        elif part == "gradients":
+            self._detached_gradients = {name: grad.to(device) for name, grad in self._detached_gradients.items()}
+        else:
+            self._optimizer.to(device)
+        if places["model"] == places["gradients"]:
+            for name, grad in self._detached_gradients.items():
+                self._parameters[name].grad = grad
+            self._detached_gradients = {}
+        if device != self._device:
+            torch.cuda.empty_cache()  # what is offloaded is for others to use
+
+    def _move_model(self, device: torch.device) -> None:
+        """Takes the parameters, which have no gradients now, to a device."""
+        if self._masters is not None:
+            self._masters.to(device, self._device)
+        else:
+            self._reshard()
+            self._model.to(device)
 
     @contextlib.contextmanager
     def _gradient_restored_on_failure(self) -> Generator[None]:
@@ -193,7 +264,7 @@ class TorchEngine(Engine):
 
     def _refresh(self) -> None:
         """Lets what is computed with follow the parameters, after these have changed."""
-        if self._masters is not None:
+        if self._masters is not None and self._placement.device_of("model") == self._device:
             self._masters.refresh()
 
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -216,18 +287,20 @@ class TorchEngine(Engine):
 
     def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         self._saver.wait()
-        state = self._state(optimizer=not weights_only)
-        if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
-            del state["rng"]
-        info = checkpoint.load(path, state, self._model_info)
+        with self._placement.resident("model", "optimizer"):
+            state = self._state(optimizer=not weights_only)
+            if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
+                del state["rng"]
+            info = checkpoint.load(path, state, self._model_info)
+            self._take_over(state)
+            if weights_only:
+                self._optimizer.reset()
+            self._optimizer.forget_unused()
+            self._refresh()
         if "rng" in state:
             torch.set_rng_state(state["rng"][str(self._rank)])
-        if weights_only:
-            self._optimizer.reset()
-        self._optimizer.forget_unused()
         self.zero_grad()
         self._version = 0 if weights_only else info.policy_version
-        self._refresh()
         return self._version
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
@@ -248,6 +321,9 @@ class TorchEngine(Engine):
             **({"optimizer": self._optimizer.state()} if optimizer else {}),
             "rng": {str(self._rank): torch.get_rng_state()},
         }
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Brings what a checkpoint filled in to where `_state` took copies from; here it is the state itself."""
 
     def _info(self, kind: checkpoint.Kind) -> checkpoint.CheckpointInfo:
         return checkpoint.CheckpointInfo(

@@ -34,6 +34,7 @@ class TransformersPolicy(nn.Module):
         """
         super().__init__()
         self._has_values = head == "value"
+        self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         try:
             config = AutoConfig.from_pretrained(path)
             for name, value in config.to_dict().items():
@@ -61,6 +62,10 @@ class TransformersPolicy(nn.Module):
     def forward(self, compute: Callable[[Any], T]) -> T:
         """Runs a function of the model, all that is sharded gathered as in any forward pass."""
         return compute(self.model)
+
+    def run_by(self, wrapper: nn.Module) -> None:
+        """Computes through a module that wraps this one from now on."""
+        self._run = wrapper.__call__
 
     def layers(self) -> list[nn.Module]:
         """The model's repeated blocks, in which sharding is done."""
@@ -95,7 +100,7 @@ class TransformersPolicy(nn.Module):
                 return values(hidden, model.score.weight), None
             return logprobs_and_entropy(hidden, model.get_output_embeddings().weight, targets, entropy=entropy)
 
-        return self(compute)
+        return self._run(compute)
 
     @torch.no_grad()
     def check(self, device: torch.device) -> None:
@@ -113,7 +118,7 @@ class TransformersPolicy(nn.Module):
                 logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False).logits
             return packed, single, logits, _MAGNIFIED * (single @ head.weight.T)
 
-        packed, single, logits, product = (x.float() for x in self(compute))
+        packed, single, logits, product = (x.float() for x in self._run(compute))
         if (packed - single).norm() > 0.1 * single.norm():
             raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
         if (logits - product).norm() > 0.01 * logits.norm():

@@ -26,7 +26,7 @@ from trainer.engines.titan.attention import attention_masks, shared_attention_ma
 from trainer.engines.titan.build import build_model
 from trainer.engines.titan.context import Share, gather_scored, row_multiple, share_row
 from trainer.engines.titan.experts import split_experts
-from trainer.engines.titan.models import named_parameters
+from trainer.engines.titan.models import named_parameters, share_rope_cache
 from trainer.engines.titan.pipeline import StageInputs
 from trainer.engines.torch_engine import TorchEngine
 
@@ -52,6 +52,10 @@ class TitanEngine(TorchEngine):
     @property
     def shares_prefixes(self) -> bool:
         return shares_prefixes(self._device)
+
+    def _move_model(self, device: torch.device) -> None:
+        super()._move_model(device)
+        share_rope_cache(self._parts)  # moving gives each layer its own again
 
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
