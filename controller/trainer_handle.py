@@ -14,7 +14,7 @@ from controller.mesh import Mesh, visible_gpus
 from rl.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
-from rl.weights import Transport
+from rl.weights import TransportChoice
 from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
 from trainer.config import TrainerConfig
 from trainer.engines.base import PeerError
@@ -42,7 +42,7 @@ class TrainerHandle:
         log_dir: Path,
         *,
         name: str = "trainer",
-        transport: Transport = "shared_memory",
+        transport: TransportChoice = "auto",
         gpus: Sequence[int] | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.

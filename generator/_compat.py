@@ -6,12 +6,19 @@ Nothing is patched when this module is imported. The worker that a tensor-parall
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import vllm.model_executor.layers.utils as gemm
 import vllm.v1.sample.sampler as sampler
 from torch import nn
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+_PACKS = "ownloop_packs_weight"
 
 
 def patch_cpu() -> None:
@@ -23,12 +30,13 @@ def patch_cpu() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PackBesideWeight:
-    """Keeps the plain weight beside the one that is packed for oneDNN or AMX, so that a pull can load into it.
+    """Keeps the plain weight beside the one that is packed for oneDNN or AMX, so that `load_weights` can load into it.
 
     vLLM throws the plain weight away, after which `load_weights` fails and `reload_weights` silently keeps the old head
-    of a model with tied embeddings. Packed weights are worth their memory and the 0.1 s that packing 135M parameters
-    takes at a pull: 1,000 tokens take 2.3 s of CPU time from packed weights and 2.8 s from plain ones, so 200 tokens
-    between two pulls pay for it. An input embedding is never multiplied with, so it is not packed.
+    of a model with tied embeddings. Packed weights are worth their memory and the time that packing takes at a pull:
+    1,000 tokens take 2.3 s of CPU time from packed weights of 135M parameters and 2.8 s from plain ones. An input
+    embedding is never multiplied with, so it is not packed; nor is anything in a dtype that the processor's oneDNN
+    cannot multiply (bfloat16 without AVX-512).
 
     Remove when vLLM's `reload_weights` is right for tied embeddings on the CPU and as fast.
     """
@@ -40,7 +48,16 @@ class _PackBesideWeight:
         if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
             object.__setattr__(layer, "cpu_linear", nn.functional.linear)
         else:
-            self.original(layer, remove_weight=False)
+            self.pack(layer, cast(torch.Tensor, layer.weight))
+
+    def pack(self, layer: nn.Module, weight: torch.Tensor) -> None:
+        """Makes `layer` multiply with a packed copy of `weight`, or with its own if there is no packed form."""
+        stand_in = SimpleNamespace(weight=weight, bias=getattr(layer, "bias", None))
+        self.original(stand_in, remove_weight=True)
+        if hasattr(stand_in, "cpu_linear"):
+            packs = stand_in.weight is not weight  # vLLM throws away what it has packed
+            object.__setattr__(layer, "cpu_linear", stand_in.cpu_linear if packs else nn.functional.linear)
+            object.__setattr__(layer, _PACKS, packs)
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -55,9 +72,43 @@ def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.zeros(logprobs.shape[0], dtype=torch.int64, device=logprobs.device)
 
 
-def pack_weights(model: nn.Module) -> None:
-    """Packs what was loaded since, so that the next forward pass computes with it. Does nothing on a GPU."""
+def packed_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that multiply with a packed copy of their weight. None on a GPU."""
+    return [layer for layer in model.modules() if vars(layer).get(_PACKS)]
+
+
+def pack(layer: nn.Module, weight: torch.Tensor) -> None:
+    """Makes a packed layer multiply with `weight` from now on. Several may be packed at a time."""
+    object.__setattr__(layer, "cpu_linear", None)  # first, so that the new packed copy takes the memory of the old one
+    assert isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight)
+    gemm.dispatch_cpu_unquantized_gemm.pack(layer, weight)
+
+
+def packed_experts(model: nn.Module) -> list[Callable[[], None]]:
+    """For each layer of experts that vLLM packs in place on the CPU, what packs it again after a load. None on a GPU.
+
+    Raises ValueError for experts that vLLM widens when it packs them, into which nothing can be loaded.
+
+    Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
+    """
+    packing: list[Callable[[], None]] = []
+    layer: Any  # its attributes are vLLM's own business
     for layer in model.modules():
-        if "cpu_linear" in vars(layer):
-            del layer.cpu_linear  # first, so that the new packed copy reuses the memory of the old one
-            gemm.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+        if not isinstance(experts, CPUUnquantizedExperts):
+            continue
+        unchecked: Any = experts
+        width, padded = layer.moe_config.intermediate_size_per_partition, layer.w13_weight.shape[1] // 2
+        if width != padded:
+            raise ValueError(
+                f"each rank holds {width} of moe_intermediate_size's columns; on the CPU it has to be a multiple of"
+                f" {experts.output_alignment}, or weights cannot be pulled"
+            )
+        if not unchecked._use_zentorch:
+            packing.append(partial(_pack_experts, layer, experts.isa))
+    return packing
+
+
+def _pack_experts(layer: Any, isa: str) -> None:
+    for weight in (layer.w13_weight, layer.w2_weight):
+        weight.data.copy_(cpu_prepack_moe_weight(weight.data, isa))

@@ -5,6 +5,7 @@ Every rank checks before any loads. All of it runs in the engine's thread; when 
 
 import contextlib
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator.weights import NamedTensors, TensorQueue, WeightLoader, queued_tensors
+from generator.weights import Backup, TensorQueue, WeightLoader, queued_tensors
 from rl.weights import VersionRecord, WeightsError
+
+
+def _nothing() -> None:
+    pass
 
 
 class WeightUpdates:
@@ -57,24 +62,31 @@ class WeightUpdates:
         """
         problem: Exception | None = None
         with contextlib.ExitStack() as stack:
-            tensors: NamedTensors = ()
+            load: Callable[[], None] = _nothing
+            backup: Backup | None = None
             try:
                 self._loader.check(record)
                 if record.transport == "shared_memory":
-                    tensors = stack.enter_context(self._loader.shared_memory(record))
+                    slot = stack.enter_context(self._loader.shared_memory(record))
+                    load = partial(self._loader.load_slot, slot, record)
                 else:
+                    backup = self._loader.backup() if self.torn is None else None
                     tensors = stack.enter_context(contextlib.closing(self._from_rank_zero(feed)))
+                    load = partial(self._loader.load, tensors)
             except Exception as error:
                 problem = error
             self._raise_on_every_rank(problem)
             try:
-                self._loader.load(tensors)
+                load()
             except Exception as error:
                 problem = error
         try:
             self._raise_on_every_rank(problem)
         except Exception as error:
-            self.torn = error
+            if backup is not None:
+                self._loader.restore(backup)
+            else:
+                self.torn = error
             raise
         self.torn = None
         if not keep_prefix_cache:

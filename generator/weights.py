@@ -16,7 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from generator._compat import pack_weights
+from generator._compat import packed_experts, packed_layers
+from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
+from rl.digests import element_sum
 from rl.weights import (
     INDEX_KEY,
     Store,
@@ -24,11 +26,14 @@ from rl.weights import (
     WeightsError,
     WeightSlot,
     WeightsMismatchError,
+    corrupted,
     find_version,
     host_identity,
 )
+from rl.workers import Workers
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]
 TensorQueue = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]
 
 _POLL_S = 0.002
@@ -60,8 +65,17 @@ async def fetch_tensors(store: Store, record: VersionRecord, tensors: TensorQueu
             await asyncio.sleep(_POLL_S)
 
     try:
-        for spec in record.manifest:
-            await put((spec.name, await store.get(record.key(spec.name))))
+        for spec, digest in zip(record.manifest, record.digests, strict=True):
+            try:
+                tensor = await store.get(record.key(spec.name))
+            except KeyError as error:
+                raise WeightsError(f"TorchStore lost {spec.name!r} of version {record.version}: {error}") from error
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise corrupted(record, spec, f"it is {tuple(tensor.shape)} of {tensor.dtype}")
+            found = await asyncio.to_thread(element_sum, tensor)
+            if found != digest:
+                raise corrupted(record, spec, f"its digest is {found} instead of {digest}")
+            await put((spec.name, tensor))
         await put(None)
     except Exception as error:  # the engine's thread waits for the next tensor and has to hear of it
         await put(error)
@@ -86,6 +100,9 @@ class WeightLoader:
         if tied_embeddings:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
         self._slots: dict[tuple[int, int, int], WeightSlot] = {}
+        self._workers = Workers()
+        self._plan: CopyPlan | None = None
+        packed_experts(model)  # raises for experts that cannot be loaded into
 
     def check(self, record: VersionRecord) -> None:
         """Raises `WeightsMismatchError` if the version is not one of this model, ValueError if it is out of reach."""
@@ -119,8 +136,8 @@ class WeightLoader:
             )
 
     @contextlib.contextmanager
-    def shared_memory(self, record: VersionRecord) -> Generator[NamedTensors]:
-        """The version's tensors in place, whole and unchanging while inside.
+    def shared_memory(self, record: VersionRecord) -> Generator[WeightSlot]:
+        """The slot that holds the version, whole and unchanging while inside.
 
         Raises `UnknownVersionError` if a newer version took its place, `WeightsError` if the publisher is gone or a
         tensor is not what it published.
@@ -134,16 +151,44 @@ class WeightLoader:
             self._slots[record.slot] = slot
         with slot.reading(record):
             slot.check_digests(record)
-            yield ((spec.name, slot.tensor(spec)) for spec in record.manifest)
+            yield slot
+
+    def load_slot(self, slot: WeightSlot, record: VersionRecord) -> None:
+        """Copies the version that lies in `slot` into the model. Raises as `load` does."""
+        if self._plan is None or not self._plan.fits(record):
+            with CopyRecorder(slot) as recorder:
+                self._load((spec.name, slot.tensor(spec)) for spec in record.manifest)
+            self._plan = CopyPlan(self._model, record, recorder)
+            pack_weights(self._model, self._workers)
+        else:
+            self._plan.load(slot, self._workers)
 
     def load(self, tensors: NamedTensors) -> None:
         """Copies the tensors into the model. Raises `WeightsError` if a parameter of the model was left as it was.
 
-        After any exception the model is a mixture that must not be used until a later call succeeds.
+        After any exception the model is a mixture that must not be used until a later call succeeds, or `restore`.
         """
+        self._load(tensors)
+        pack_weights(self._model, self._workers)
+
+    def backup(self) -> Backup:
+        """A copy of this rank's weights, for `restore`. In the host's memory."""
+        with torch.no_grad():
+            parameters = [(p, p.detach().to("cpu", copy=True)) for p in self._model.parameters()]
+        return parameters, [(layer, vars(layer)["cpu_linear"]) for layer in packed_layers(self._model)]
+
+    def restore(self, backup: Backup) -> None:
+        """Brings the weights back that `backup` copied."""
+        parameters, packed = backup
+        with torch.no_grad():
+            for parameter, old in parameters:
+                parameter.copy_(old)
+        for layer, cpu_linear in packed:
+            object.__setattr__(layer, "cpu_linear", cpu_linear)
+
+    def _load(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-            pack_weights(self._model)
         left = {name for name, _ in self._model.named_parameters()} - loaded
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {_some(left)}")

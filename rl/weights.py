@@ -25,10 +25,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rl.digests import LINE_BYTES, SlotDigests
+
 Transport = Literal["shared_memory", "torchstore"]
 """How the bytes travel: in place on one host, or through TorchStore between any hosts."""
 
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "torchstore")
+TransportChoice = Literal["auto", "shared_memory", "torchstore"]
+"""What a trainer may be asked to use; `auto` is shared memory where there is enough, TorchStore where there is not."""
+
+TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "shared_memory", "torchstore")
 
 INDEX_KEY = "ownloop/weights"
 """Key in TorchStore of the tuple of `VersionRecord`s that can be pulled, oldest first."""
@@ -36,14 +41,11 @@ INDEX_KEY = "ownloop/weights"
 LIVING_VERSIONS = 2
 """How many published versions stay whole: the newest can be written while the one before is read."""
 
-_ALIGNMENT = 64
 _HEADER = struct.Struct("=8sqqq32s")  # magic, publication or _UNSEALED, version, size in bytes, manifest digest
 _HEADER_BYTES = 4096
 _MAGIC = b"ownloop1"
 _UNSEALED = -1
 _POLL_S = 0.002
-_DIGEST_BLOCK_WORDS = 64
-_DIGEST_BLOCKS = 128
 
 
 class WeightsError(RuntimeError):
@@ -95,8 +97,12 @@ class VersionRecord:
     """`host_identity()` of the publisher."""
     slot: tuple[int, int, int] | None
     """Process id, file descriptor and inode of the slot; None where the tensors are in TorchStore."""
+    layout: bytes
+    """`manifest_digest` of the manifest."""
+    full_digests: bool
+    """Whether the digests look at every byte or at samples."""
     digests: tuple[int, ...] = ()
-    """`tensor_digest` of every tensor in a slot, in the manifest's order; empty where the tensors are in TorchStore."""
+    """Of every tensor in the manifest's order: `SlotDigests` of a slot, `element_sum` where they are in TorchStore."""
 
     def key(self, name: str) -> str:
         """The key in TorchStore of one of its tensors."""
@@ -120,7 +126,7 @@ class Store(Protocol):
 
 
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:
-    """Lays tensors out one after the other behind the header, each aligned to a cache line.
+    """Lays tensors out one after the other behind the header, each aligned to a line of digests.
 
     Raises ValueError for a name that occurs twice.
     """
@@ -130,13 +136,17 @@ def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) ->
         if name in specs:
             raise ValueError(f"the tensor {name!r} occurs twice among the weights; each name may occur once")
         specs[name] = TensorSpec(name, tuple(shape), dtype, offset)
-        offset += -(-specs[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += _whole_lines(specs[name].nbytes)
     return tuple(specs.values())
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def slot_size(manifest: Manifest) -> int:
     """Bytes that a slot for these tensors takes."""
-    return max((spec.offset + spec.nbytes for spec in manifest), default=_HEADER_BYTES)
+    return max((spec.offset + _whole_lines(spec.nbytes) for spec in manifest), default=_HEADER_BYTES)
 
 
 def manifest_digest(manifest: Manifest) -> bytes:
@@ -144,19 +154,12 @@ def manifest_digest(manifest: Manifest) -> bytes:
     return hashlib.sha256(repr(manifest).encode()).digest()
 
 
-def tensor_digest(data: torch.Tensor) -> int:
-    """A checksum of a tensor's bytes (uint8 [N], aligned to 8): their sum as 64-bit words, modulo 2^64.
-
-    Of a tensor above 64 KiB, 128 blocks of 512 bytes or fewer, spread evenly, so that every rank's shard is in it: all
-    of 269 MB would cost as much as half of a copy. A single wrong word between the blocks goes unnoticed.
-    """
-    num_words = len(data) // 8
-    words = data[: 8 * num_words].view(torch.int64)
-    num_blocks = num_words // _DIGEST_BLOCK_WORDS
-    if num_blocks > _DIGEST_BLOCKS:
-        blocks = words[: num_blocks * _DIGEST_BLOCK_WORDS].view(num_blocks, _DIGEST_BLOCK_WORDS)
-        words = blocks[:: -(-num_blocks // _DIGEST_BLOCKS)]
-    return int(words.sum()) + int(data[8 * num_words :].sum())
+def corrupted(record: VersionRecord, spec: TensorSpec, what: str) -> WeightsError:
+    """The error of a tensor that is not what was published."""
+    return WeightsError(
+        f"version {record.version} is corrupted: {spec.name!r} is not what was published ({what}); it has to be pushed"
+        " again"
+    )
 
 
 def find_version(records: Iterable[VersionRecord], version: int) -> VersionRecord:
@@ -188,6 +191,13 @@ def available_memory_bytes() -> int:
     return available
 
 
+def _short_of_memory(size_bytes: int) -> WeightsError:
+    return WeightsError(
+        f"weights need {size_bytes / 1e9:.2f} GB of shared memory and {available_memory_bytes() / 1e9:.2f} GB are"
+        " available; transport='torchstore' needs none"
+    )
+
+
 class WeightSlot:
     """One version's worth of shared memory, mapped into this process.
 
@@ -204,21 +214,37 @@ class WeightSlot:
             # A read-only mapping is meant: a loader that writes into published weights must not go unnoticed.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._layout = b""  # of the manifest that the next line is for
+        self._digests: dict[bool, SlotDigests] = {}
 
     @classmethod
     def create(cls, size_bytes: int) -> "WeightSlot":
         """Allocates a slot that this process owns. Raises `WeightsError` if the host's memory does not suffice."""
-        available = available_memory_bytes()
-        if size_bytes > available:
-            raise WeightsError(
-                f"a weight slot needs {size_bytes / 1e9:.2f} GB of shared memory and {available / 1e9:.2f} GB are"
-                " available; transport='torchstore' needs none"
-            )
         fd = os.memfd_create("ownloop-weights", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, size_bytes)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise _short_of_memory(size_bytes) from error
         slot = cls(fd, (os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
         slot._write_header(_UNSEALED, 0, b"")
         return slot
+
+    @classmethod
+    def create_for(cls, manifest: Manifest) -> "list[WeightSlot]":
+        """Allocates a slot for each of the versions that live. Raises `WeightsError` if there is no room for all."""
+        size_bytes = LIVING_VERSIONS * slot_size(manifest)
+        if size_bytes > available_memory_bytes():
+            raise _short_of_memory(size_bytes)
+        slots: list[WeightSlot] = []
+        try:
+            for _ in range(LIVING_VERSIONS):
+                slots.append(cls.create(slot_size(manifest)))
+        except WeightsError:
+            for slot in slots:
+                slot.close()
+            raise
+        return slots
 
     @classmethod
     def open(cls, location: tuple[int, int, int], *, writable: bool = False) -> "WeightSlot":
@@ -234,23 +260,31 @@ class WeightSlot:
             raise WeightsError(gone)
         return cls(fd, location, writable=writable)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """All of its bytes, header included (uint8 [N]). Valid as a view of one tensor is."""
+        return self._bytes
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A view of one tensor. Valid while the slot is locked; it must not outlive the slot."""
         return self._bytes[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
-    def digests(self, manifest: Manifest) -> tuple[int, ...]:
-        """`tensor_digest` of every tensor."""
-        return tuple(tensor_digest(self._bytes[spec.offset : spec.offset + spec.nbytes]) for spec in manifest)
+    def digests(self, record: VersionRecord) -> tuple[int, ...]:
+        """`SlotDigests` of what lies in the slot, if that is laid out as in `record`."""
+        if record.layout != self._layout:
+            self._layout = record.layout
+            self._digests.clear()
+        digests = self._digests.get(record.full_digests)
+        if digests is None:
+            extents = [(spec.offset, spec.nbytes) for spec in record.manifest]
+            digests = self._digests[record.full_digests] = SlotDigests(extents, full=record.full_digests)
+        return digests(self._bytes)
 
     def check_digests(self, record: VersionRecord) -> None:
         """Raises `WeightsError` naming the first tensor that is not what was published."""
-        found = self.digests(record.manifest)
-        for spec, expected, digest in zip(record.manifest, record.digests, found, strict=True):
-            if digest != expected:
-                raise WeightsError(
-                    f"version {record.version} is corrupted: {spec.name!r} is not what was published (its digest is"
-                    f" {digest} instead of {expected}); it has to be pushed again"
-                )
+        for spec, expected, found in zip(record.manifest, record.digests, self.digests(record), strict=True):
+            if found != expected:
+                raise corrupted(record, spec, f"its digest is {found} instead of {expected}")
 
     def holds_same_as(self, other: "WeightSlot") -> bool:
         """Whether two slots of one manifest hold the same bytes behind their headers."""
@@ -267,7 +301,7 @@ class WeightSlot:
 
     def seal(self, record: VersionRecord) -> None:
         """Declares the content to be that of `record` and admits readers."""
-        self._write_header(record.publication, record.version, manifest_digest(record.manifest))
+        self._write_header(record.publication, record.version, record.layout)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
@@ -283,7 +317,7 @@ class WeightSlot:
         if not self._try_lock(fcntl.LOCK_SH):
             raise UnknownVersionError(f"version {record.version} is no longer kept: a newer one is taking its place")
         try:
-            expected = (_MAGIC, record.publication, record.version, len(self._memory), manifest_digest(record.manifest))
+            expected = (_MAGIC, record.publication, record.version, len(self._memory), record.layout)
             found = _HEADER.unpack_from(self._memory)
             if found != expected:
                 state = "an unfinished push" if found[1] == _UNSEALED else f"version {found[2]}"

@@ -16,20 +16,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate
 
+from rl.digests import add_up, element_sum
 from rl.weights import (
     INDEX_KEY,
     LIVING_VERSIONS,
     TRANSPORTS,
     Manifest,
     Store,
-    Transport,
+    TransportChoice,
     VersionRecord,
     WeightsError,
     WeightSlot,
     build_manifest,
     host_identity,
-    slot_size,
+    manifest_digest,
 )
+from rl.workers import Workers
 
 T = TypeVar("T")
 
@@ -42,27 +44,35 @@ class WeightPublisher:
     def __init__(
         self,
         dtype: torch.dtype,
-        transport: Transport = "shared_memory",
+        transport: TransportChoice = "auto",
         *,
         store: Store | None = None,
         reader_timeout_s: float = 60.0,
+        full_digests: bool = False,
     ) -> None:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
 
-        A push waits at most `reader_timeout_s` for generators that still read the version two pushes back. Raises
-        ValueError for a transport that does not exist.
+        With `auto`, TorchStore carries the weights if shared memory does not suffice, which a warning says; with
+        `shared_memory` the first push raises then. A push waits at most `reader_timeout_s` for generators that still
+        read the version two pushes back. `full_digests` makes every pull check every byte of what it reads in shared
+        memory, and every push compute as much; what TorchStore carries is always checked in full. Raises ValueError
+        for a transport that does not exist.
         """
         if transport not in TRANSPORTS:
             raise ValueError(f"weight transport is {transport!r}; it must be one of {', '.join(TRANSPORTS)}")
         self._dtype = dtype
-        self._transport: Transport = transport
+        self._choice: TransportChoice = transport
         self._store = store
         self._reader_timeout_s = reader_timeout_s
+        self._full_digests = full_digests
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._manifest: Manifest = ()
+        self._layout = b""
         self._shapes: dict[str, tuple[int, ...]] = {}  # of this rank's tensors, whole
         self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
+        self._regions: dict[str, tuple[Any, tuple[slice, ...] | None]] = {}  # of sharded ones: placements, what is ours
         self._slots: list[WeightSlot] = []
+        self._workers: Workers | None = None
         self._publication = -1
         self._records: tuple[VersionRecord, ...] = ()  # rank 0's: what the index in the store says
 
@@ -70,8 +80,8 @@ class WeightPublisher:
         """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
 
         A collective: every rank calls it, with its own parameters. When it returns on every rank the version can be
-        pulled, and the one published before still can. Tied parameters are passed once. On one host, warns (Python's
-        `warnings`, so in this process's log) if no parameter changed although the version did.
+        pulled, and the one published before still can. Tied parameters are passed once. Warns (Python's `warnings`,
+        so in this process's log) if no parameter changed although the version did.
 
         Raises `WeightsError` when memory is short or a reader never lets go; nothing is published then.
         """
@@ -85,14 +95,16 @@ class WeightPublisher:
             publication=self._publication,
             manifest=self._manifest,
             dtype=self._dtype,
-            transport=self._transport,
+            transport="shared_memory" if slot else "torchstore",
             host=host_identity(),
             slot=slot.location if slot else None,
+            layout=self._layout,
+            full_digests=self._full_digests or slot is None,
         )
         if slot is not None:
             record = await asyncio.to_thread(self._write_slot, slot, record, tensors)
         else:
-            await self._put_tensors(record, tensors)
+            record = await self._put_tensors(record, tensors)
         if self._rank == 0:
             await self._put_index(record)
 
@@ -109,28 +121,36 @@ class WeightPublisher:
                     raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, dtype)}")
                 if not sharded:
                     self._writers.setdefault(name, rank)
-        manifest = build_manifest((name, *union[name]) for name in sorted(union))
-        if self._transport == "shared_memory":
-            self._slots = self._map_slots(slot_size(manifest))
-        self._manifest = manifest
+        # In the model's order, in which the tensors that a generator fuses are neighbours.
+        manifest = build_manifest((name, *spec) for name, spec in union.items())
+        if self._choice != "torchstore":
+            self._slots = self._map_slots(manifest)
+            self._workers = Workers()
+        self._manifest, self._layout = manifest, manifest_digest(manifest)
 
-    def _map_slots(self, size_bytes: int) -> list[WeightSlot]:
-        """Rank 0 allocates, the others map. Every rank raises if one cannot."""
-        if len(set(_all_gather(host_identity()))) > 1:
-            raise WeightsError("the trainer's ranks are on several hosts; weights need transport='torchstore' there")
+    def _map_slots(self, manifest: Manifest) -> list[WeightSlot]:
+        """Rank 0 allocates, the others map. None with `auto` where that is impossible, else every rank raises."""
         outcome: list[Any] = [None]
         slots: list[WeightSlot] = []
+        several_hosts = len(set(_all_gather(host_identity()))) > 1
         if self._rank == 0:
             try:
-                slots = [WeightSlot.create(size_bytes) for _ in range(LIVING_VERSIONS)]
+                if several_hosts:
+                    raise WeightsError("the trainer's ranks are on several hosts; weights need transport='torchstore'")
+                slots = WeightSlot.create_for(manifest)
                 outcome = [[slot.location for slot in slots]]
             except WeightsError as error:
                 outcome = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0)
-        if isinstance(outcome[0], WeightsError):
-            raise outcome[0]
-        return slots or [WeightSlot.open(location, writable=True) for location in outcome[0]]
+        problem = outcome[0]
+        if not isinstance(problem, WeightsError):
+            return slots or [WeightSlot.open(location, writable=True) for location in problem]
+        if self._choice == "shared_memory":
+            raise problem
+        if self._rank == 0:
+            warnings.warn(f"TorchStore carries the weights, which takes tens of times longer: {problem}", stacklevel=2)
+        return []
 
     @torch.no_grad()
     def _write_slot(
@@ -150,10 +170,13 @@ class WeightPublisher:
         _raise_on_every_rank(problem)
         try:
             self._check_same(tensors)
-            for name, tensor in tensors:
-                local, region = self._shard(name, tensor)
-                if local is not None:
-                    slot.tensor(specs[name])[region].copy_(local)
+            assert self._workers is not None
+            self._workers.copy(
+                (slot.tensor(specs[name])[region], local)
+                for name, tensor in tensors
+                for local, region in [self._shard(name, tensor)]
+                if local is not None
+            )
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem = error
         try:
@@ -162,19 +185,18 @@ class WeightPublisher:
             slot.abandon_write()
             raise
         if self._rank == 0:
-            record = replace(record, digests=slot.digests(record.manifest))
+            record = replace(record, digests=slot.digests(record))
             self._warn_if_unchanged(record)
             slot.seal(record)
         return record
 
     def _warn_if_unchanged(self, record: VersionRecord) -> None:
-        """Warns of a new version that holds what the one before held, which lies in the other slot."""
+        """Warns of a new version that holds what the one before held."""
         before = self._records[-1] if self._records else None
         if before is None or before.version == record.version or before.digests != record.digests:
             return
-        if self._slots[before.publication % LIVING_VERSIONS].holds_same_as(
-            self._slots[record.publication % LIVING_VERSIONS]
-        ):
+        slots = [self._slots[r.publication % LIVING_VERSIONS] for r in (before, record) if r.slot is not None]
+        if record.full_digests or slots[0].holds_same_as(slots[1]):
             warnings.warn(
                 f"version {record.version} is published with exactly the weights of version {before.version}: no"
                 f" parameter changed in {self._dtype}",
@@ -193,37 +215,39 @@ class WeightPublisher:
         """What this rank writes of a tensor, if anything, and where it belongs in the full one."""
         if not isinstance(tensor, DTensor):
             return (tensor if self._writers[name] == self._rank else None), ()
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if any(placement.is_partial() for placement in placements):
-            raise ValueError(f"{name!r} holds partial sums on a mesh axis; only sharded and replicated weights exist")
-        coordinate = mesh.get_coordinate()
-        if coordinate is None or any(
-            isinstance(placement, Replicate) and position > 0
-            for placement, position in zip(placements, coordinate, strict=True)
-        ):
-            return None, ()  # another rank holds the same bytes and writes them
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        if 0 in shape:
-            return None, ()
-        return tensor.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        placements, region = self._regions.get(name, (None, None))
+        if placements != tensor.placements:
+            region = _region(name, tensor)
+            self._regions[name] = (tensor.placements, region)
+        return (tensor.to_local(), region) if region is not None else (None, ())
 
-    async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there."""
+    async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> VersionRecord:
+        """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there.
+
+        Returns the record with the digests.
+        """
         self._check_same(tensors)
         store = await self._get_store()
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
+        sums: dict[str, int] = {}
 
         async def put(name: str, tensor: torch.Tensor) -> None:
             async with limit:
                 # A clone, because pickling a view would ship all of the storage it looks at.
                 value = tensor.to(self._cast_dtype(tensor), copy=True).contiguous()
+                if self._shard(name, value)[0] is not None:
+                    sums[name] = element_sum(value.to_local() if isinstance(value, DTensor) else value)
                 await store.put(record.key(name), value)
 
         await asyncio.gather(
             *(put(name, t) for name, t in tensors if isinstance(t, DTensor) or self._writers[name] == self._rank)
         )
-        if dist.is_initialized():
-            await asyncio.to_thread(dist.barrier)
+        of_ranks = await asyncio.to_thread(_all_gather, sums)  # which also waits for all of them
+        digests = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
+        record = replace(record, digests=digests)
+        if self._rank == 0:
+            self._warn_if_unchanged(record)
+        return record
 
     async def _put_index(self, record: VersionRecord) -> None:
         """Makes the version known, and forgets the one whose place it took."""
@@ -243,6 +267,23 @@ class WeightPublisher:
 
     def _cast_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _region(name: str, tensor: DTensor) -> tuple[slice, ...] | None:
+    """Where this rank's shard belongs in the full tensor; None if it is empty or another rank writes the same."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"{name!r} holds partial sums on a mesh axis; only sharded and replicated weights exist")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(
+        isinstance(placement, Replicate) and position > 0
+        for placement, position in zip(placements, coordinate, strict=True)
+    ):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if 0 in shape:
+        return None
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
 def _all_gather(value: T) -> list[T]:

@@ -10,27 +10,10 @@ from safetensors.torch import load_file, save_file
 from generator.engine import GenerationEngine
 from generator.weights import find_record
 from rl.types import Completion, SamplingParams
+from tests.stores import FakeStore
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-
-
-class FakeStore:
-    """A dictionary with TorchStore's interface."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    async def put(self, key: str, value: Any) -> None:
-        self.values[key] = value
-
-    async def get(self, key: str) -> Any:
-        if key not in self.values:
-            raise KeyError(f"Unable to locate {key} in any storage volumes.")
-        return self.values[key]
-
-    async def delete(self, key: str) -> None:
-        del self.values[key]
 
 
 async def greedy(engine: GenerationEngine) -> list[Completion]:

@@ -14,8 +14,9 @@ from generator.weights import find_record
 from rl.types import Completion, SamplingParams
 from rl.weights import UnknownVersionError, WeightsError
 from tests.generator.conftest import EngineFactory
-from tests.generator.published import GREEDY, PROMPTS, FakeStore, export, greedy, moved, pull
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama
+from tests.stores import FakeStore
 from trainer.weights import WeightPublisher
 
 LONG = SamplingParams(max_tokens=90, temperature=0)
@@ -130,11 +131,10 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
 
 
 def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
-    tmp_path: Path, build_engine: EngineFactory
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
-    publisher = WeightPublisher(torch.float32, "torchstore", store=store)
 
     async def failing(running: Sequence[asyncio.Task[list[Completion]]], version: int, error: type[Exception]) -> None:
         await _started(engine)
@@ -144,14 +144,19 @@ def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
 
     async def main() -> None:
         (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
+        await WeightPublisher(torch.float32, "torchstore", store=store).publish(7, moved(directory, 7).items())
+        del store.values[(await find_record(store, 7)).key("model.norm.weight")]
+        for version, error in ((6, UnknownVersionError), (7, WeightsError)):
+            running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
+            await failing(running, version, error)
+            assert running[0].result() == [undisturbed]
+        publisher = WeightPublisher(torch.float32, store=store)
         for version in (1, 2):
             await publisher.publish(version, moved(directory, version).items())
-        running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
-        await failing(running, 7, UnknownVersionError)
-        assert running[0].result() == [undisturbed]
-        del store.values[(await find_record(store, 2)).key("model.norm.weight")]
         running = [asyncio.create_task(engine.generate(prompt, LONG, 1)) for prompt in PROMPTS[:2]]
-        await failing(running, 2, KeyError)
+        with monkeypatch.context() as no_memory:
+            no_memory.setattr("generator.weights.pack_weights", _fail)
+            await failing(running, 2, MemoryError)
         for task in running:
             with pytest.raises(WeightsError, match="incomplete since a failed update"):
                 task.result()
@@ -162,3 +167,7 @@ def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
         assert len(await engine.generate(PROMPTS[0], GREEDY)) == 1
 
     asyncio.run(main())
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError

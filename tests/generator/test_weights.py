@@ -14,8 +14,9 @@ from generator.weights import find_record
 from rl.types import SamplingParams
 from rl.weights import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightSlot, WeightsMismatchError
 from tests.generator.conftest import EngineFactory
-from tests.generator.published import GREEDY, PROMPTS, FakeStore, export, greedy, moved, pull
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_qwen3
+from tests.stores import FakeStore
 from trainer.weights import WeightPublisher
 
 
@@ -161,24 +162,69 @@ def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine:
     asyncio.run(main())
 
 
-def test_half_loaded_weights_are_never_sampled_from(tmp_path: Path, build_engine: EngineFactory) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
+    tmp_path: Path, build_engine: EngineFactory, packed: bool
+) -> None:
+    # Matrices of 32 rows and more are packed in float32 on any processor; the last pull may have packed from a slot.
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
-    publisher = WeightPublisher(torch.float32, "torchstore", store=store)
+    norm, head = "model.norm.weight", "model.embed_tokens.weight"
+
+    async def main() -> None:
+        if packed:
+            in_memory = WeightPublisher(torch.float32, "shared_memory", store=store)
+            for version in (1, 2):
+                await in_memory.publish(version, moved(directory, version).items())
+                await pull(engine, store, version)
+        old_version, before = engine.version, await greedy(engine)
+        publisher = WeightPublisher(torch.float32, "torchstore", store=store)
+        for version, name, wrong, message in (
+            (3, norm, None, r"TorchStore lost 'model\.norm\.weight' of version 3"),
+            (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its digest is"),  # pyright: ignore[reportUnknownLambdaType]
+            (5, head, lambda t: t[:-1], r"version 5 is corrupted: 'model\.embed_tokens\.weight' .*it is \(63, 128\)"),  # pyright: ignore[reportUnknownLambdaType]
+            (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
+        ):
+            await publisher.publish(version, moved(directory, version).items())
+            key = (await find_record(store, version)).key(name)
+            value = store.values.pop(key)
+            if wrong is not None:
+                store.values[key] = wrong(value)
+            with pytest.raises(WeightsError, match=message):
+                await pull(engine, store, version)
+            assert engine.version == old_version
+            assert await greedy(engine) == before
+            store.values[key] = value
+        await pull(engine, store, 6)
+        assert {v for c in await greedy(engine) for v in c.versions} == {6}
+
+    asyncio.run(main())
+
+
+def test_half_loaded_weights_are_never_sampled_from(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
 
     async def main() -> None:
         for version in (1, 2):
             await publisher.publish(version, moved(directory, version).items())
-        lost = (await find_record(store, 2)).key("model.norm.weight")
-        del store.values[lost]
-        with pytest.raises(KeyError, match="Unable to locate"):
-            await pull(engine, store, 2)
+        with monkeypatch.context() as no_memory:
+            no_memory.setattr("generator.weights.pack_weights", _fail)
+            with pytest.raises(MemoryError):
+                await pull(engine, store, 2)
         with pytest.raises(WeightsError, match="incomplete since a failed update"):
             await engine.generate(PROMPTS[0], GREEDY)
         await pull(engine, store, 1)
         assert {v for c in await greedy(engine) for v in c.versions} == {1}
 
     asyncio.run(main())
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
 
 
 def test_weights_of_another_host_name_the_transport_that_reaches_it(

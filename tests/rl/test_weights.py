@@ -19,8 +19,8 @@ from rl.weights import (
     build_manifest,
     find_version,
     host_identity,
+    manifest_digest,
     slot_size,
-    tensor_digest,
 )
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
@@ -35,6 +35,8 @@ def _record(slot: WeightSlot, version: int, publication: int | None = None) -> V
         transport="shared_memory",
         host=host_identity(),
         slot=slot.location,
+        layout=manifest_digest(MANIFEST),
+        full_digests=False,
     )
 
 
@@ -73,7 +75,7 @@ def test_manifest_lays_tensors_out_without_overlap() -> None:
         assert spec.offset >= end
         assert spec.offset % 64 == 0
         end = spec.offset + spec.nbytes
-    assert slot_size(MANIFEST) == end
+    assert slot_size(MANIFEST) == -(-end // 64) * 64
     with pytest.raises(ValueError, match="the tensor 'a' occurs twice"):
         build_manifest([("a", (1,), torch.float32), ("a", (1,), torch.float32)])
 
@@ -112,9 +114,12 @@ def test_the_same_version_published_twice_is_not_confused() -> None:
         pass
 
 
-def test_a_slot_larger_than_memory_is_refused() -> None:
-    with pytest.raises(WeightsError, match="GB are available; transport='torchstore' needs none"):
-        WeightSlot.create(available_memory_bytes() + (1 << 40))
+def test_slots_larger_than_memory_are_refused() -> None:
+    elements = (available_memory_bytes() // 2 + (1 << 30)) // 4  # one would fit, the two that live do not
+    manifest = build_manifest([("a", (elements,), torch.float32)])
+    need = f"weights need {2 * 4 * elements / 1e9:.2f} GB of shared memory"
+    with pytest.raises(WeightsError, match=rf"{need} and .* GB are available; transport='torchstore' needs none"):
+        WeightSlot.create_for(manifest)
 
 
 READ = """
@@ -209,18 +214,3 @@ def test_a_killed_reader_does_not_block_the_writer() -> None:
         assert time.monotonic() - start < 1
     finally:
         _end(reader)
-
-
-def test_a_digest_sees_a_wrong_byte_and_every_part_of_a_large_tensor() -> None:
-    data = torch.arange(1003, dtype=torch.int64).to(torch.uint8)
-    for position in (0, 500, 999, 1002):
-        wrong = data.clone()
-        wrong[position] ^= 1
-        assert tensor_digest(wrong) != tensor_digest(data)
-    assert tensor_digest(data[:5]) == sum(range(5))
-    large = torch.zeros(10_000_003, dtype=torch.uint8)
-    digest = tensor_digest(large)
-    for part in range(64):
-        wrong = large.clone()
-        wrong[part * 156_250 : (part + 1) * 156_250] = 1
-        assert tensor_digest(wrong) != digest

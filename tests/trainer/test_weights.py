@@ -6,7 +6,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.weights import INDEX_KEY, VersionRecord, WeightsError, WeightSlot
+from rl.weights import INDEX_KEY, WeightsError
+from tests.stores import FakeStore, read_slot
 from trainer.weights import WeightPublisher
-
-
-class FakeStore:
-    """A dictionary with TorchStore's interface, of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    async def put(self, key: str, value: Any) -> None:
-        self.values[key] = value
-
-    async def get(self, key: str) -> Any:
-        return self.values[key]
-
-    async def delete(self, key: str) -> None:
-        del self.values[key]
 
 
 def _full(seed: int) -> dict[str, torch.Tensor]:
@@ -45,17 +29,10 @@ def _full(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _read(record: VersionRecord) -> dict[str, torch.Tensor]:
-    assert record.slot is not None
-    slot = WeightSlot.open(record.slot)
-    with slot.reading(record):
-        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
-
-
 def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.Tensor]) -> None:
     record = store.values[INDEX_KEY][-1]
     assert record.version == version
-    published = _read(record)
+    published = read_slot(record)
     assert published.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(published[name], tensor.to(torch.bfloat16)), name
@@ -171,7 +148,7 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'nccl'; it must be one of shared_memory, torchstore"):
+    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, shared_memory, torchstore"):
         WeightPublisher(torch.float32, "nccl")  # pyright: ignore[reportArgumentType]
 
 
@@ -195,3 +172,34 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
             await publisher.publish(5, weights.items())
 
     asyncio.run(main())
+
+
+def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.weights.available_memory_bytes", lambda: 100)
+    store = FakeStore()
+    short = r"weights need 0\.00 GB of shared memory and 0\.00 GB are available"
+    with pytest.raises(WeightsError, match=short):
+        asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, _full(1).items()))
+    assert store.values == {}
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    with pytest.warns(UserWarning, match=f"TorchStore carries the weights.*{short}"):
+        asyncio.run(publisher.publish(1, _full(1).items()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(publisher.publish(2, _full(2).items()))
+    record = store.values[INDEX_KEY][-1]
+    assert (record.version, record.transport, record.slot) == (2, "torchstore", None)
+    for name, tensor in _full(2).items():
+        assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+
+
+def test_torchstore_says_that_no_parameter_changed() -> None:
+    publisher = WeightPublisher(torch.bfloat16, "torchstore", store=FakeStore())
+    weights = _full(0)
+    asyncio.run(publisher.publish(1, weights.items()))
+    with pytest.warns(UserWarning, match="version 2 is published with exactly the weights of version 1"):
+        asyncio.run(publisher.publish(2, weights.items()))
+    weights["plain"][2, 1] += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(publisher.publish(3, weights.items()))

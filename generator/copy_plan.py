@@ -1,0 +1,154 @@
+"""What vLLM's `load_weights` copies from a slot of published weights, recorded once and done again at every later pull.
+
+vLLM walks over hundreds of tensors, fuses and shards them, in Python, on one thread. All of that is the same for every
+version, so the first pull's copies are written down, as pairs of views, and what packs weights for the CPU reads them
+from the slot where that is possible.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from generator._compat import pack, packed_experts, packed_layers
+from rl.weights import VersionRecord, WeightSlot
+from rl.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A view of a slot."""
+
+    dtype: torch.dtype
+    offset: int
+    """In elements."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, slot: WeightSlot) -> torch.Tensor:
+        return slot.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class CopyRecorder(TorchDispatchMode):
+    """While active, notes what is copied out of a slot."""
+
+    def __init__(self, slot: WeightSlot) -> None:
+        """`slot` is what the tensors to be copied are views of."""
+        super().__init__()
+        self._storage = slot.data.untyped_storage().data_ptr()
+        self.copies: list[tuple[torch.Tensor, _Source]] = []
+        self.complete = True
+        """Whether everything taken from the slot was copied as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operation."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and self._in_slot(args[1]):
+            source: torch.Tensor = args[1]
+            view = _Source(source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
+            self.copies.append((args[0], view))
+        elif any(self._in_slot(value) for value in args) and not self._in_slot(result):
+            self.complete = False
+        return result
+
+    def _in_slot(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self._storage
+
+
+class CopyPlan:
+    """How a version laid out like the one recorded gets into the model."""
+
+    def __init__(self, model: nn.Module, record: VersionRecord, recorder: CopyRecorder) -> None:
+        """`recorder` was active while the model's `load_weights` took in `record`."""
+        self._model = model
+        self._layout = record.layout
+        self._addresses = _addresses(model)
+        self._usable = recorder.complete and all(destination.is_cpu for destination, _ in recorder.copies)
+        layers = packed_layers(model)
+        into: dict[int, list[tuple[torch.Tensor, _Source]]] = defaultdict(list)
+        for destination, source in recorder.copies:
+            into[_address(destination)].append((destination, source))
+        packed = {id(layer) for layer in layers}
+        plain = {
+            _address(parameter)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(module) not in packed or name != "weight"
+        }
+        self._packs: list[tuple[nn.Module, torch.Tensor | _Source]] = []
+        for layer in layers:
+            weight = layer.weight
+            assert isinstance(weight, torch.Tensor)
+            whole = _as_one(weight, into[_address(weight)])
+            self._packs.append((layer, whole or weight))
+            if whole is not None and _address(weight) not in plain:
+                del into[_address(weight)]  # nobody reads the plain weight then
+        self._copies = [pair for pairs in into.values() for pair in pairs]
+
+    def fits(self, record: VersionRecord) -> bool:
+        """Whether it can be used for this version in the model as it is now."""
+        return self._usable and record.layout == self._layout and _addresses(self._model) == self._addresses
+
+    def load(self, slot: WeightSlot, workers: Workers) -> None:
+        """Brings what lies in `slot` into the model."""
+        workers.copy((destination, source.of(slot)) for destination, source in self._copies)
+        pack_weights(
+            self._model,
+            workers,
+            [(layer, s.of(slot) if isinstance(s, _Source) else s) for layer, s in self._packs],
+        )
+
+
+def pack_weights(
+    model: nn.Module, workers: Workers, layers: Sequence[tuple[nn.Module, torch.Tensor]] | None = None
+) -> None:
+    """Packs what was loaded, so that the next forward pass computes with it. Does nothing on a GPU.
+
+    `layers` are the packed layers with their new weights; by default what was loaded into them.
+    """
+    if layers is None:
+        layers = [(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)]
+    workers.run(_packing(layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True))
+    workers.run(packed_experts(model))
+
+
+def _packing(layer: nn.Module, weight: torch.Tensor) -> Any:
+    return lambda: pack(layer, weight)
+
+
+def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
+    return packed[1].nbytes
+
+
+def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
+    """The one contiguous piece of a slot that the copies into a weight fill it with, if it is one."""
+    if not copies or not weight.is_contiguous():
+        return None
+    ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())
+    first = ordered[0][1].offset
+    end = 0
+    for destination, source in ordered:
+        rows = torch.empty(source.shape, device="meta").stride()
+        if (
+            destination.storage_offset() - weight.storage_offset() != end
+            or source.offset - first != end
+            or source.dtype != weight.dtype
+            or not destination.is_contiguous()
+            or source.stride != rows
+        ):
+            return None
+        end += destination.numel()
+    return _Source(weight.dtype, first, tuple(weight.shape), weight.stride()) if end == weight.numel() else None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in model.parameters())

@@ -1,0 +1,62 @@
+"""Checksums of published tensors: sums of their bits, which cost next to nothing beside copying them.
+
+They catch what was written wrongly, not at all, or by somebody else. They are no defence against an attacker, nor
+against values that only changed places.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+LINE_BYTES = 64
+"""Every tensor in a slot begins at a multiple of this, and zeros follow it up to the next."""
+
+_MODULUS = 1 << 64
+_SAMPLED_LINES = 128
+_SPREAD = 40503  # 2^16 / golden ratio: spreads samples over the width of a row whatever that is
+
+
+class SlotDigests:
+    """Checksums of the tensors of a slot: sums of their 64-bit words, modulo 2^64.
+
+    Sampled, they look at 128 lines of 64 bytes of a tensor above 8 KiB, spread over all of it, so that every rank's
+    shard is in it. A single wrong word elsewhere goes unnoticed; full, none does.
+    """
+
+    def __init__(self, extents: Sequence[tuple[int, int]], *, full: bool) -> None:
+        """`extents` are every tensor's first byte and number of bytes."""
+        self._lines = [(offset // LINE_BYTES, -(-size // LINE_BYTES)) for offset, size in extents]
+        self._full = full
+        if not full:
+            sampled = [first + _sample(num_lines) for first, num_lines in self._lines]
+            self._sampled = torch.cat([torch.zeros(0, dtype=torch.int64), *sampled])
+            self._owners = torch.repeat_interleave(torch.tensor([len(lines) for lines in sampled], dtype=torch.int64))
+
+    def __call__(self, data: torch.Tensor) -> tuple[int, ...]:
+        """Of every tensor in a slot's bytes (uint8 [N], N a multiple of 64)."""
+        lines = data.view(torch.int64).view(-1, LINE_BYTES // 8)
+        if self._full:
+            return tuple(int(lines[first : first + count].sum()) for first, count in self._lines)
+        sums = torch.zeros(len(self._lines), dtype=torch.int64)
+        return tuple(sums.index_add_(0, self._owners, lines.index_select(0, self._sampled).sum(1)).tolist())
+
+
+def element_sum(tensor: torch.Tensor) -> int:
+    """The sum of the bit patterns of a tensor's elements; the ranks that hold its shards can add theirs up."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    return int(tensor.contiguous().view(bits).sum(dtype=torch.int64)) % _MODULUS
+
+
+def add_up(sums: Iterable[int]) -> int:
+    """The `element_sum` of a tensor from those of its shards."""
+    return sum(sums) % _MODULUS
+
+
+def _sample(num_lines: int) -> torch.Tensor:
+    """Which of a tensor's lines are looked at."""
+    if num_lines <= _SAMPLED_LINES:
+        return torch.arange(num_lines)
+    positions = torch.arange(_SAMPLED_LINES)
+    begins = positions * num_lines // _SAMPLED_LINES
+    widths = (positions + 1) * num_lines // _SAMPLED_LINES - begins
+    return begins + positions * _SPREAD % widths

@@ -1,0 +1,34 @@
+"""A TorchStore of one process, and what was published through it."""
+
+from typing import Any
+
+import torch
+
+from rl.weights import VersionRecord, WeightSlot
+
+
+class FakeStore:
+    """A dictionary with TorchStore's interface."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        self.values[key] = value
+
+    async def get(self, key: str) -> Any:
+        if key not in self.values:
+            raise KeyError(f"Unable to locate {key} in any storage volumes.")
+        return self.values[key]
+
+    async def delete(self, key: str) -> None:
+        del self.values[key]
+
+
+def read_slot(record: VersionRecord) -> dict[str, torch.Tensor]:
+    """A copy of every tensor of a version in shared memory."""
+    assert record.slot is not None
+    slot = WeightSlot.open(record.slot)
+    with slot.reading(record):
+        slot.check_digests(record)
+        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
