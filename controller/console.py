@@ -110,6 +110,7 @@ class Console:
 
 _SECONDS = (
     ("generate", "generate"),
+    ("wait", "wait"),
     ("pack", "pack"),
     ("forward_backward", "train"),
     ("optim_step", "optimize"),
@@ -131,6 +132,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
     _append(line, metrics, "grad", "grad_norm", ".3g")
     _append(line, metrics, "lr", "learning_rate", ".2g")
     _append(line, metrics, "gap", "logprob_gap_mean", ".4f")
+    _append(line, metrics, "lag", "lag_mean", ".2f")
     rates = [
         _number(metrics[f"{side}_tokens_per_s"], ".0f")
         for side in ("generation", "training")

@@ -53,7 +53,6 @@ class GRPOConfig:
     keep_checkpoints: int = 2
     seed: int = 0
     """Decides which training problems come, and how they are sampled."""
-
     __post_init__ = check_group_loop
 
 
@@ -67,38 +66,33 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     greedy = replace(sampling, temperature=0.0)
     heldout = env.heldout_problems(config.num_heldout)
     check_prompts_fit(renderer, heldout, config.generator, sampling)
-
     report.phase("starting trainer and generator")
     async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
         first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
                 report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
-
             clock = PhaseClock()
             problems = env.train_problems(config.seed, (step - 1) * config.prompts_per_step, config.prompts_per_step)
             with clock("generate"):
                 seeded = replace(sampling, seed=step_seed(config.seed, step))
                 groups = await rollout_groups(generator, renderer, problems, seeded, config.group_size)
-            with clock("pack"):
-                batch = [datum for group in groups for datum in group_to_data(group, advantage)]
-            if not batch:
+            batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+            if batch:
+                with clock("forward_backward"):
+                    output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                with clock("optim_step"):
+                    params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
+                    update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                with clock("push"):
+                    version = await trainer.push_model_state_dict()
+                with clock("pull"):
+                    await generator.pull_model_state_dict(version)
+                report.step(step, clock, groups, batch, output, update)
+            else:
                 report.step_without_signal(step, clock, groups)
-                await checkpoints.after_step(step)
-                continue
-            with clock("forward_backward"):
-                output = await trainer.forward_backward(batch, config.loss, config.loss_config)
-            with clock("optim_step"):
-                params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
-                update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
-            with clock("push"):
-                version = await trainer.push_model_state_dict()
-            with clock("pull"):
-                await generator.pull_model_state_dict(version)
-            report.step(step, clock, groups, batch, output, update)
             await checkpoints.after_step(step)
 
         report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))

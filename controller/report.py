@@ -5,7 +5,7 @@ Turns the values of a step into metrics, and writes them where a user looks: the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from controller.console import Console
@@ -59,9 +59,11 @@ class Report:
         batch: Sequence[Datum],
         output: ForwardBackwardOutput,
         update: OptimStepOutput,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """One finished step: what was sampled, what was trained on and what came of it."""
+        """One finished step: what was sampled, trained on, and what came of it. `metrics` are the loop's own."""
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
+        generation_s = clock.seconds("generate")
         self.without_signal_in_a_row = 0
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         if update.skipped:
@@ -80,8 +82,9 @@ class Report:
                 "policy_version": float(update.policy_version),
                 "skipped": float(update.skipped),
                 **logprob_gap(batch, output),
-                "generation_tokens_per_s": num_completion_tokens(groups) / clock.seconds("generate"),
+                **({"generation_tokens_per_s": num_completion_tokens(groups) / generation_s} if generation_s else {}),
                 "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
+                **(metrics or {}),
                 **clock.metrics(),
             },
         )

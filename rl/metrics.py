@@ -74,6 +74,19 @@ def num_completion_tokens(groups: Sequence[Group]) -> int:
     return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
 
 
+def policy_lag(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Optimizer steps between the policy that sampled a token and `version`, the one that trains on it.
+
+    Over all sampled tokens; empty without any.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    versions = [v for rollout in rollouts for turn in rollout.turns for v in turn.completion.versions]
+    if not versions:
+        return {}
+    lags = version - np.array(versions)
+    return {"lag_mean": float(lags.mean()), "lag_max": float(lags.max())}
+
+
 def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
     """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
 

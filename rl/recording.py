@@ -25,7 +25,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl.types import Group, Turn
+from rl.rollout_rows import group_rows
+from rl.types import Group
 
 CONFIG_FILE = "config.json"
 LOOP_FILE = "loop.json"
@@ -97,22 +98,9 @@ class RunFolder:
         _append(
             self.rollouts_file,
             [
-                {
-                    "step": step,
-                    "split": split,
-                    "problem_id": group.problem_id,
-                    "sample": sample,
-                    "reward": rollout.reward,
-                    "prompt": group.prompt,
-                    "completion": rollout.text,
-                    "truncated": rollout.truncated,
-                    "group_failures": group.failures,
-                    "metrics": rollout.metrics,
-                    "timings": {**(timings or {}), "seconds_environment": rollout.environment_s},
-                    "turns": [_turn(turn) for turn in rollout.turns],
-                }
+                {"step": step, "split": split, **row, "timings": {**(timings or {}), **row["timings"]}}
                 for group in groups
-                for sample, rollout in enumerate(group.rollouts)
+                for row in group_rows(group)
             ],
         )
 
@@ -210,19 +198,6 @@ def to_json(value: Any) -> Any:
     if callable(value):
         return f"{value.__module__}:{value.__qualname__}"
     return str(value)
-
-
-def _turn(turn: Turn) -> dict[str, Any]:
-    """Everything of a turn but the prompt's text, which the tokens hold."""
-    completion = turn.completion
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "tokens": completion.tokens,
-        "logprobs": completion.logprobs,
-        "versions": completion.versions,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-    }
 
 
 def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:

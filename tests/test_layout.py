@@ -25,9 +25,9 @@ TOP_LEVEL = {
     *(".ci", ".gitignore"),
 }
 MAX_CONFIG_FIELDS = 20
-MAX_ALL_CONFIG_FIELDS = 80
+MAX_ALL_CONFIG_FIELDS = 150
 MAX_LOOP_LINES = 60
-MAX_LOOP_FILE_LINES = 110
+MAX_LOOP_FILE_LINES = 100
 MAX_FILE_LINES = 350
 
 
@@ -107,7 +107,16 @@ def test_config_fields_stay_few() -> None:
     assert sum(counts.values()) <= MAX_ALL_CONFIG_FIELDS, counts
 
 
-@pytest.mark.parametrize("loop", ["controller/grpo.py"])
+def loops() -> list[str]:
+    """Every module of the controller that defines a loop."""
+    return [str(path) for path in sources("controller") if "\nasync def run(" in (ROOT / path).read_text()]
+
+
+def test_loops_are_found() -> None:
+    assert {"controller/grpo.py", "controller/grpo_async.py"} <= set(loops())
+
+
+@pytest.mark.parametrize("loop", loops())
 def test_a_loop_is_one_page(loop: str) -> None:
     lines = (ROOT / loop).read_text().splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("async def run("))

@@ -40,16 +40,17 @@ class EvenWords:
 def _problem(number: int) -> TextProblem:
     numbers = random.Random(number).choices(range(3, VOCAB_SIZE), k=6)
     prompt = " ".join(f"w{n}" for n in numbers)
-    return TextProblem(id=prompt, prompt=prompt, score=_even)
+    return TextProblem(id=prompt, prompt=prompt, score=even)
 
 
-def _even(completion: str) -> float:
+def even(completion: str) -> float:
+    """Fraction of even words."""
     words = completion.split()
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(len(words), 1)
 
 
 def recipe() -> GRPOConfig:
-    """Bitwise repeatable: one thread, one sequence at a time, float32."""
+    """In float32 on one thread, so that it is repeatable to the last bit."""
     model = Path(os.environ["OWNLOOP_TINY_MODEL"])
     if not model.exists():
         served_llama(model, tied=True)
@@ -57,7 +58,7 @@ def recipe() -> GRPOConfig:
         model=str(model),
         env=EvenWords(),
         trainer=TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512),
-        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=int(os.environ.get("SEQS", "1"))),
+        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=16),
         sampling=SamplingParams(max_tokens=8),
         num_steps=6,
         prompts_per_step=4,

@@ -1,0 +1,27 @@
+"""Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, learns to spell backward, asynchronously."""
+
+from controller.grpo_async import GRPOAsyncConfig
+from generator.config import GeneratorConfig
+from rl.envs.reasoning import ReasoningGym
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> GRPOAsyncConfig:
+    """Four GPUs train while four generate. Any task of reasoning-gym can take the place of this one."""
+    return GRPOAsyncConfig(
+        model="Qwen3-4B",
+        env=ReasoningGym(task="spell_backward", params={"min_word_len": 5}),
+        trainer=TrainerConfig(
+            data_parallel_shard=4, max_tokens_per_microbatch=16384, activation_checkpointing="selective"
+        ),
+        generator=GeneratorConfig(tensor_parallel=4, max_model_len=4096, max_num_seqs=512),
+        sampling=SamplingParams(max_tokens=2048),
+        num_steps=200,
+        prompts_per_step=32,
+        group_size=8,
+        max_policy_lag=2,
+        learning_rate=1e-6,
+        warmup_steps=10,
+        checkpoint_every=50,
+    )

@@ -1,0 +1,27 @@
+"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers while it goes on answering."""
+
+from controller.grpo_async import GRPOAsyncConfig
+from generator.config import GeneratorConfig
+from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> GRPOAsyncConfig:
+    """Trainer and generator work at the same time, on one core each."""
+    dtype = cpu_dtype()
+    return GRPOAsyncConfig(
+        model="smollm2-135m-instruct",
+        env=LargestNumber(),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=1, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype=dtype, num_threads=1, max_model_len=256, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=24,
+        prompts_per_step=16,
+        group_size=8,
+        max_policy_lag=1,
+        learning_rate=2e-5,
+        num_heldout=256,
+        evaluate_every=8,
+    )

@@ -1,0 +1,99 @@
+"""GRPO with rollouts that run ahead: sampling goes on while the trainer learns, under weights a few steps old at most.
+
+Producer: a task per group of rollouts, in a `RolloutQueue`, which says who waits for whom. Consumer: the loop below,
+which trains on finished groups, pushes the new weights and has the generator take them in between two tokens of the
+rollouts under way. So a rollout may span versions, and each token knows its own, the one it is corrected for: by a
+truncated importance weight (LlamaRL's AIPO, https://arxiv.org/abs/2505.24034). A bound on the lag is also AReaL's
+(https://arxiv.org/abs/2505.24298). Everything else is as in `grpo`; with `max_policy_lag` 0 so is every number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from controller.checkpoints import Checkpoints
+from controller.checks import check_group_loop, check_prompts_fit
+from controller.console import Console
+from controller.grpo import GRPOConfig
+from controller.launch import launch
+from controller.models import resolve_model
+from controller.report import Report
+from rl.advantages import ADVANTAGES
+from rl.checks import check_at_least
+from rl.evaluation import evaluate
+from rl.metrics import PhaseClock, num_completion_tokens, policy_lag
+from rl.recording import RunFolder
+from rl.rendering import Renderer
+from rl.rollout_queue import RolloutQueue
+from rl.rollouts import group_to_data, rollout_group, step_seed
+from rl.schedules import constant, warmup
+from rl.types import AdamParams, Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOAsyncConfig(GRPOConfig):
+    """A recipe of this loop: what `grpo` has, and how far rollouts may run ahead."""
+
+    max_policy_lag: int
+    """Most optimizer steps between the policy that sampled a token and the one that trains on it."""
+    loss_config: Mapping[str, float | str] = field(default_factory=lambda: {"importance_cap": 2.0})
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_group_loop(self)
+        check_at_least(0, max_policy_lag=self.max_policy_lag)
+
+
+async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
+    """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
+    report = Report(folder, console, config.num_steps)
+    model, env = resolve_model(config.model, report.phase), config.env
+    renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
+    learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
+    sampling = replace(config.sampling, stop=env.stop)
+    greedy = replace(sampling, temperature=0.0)
+    heldout = env.heldout_problems(config.num_heldout)
+    check_prompts_fit(renderer, heldout, config.generator, sampling)
+
+    report.phase("starting trainer and generator")
+    async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        first_step = await checkpoints.resume()
+        version = await trainer.push_model_state_dict()
+        await generator.pull_model_state_dict(version)
+
+        async def sample_group(number: int) -> Group:
+            step, index = divmod(number, config.prompts_per_step)
+            (problem,) = env.train_problems(config.seed, number, 1)
+            seeded = replace(sampling, seed=step_seed(config.seed, step + 1) + index * config.group_size)
+            return await rollout_group(generator, renderer, problem, seeded, config.group_size)
+
+        steps = range(first_step, config.num_steps + 1)
+        queue = RolloutQueue(sample_group, steps, config.prompts_per_step, config.max_policy_lag, checkpoints.values)
+        async with queue as rollouts:
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
+                clock = PhaseClock()
+                with clock("wait"):
+                    groups = await rollouts.take()
+                batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+                if batch:
+                    with clock("forward_backward"):
+                        output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                    with clock("optim_step"):
+                        params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
+                        update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                    lag = policy_lag(groups, version)
+                    with clock("push"):
+                        version = await trainer.push_model_state_dict()
+                    with clock("pull"):
+                        await generator.pull_model_state_dict(version, mode="inflight")
+                    report.step(step, clock, groups, batch, output, update, lag)
+                else:
+                    report.step_without_signal(step, clock, groups)
+                rollouts.advance()
+                await checkpoints.after_step(step, **rollouts.state())
+
+        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))
+        await trainer.export_hf(report.model_dir)
+    report.finish()

@@ -1,0 +1,130 @@
+"""The asynchronous loop with real processes and a tiny model: on policy it is `grpo`, otherwise it keeps its bound."""
+
+import asyncio
+import dataclasses
+import hashlib
+import io
+import json
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller import grpo, grpo_async
+from controller.console import Console
+from controller.grpo import GRPOConfig
+from controller.grpo_async import GRPOAsyncConfig
+from rl.protocols import Env
+from rl.recording import RunFolder
+from tests.e2e import tiny_recipe
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> GRPOConfig:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path_factory.mktemp("tiny") / "model"))
+        return tiny_recipe.recipe()
+
+
+def _asynchronous(config: GRPOConfig, max_policy_lag: int, **changes: Any) -> GRPOAsyncConfig:
+    fields: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return GRPOAsyncConfig(**{**fields, **changes}, max_policy_lag=max_policy_lag)
+
+
+def _values(folder: RunFolder) -> list[dict[str, float]]:
+    """The metrics of every step, but for timings and what only one of the loops has."""
+    aside = ("seconds_", "memory_", "time", "lag_")
+    return [
+        {name: row[name] for name in row if not name.startswith(aside) and not name.endswith("_per_s")}
+        for row in folder.metrics()
+    ]
+
+
+def _rollouts(folder: RunFolder) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "timings"} for row in rows]
+
+
+def _weights(folder: RunFolder) -> str:
+    (file,) = (folder.path / "model").glob("*.safetensors")
+    return hashlib.blake2b(file.read_bytes()).hexdigest()
+
+
+def test_without_lag_it_is_grpo(recipe: GRPOConfig, tmp_path: Path) -> None:
+    configs = (recipe, _asynchronous(recipe, 0))
+    folders = [RunFolder(tmp_path / name, config) for name, config in zip(("sync", "async"), configs, strict=True)]
+    asyncio.run(grpo.run(configs[0], folders[0], Console(io.StringIO())))
+    asyncio.run(grpo_async.run(configs[1], folders[1], Console(io.StringIO())))
+
+    assert _rollouts(folders[1]) == _rollouts(folders[0])
+    assert _values(folders[1]) == _values(folders[0])
+    assert _weights(folders[1]) == _weights(folders[0])
+    assert [row["lag_max"] for row in folders[1].metrics() if "lag_max" in row] == [0] * recipe.num_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowWords(tiny_recipe.EvenWords):
+    """Now and then an answer takes as long as several steps."""
+
+    breaks_at: int = 1 << 60
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
+        """See `rl.protocols.Env`."""
+        if start >= self.breaks_at:
+            raise ArithmeticError(f"there is no problem {start}")
+        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        return [
+            dataclasses.replace(problem, score=_slow_score) if (start + index) % 7 == 0 else problem
+            for index, problem in enumerate(problems)
+        ]
+
+
+def _slow_score(completion: str) -> float:
+    time.sleep(1.5)
+    return tiny_recipe.even(completion)
+
+
+def _run(config: GRPOAsyncConfig, path: Path) -> RunFolder:
+    folder = RunFolder(path, config)
+    asyncio.run(grpo_async.run(config, folder, Console(io.StringIO())))
+    return folder
+
+
+def _train_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in _rollouts(folder) if row["split"] == "train"]
+
+
+def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfig, tmp_path: Path) -> None:
+    env: Env = SlowWords()
+    folder = _run(_asynchronous(recipe, 2, env=env, num_steps=12, evaluate_every=100), tmp_path / "run")
+    steps = [row for row in folder.metrics() if "lag_max" in row]
+    assert [row["policy_version"] for row in steps] == list(range(1, 13))
+    assert max(row["lag_max"] for row in steps) == 2
+    assert all(0 <= row["lag_mean"] <= row["lag_max"] for row in steps)
+
+    rows = _train_rows(folder)
+    versions = {row["step"]: set[int]() for row in rows}
+    for row in rows:
+        versions[row["step"]] |= {version for turn in row["turns"] for version in turn["versions"]}
+    for row in steps:  # what the tokens say is what the metrics say: before step s there are s - 1 versions
+        assert row["step"] - 1 - min(versions[int(row["step"])]) == row["lag_max"]
+    expected = [problem.id for problem in env.train_problems(recipe.seed, 0, 48)]
+    assert sorted(row["problem_id"] for row in rows if row["sample"] == 0) == sorted(expected)
+
+
+@pytest.mark.slow
+def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOConfig, tmp_path: Path) -> None:
+    config = _asynchronous(recipe, 2, env=SlowWords(breaks_at=14), num_steps=1000)
+    with pytest.raises(ArithmeticError, match="there is no problem 14") as caught:
+        _run(config, tmp_path / "run")
+    assert "train_problems" in {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}
+
+
+def test_a_lag_below_zero_is_refused(recipe: GRPOConfig) -> None:
+    with pytest.raises(ValueError, match="max_policy_lag is -1; it must be at least 0"):
+        _asynchronous(recipe, -1)
