@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-"""What the trainer and the generator both implement. The torchtitan engine has mixtures of experts too, but vLLM packs
-experts on the CPU when it loads them, and would compute with garbage after a pull."""
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""What the trainer and the generator both implement, and pulls are proven for."""
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 

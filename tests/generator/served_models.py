@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import tiny_llama, tiny_qwen3
+from tests.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 
 _OPTIONS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.1}
 
@@ -16,3 +16,8 @@ def served_llama(path: Path, *, tied: bool) -> Path:
 def served_qwen3(path: Path, *, tied: bool) -> Path:
     """A float32 Qwen3 of the same shape."""
     return tiny_qwen3(path, tied=tied, **_OPTIONS)
+
+
+def served_qwen3_moe(path: Path, *, moe_intermediate_size: int = 64) -> Path:
+    """The same with four experts in every layer; vLLM's CPU kernels like them to be a multiple of 32 wide."""
+    return tiny_qwen3_moe(path, **_OPTIONS, moe_intermediate_size=moe_intermediate_size)

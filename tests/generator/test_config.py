@@ -45,8 +45,8 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
 def test_an_architecture_whose_pulls_are_unproven_is_refused(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     file = model / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["Qwen3MoeForCausalLM"]}))
-    with pytest.raises(ValueError, match="of architecture Qwen3MoeForCausalLM; supported are LlamaForCausalLM"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(ValueError, match="of architecture MixtralForCausalLM; supported are LlamaForCausalLM"):
         GeneratorConfig(model=model, max_model_len=32).check_model()
 
 

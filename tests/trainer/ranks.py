@@ -1,5 +1,6 @@
 """Runs one script on several engine ranks over gloo, without Monarch, and returns what rank 0 saw."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from rl.batching import BatchPlan, plan_batch
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum
+from rl.weights import INDEX_KEY
+from tests.stores import FakeStore, read_slot
 from tests.trainer.reference import random_batch
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
+from trainer.weights import WeightPublisher
 
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
@@ -101,6 +105,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     results["parameters"] = whole(engine)
     engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks go on below
     engine.export_hf(directory / "export", torch.float32)
+    results["published"] = published(engine)
     results["forward"] = engine.forward(share(batch), entropy=True)
 
     engine.forward_backward(share(batch), get_loss("cross_entropy"))
@@ -108,6 +113,13 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     assert engine.load_checkpoint(directory / "checkpoint") == 3
     results["loaded"] = whole(engine)
     return results
+
+
+def published(engine: Engine) -> dict[str, torch.Tensor]:
+    """What a push of the engine's parameters leaves for generators; on rank 0."""
+    store = FakeStore()
+    asyncio.run(WeightPublisher(torch.float32, store=store).publish(3, engine.hf_parameters()))
+    return read_slot(store.values[INDEX_KEY][-1]) if store.values else {}
 
 
 def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:

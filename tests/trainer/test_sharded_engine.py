@@ -106,6 +106,13 @@ def test_export_holds_the_parameters(results: Results) -> None:
     assert worst(by_stored_name(dict(model.named_parameters())), many["parameters"]) == 0
 
 
+def test_a_push_publishes_the_parameters(results: Results) -> None:
+    config, many, one, _ = results
+    for of_layout in (many, one):
+        assert worst(of_layout["published"], of_layout["parameters"]) == 0
+    assert worst(many["published"], one["published"]) <= 1e-5 * slack(config)
+
+
 def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
     config, many, one, _ = results
     batch = ranks.random_batch(ranks.LENGTHS)
