@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from controller.errors import TrainingStoppedError
-from controller.report import Report
+from controller.report import EQUAL_REWARDS, Report
 from rl.checks import check_at_least
 from rl.protocols import Trainer
 from rl.recording import LOOP_FILE, write_json
 
 _MAX_SKIPS_IN_A_ROW = 3
 _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
+_ADVICE = (
+    " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always, or "
+    "never, solved needs other problems."
+)
 
 
 class Checkpoints:
@@ -116,10 +120,10 @@ class Checkpoints:
                 "are as they were before. A lower learning rate or a smaller grad_clip_norm may help."
             )
         if self._report.without_signal_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
+            why = self._report.why_without_signal
             return (
                 f"{_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW} steps in a row, up to step {step}, had nothing to learn from: "
-                "in every group all rewards were equal. A larger group_size or more prompts_per_step finds differences "
-                "that are rare; an environment that is always, or never, solved needs other problems."
+                f"{why}.{_ADVICE if why == EQUAL_REWARDS else ''}"
             )
         return None
 

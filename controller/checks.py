@@ -1,15 +1,17 @@
 """What a loop checks before it starts any process; shared, so that a loop stays one page."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from generator.config import GeneratorConfig
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least, check_known
+from rl.hf_model import inspect_model
 from rl.losses import get_loss
 from rl.protocols import Problem
 from rl.rendering import Renderer
-from rl.types import AdamParams, SamplingParams
+from rl.types import AdamParams, Datum, SamplingParams
 
 
 class GroupLoopConfig(Protocol):
@@ -93,3 +95,14 @@ def check_prompts_fit(
                 f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "
                 f"generator's context of {generator.max_model_len} tokens (max_model_len) has room for {room}"
             )
+
+
+def check_texts_fit(max_tokens: int, model: Path, heldout: Sequence[Datum]) -> None:
+    """Raises ValueError for texts that the model's context does not hold, and when none is left to measure on."""
+    context = inspect_model(model).max_context
+    if not 1 < max_tokens <= context:
+        raise ValueError(
+            f"max_tokens is {max_tokens}; it must be between 2 and the model's context of {context} tokens"
+        )
+    if not heldout:
+        raise ValueError(f"max_tokens is {max_tokens}; every held-out text is longer, so that nothing can be measured")

@@ -12,7 +12,7 @@ import rich.console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rl.evaluation import Evaluation
+from rl.evaluation import Evaluation, Measurement
 from rl.types import Group
 
 _PLAIN_WIDTH = 160
@@ -65,6 +65,15 @@ class Console:
         line.append(f"  95 % interval [{reward.low:.3f}, {reward.high:.3f}], {len(evaluation.groups)} problems")
         self._print(line)
 
+    def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
+        """What was measured on held-out data, by name; `label` as in `evaluation`."""
+        for name, measurement in measured.items():
+            interval = measurement.interval
+            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
+            line.append(f"{interval.mean:.4g}", style="bold green")
+            line.append(f"  95 % interval [{interval.low:.4g}, {interval.high:.4g}], {len(measurement.values)} items")
+            self._print(line)
+
     def samples(self, groups: Sequence[Group]) -> None:
         """The first rollout of each group: prompt, completion, reward."""
         for number, group in enumerate(groups, start=1):
@@ -112,8 +121,10 @@ _SECONDS = (
     ("generate", "generate"),
     ("wait", "wait"),
     ("pack", "pack"),
+    ("forward", "forward"),
     ("forward_backward", "train"),
     ("optim_step", "optimize"),
+    ("critic", "critic"),
     ("push", "push"),
     ("pull", "pull"),
     ("evaluate", "evaluate"),

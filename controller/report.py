@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from controller.console import Console
-from rl.evaluation import Evaluation
+from rl.evaluation import Evaluation, Interval, Measurement
 from rl.metrics import PhaseClock, logprob_gap, num_completion_tokens, per_token, rollout_metrics
 from rl.recording import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
@@ -18,6 +18,10 @@ _NUM_SAMPLES = 3
 # What the trainer and its loss report: sums over the scored tokens, and what is no sum.
 _PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy")
 _AS_THEY_ARE = ("ratio_max",)
+
+
+EQUAL_REWARDS = "in every group all rewards were equal"
+"""Why a step of rollouts has nothing to learn from."""
 
 
 class Report:
@@ -31,11 +35,15 @@ class Report:
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None
+        self._first_measured: dict[str, Measurement] = {}
+        self._last_measured: dict[str, Measurement] = {}
         self._last_groups: Sequence[Group] = ()
         self.skipped_in_a_row = 0
         """Optimizer steps in a row, up to the latest, that a non-finite gradient made the trainer skip."""
         self.without_signal_in_a_row = 0
         """Steps in a row, up to the latest, that had nothing to learn from."""
+        self.why_without_signal = EQUAL_REWARDS
+        """Of the latest of them."""
 
     @property
     def log_dir(self) -> Path:
@@ -61,19 +69,23 @@ class Report:
         update: OptimStepOutput,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """One finished step: what was sampled, trained on, and what came of it. `metrics` are the loop's own."""
+        """One finished step: what was sampled (nothing, if it was not), what was trained on and what came of it.
+
+        `metrics` are the loop's own, and take the place of those of the same name.
+        """
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
         generation_s = clock.seconds("generate")
         self.without_signal_in_a_row = 0
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         if update.skipped:
             self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
+        sampled_tokens = num_completion_tokens(groups)
         self._write_step(
             step,
             groups,
             {
-                **rollout_metrics(groups),
-                "loss": output.metrics["loss"] / num_completion_tokens(groups),
+                **(rollout_metrics(groups) if groups else {}),
+                "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"]),
                 **per_token(output.metrics, _PER_TOKEN),
                 **{name: output.metrics[name] for name in _AS_THEY_ARE if name in output.metrics},
                 **update.metrics,
@@ -82,25 +94,31 @@ class Report:
                 "policy_version": float(update.policy_version),
                 "skipped": float(update.skipped),
                 **logprob_gap(batch, output),
-                **({"generation_tokens_per_s": num_completion_tokens(groups) / generation_s} if generation_s else {}),
+                **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
                 "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
-                **(metrics or {}),
                 **clock.metrics(),
+                **(metrics or {}),
             },
         )
 
-    def step_without_signal(self, step: int, clock: PhaseClock, groups: Sequence[Group]) -> None:
-        """A step in which every group's rewards were all equal, so that there was nothing to learn."""
+    def step_without_signal(
+        self,
+        step: int,
+        clock: PhaseClock,
+        groups: Sequence[Group] = (),
+        why: str = EQUAL_REWARDS,
+    ) -> None:
+        """A step in which there was nothing to learn: every group's rewards were all equal, or what else it was."""
         self.without_signal_in_a_row += 1
-        self._console.warn(f"step {step} made no update: in every group all rewards were equal")
-        self._write_step(step, groups, {**rollout_metrics(groups), **clock.metrics()})
+        self.why_without_signal = why
+        self._console.warn(f"step {step} made no update: {why}")
+        self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Reward on held-out problems after a number of steps."""
         self._first_evaluation = self._first_evaluation or evaluation
         self._last_evaluation = evaluation
-        label = "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
-        self._console.evaluation(label, evaluation)
+        self._console.evaluation(_label(step), evaluation)
         reward = evaluation.reward
         self.folder.log_metrics(
             {
@@ -111,7 +129,23 @@ class Report:
             }
         )
         self.folder.log_rollouts(step, evaluation.groups, split="heldout")
-        self._warn_of_failures(f"evaluation {label}", evaluation.groups)
+        self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
+        self._plot()
+
+    def measured(self, step: int, **measured: Measurement) -> None:
+        """What was measured on held-out data after a number of steps, the most telling first."""
+        self._first_measured = {**measured, **self._first_measured}
+        self._last_measured = measured
+        self._console.measurements(_label(step), measured)
+        row = {"step": float(step)}
+        for name, measurement in measured.items():
+            interval = measurement.interval
+            row |= {
+                f"heldout_{name}": interval.mean,
+                f"heldout_{name}_low": interval.low,
+                f"heldout_{name}_high": interval.high,
+            }
+        self.folder.log_metrics(row)
         self._plot()
 
     def finish(self) -> None:
@@ -123,15 +157,18 @@ class Report:
     def _summary(self) -> str:
         minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
         took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
+        changes = [
+            _change(
+                name, self._first_measured[name].interval, last.interval, last.change_since(self._first_measured[name])
+            )
+            + f", {len(last.values)} items)"
+            for name, last in self._last_measured.items()
+        ]
         first, last = self._first_evaluation, self._last_evaluation
-        if first is None or last is None:
-            return f"Finished {took}."
-        gain = last.gain_over(first)
-        return (
-            f"Held-out reward went from {first.reward.mean:.3f} to {last.reward.mean:.3f} "
-            f"(change {gain.mean:+.3f}, 95 % interval [{gain.low:+.3f}, {gain.high:+.3f}], "
-            f"{len(last.groups)} problems) {took}."
-        )
+        if first is not None and last is not None:
+            reward = _change("reward", first.reward, last.reward, last.gain_over(first))
+            changes.append(f"{reward}, {len(last.groups)} problems)")
+        return f"Held-out {'; '.join(changes)} {took}." if changes else f"Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
@@ -150,6 +187,23 @@ class Report:
             self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
 
     def _plot(self) -> None:
-        from rl.plotting import plot_reward  # matplotlib, which a mistake in a recipe should not have to wait for
+        from rl.plotting import plot_curve  # matplotlib, which a mistake in a recipe should not have to wait for
 
-        plot_reward(self.folder.metrics(), self.folder.path / "reward.png", self.folder.path.name)
+        metrics, folder = self.folder.metrics(), self.folder.path
+        if self._first_evaluation is not None:
+            plot_curve(metrics, folder / "reward.png", folder.name)
+        for name in self._last_measured:
+            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=name)
+
+
+def _label(step: int) -> str:
+    """When an evaluation was made."""
+    return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
+
+
+def _change(name: str, first: Interval, last: Interval, change: Interval) -> str:
+    """What became of a held-out number; the parenthesis is left open for what it was measured on."""
+    return (
+        f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
+        f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}]"
+    )

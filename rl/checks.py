@@ -1,6 +1,7 @@
 """Checks of what users choose, worded the same everywhere."""
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -9,6 +10,20 @@ def check_at_least(minimum: float, **values: float) -> None:
     for name, value in values.items():
         if not value >= minimum:
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+
+
+def check_above_zero(**values: float) -> None:
+    """Raises ValueError naming the first value that is not above 0 and finite."""
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+
+
+def check_fraction(**values: float) -> None:
+    """Raises ValueError naming the first value that is not between 0 and 1."""
+    for name, value in values.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must be in [0, 1]")
 
 
 def check_known(name: str, value: str, known: Iterable[str]) -> None:

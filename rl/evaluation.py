@@ -72,11 +72,11 @@ async def evaluate(
     return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples=1)))
 
 
-def bootstrap(values: NDArray[np.float64]) -> Interval:
+def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> Interval:
     """Mean of [P] values with the percentile bootstrap's 95 % interval (Efron and Tibshirani 1993, chapter 13).
 
-    The resampling is seeded: the same values always have the same interval. Raises ValueError for no values, and for
-    one that is not finite.
+    With `weights` [P], all above 0, the weighted mean. The resampling is seeded: the same values always have the same
+    interval. Raises ValueError for no values, and for one that is not finite.
     """
     if len(values) == 0:
         raise ValueError("bootstrap needs at least one value")
@@ -86,6 +86,34 @@ def bootstrap(values: NDArray[np.float64]) -> Interval:
     at_once = max(_RESAMPLED_AT_ONCE // len(values), 1)  # so that many problems do not take gigabytes
     counts = [min(at_once, _NUM_RESAMPLES - start) for start in range(0, _NUM_RESAMPLES, at_once)]
     picks = (random.integers(len(values), size=(count, len(values))) for count in counts)
-    means = np.concatenate([values[pick].mean(axis=1) for pick in picks])
+    if weights is None:
+        means = np.concatenate([values[pick].mean(axis=1) for pick in picks])
+    else:
+        products = values * weights
+        means = np.concatenate([products[pick].sum(axis=1) / weights[pick].sum(axis=1) for pick in picks])
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(mean=float(values.mean()), low=float(low), high=float(high))
+    return Interval(mean=float(np.average(values, weights=weights)), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Something measured on held-out data other than reward: a loss, an accuracy, a divergence."""
+
+    values: NDArray[np.float64]
+    """[P] one per held-out item."""
+    weights: NDArray[np.float64] | None = None
+    """[P] how much each item counts, above 0: its number of tokens, for a mean over tokens. None: all the same."""
+
+    @property
+    def interval(self) -> Interval:
+        """Mean over the items."""
+        return bootstrap(self.values, self.weights)
+
+    def change_since(self, before: "Measurement") -> Interval:
+        """Mean change since a measurement of the same items, paired by item. Raises ValueError for other items."""
+        if len(self.values) != len(before.values):
+            raise ValueError(
+                f"change_since compares measurements of the same items; these have {len(self.values)} and "
+                f"{len(before.values)}"
+            )
+        return bootstrap(self.values - before.values, self.weights)

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from rl.advantages import has_signal
+from rl.batching import merge_metrics
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 
@@ -91,8 +93,10 @@ def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[s
     """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
 
     Only meaningful when the trainer held the weights that sampled the batch. The mean of exp(delta) is 1 in expectation
-    when both compute the same distribution. Empty for a batch that scores nothing.
+    when both compute the same distribution. Empty for a batch that scores nothing, or that nobody sampled.
     """
+    if not all("logprobs" in datum.loss_inputs for datum in batch):
+        return {}
     pairs = zip(batch, output.logprobs, strict=True)
     gaps = [(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]
     delta = np.concatenate([*gaps, np.zeros(0)]).astype(np.float64)
@@ -103,6 +107,15 @@ def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[s
         "logprob_gap_max": float(np.abs(delta).max()),
         "ratio_mean": float(np.exp(delta).mean()),
     }
+
+
+def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """The outputs of several `forward_backward` calls as of one call with all their datums; at least one."""
+    return replace(
+        outputs[0],
+        logprobs=tuple(array for output in outputs for array in output.logprobs),
+        metrics=merge_metrics([output.metrics for output in outputs]),
+    )
 
 
 def per_token(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:

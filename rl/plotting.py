@@ -1,4 +1,4 @@
-"""The picture of a run: reward over steps, in training and on held-out problems. Draws to a file, never to a screen."""
+"""The picture of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,25 +13,32 @@ _TRAIN = "#4477aa"  # Paul Tol's "bright" scheme, which the colour-blind can tel
 _HELDOUT = "#cc3311"
 
 
-def plot_reward(metrics: Sequence[Mapping[str, float]], file: Path, title: str) -> None:
-    """Draws the reward curve of a run's steps (see `rl.recording.read_metrics`) as a PNG, with what there is of it.
+def plot_curve(
+    metrics: Sequence[Mapping[str, float]],
+    file: Path,
+    title: str,
+    *,
+    name: str = "reward",
+    training: str = "reward_mean",
+) -> None:
+    """Draws one metric of a run's steps (see `rl.recording.read_metrics`) as a PNG, with what there is of it.
 
-    Training: each step's mean as a dot, and their moving average. Held-out: the mean with its 95 % interval. A row may
-    hold either or both.
+    Training: each step's `training` as a dot, and their moving average. Held-out: `heldout_<name>` with its 95 %
+    interval. A row may hold either or both.
     """
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    training = _columns(metrics, "step", "reward_mean")
-    if training.size:
-        steps, mean = training
+    trained = _columns(metrics, "step", training)
+    if trained.size:
+        steps, mean = trained
         window = max(1, min(len(steps) // 4, 5))
         alpha = 0.45 if window > 1 else 1.0
         axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
         if window > 1:
             label = f"training, mean of {window} steps"
             axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
-    heldout = _columns(metrics, "step", "heldout_reward", "heldout_reward_low", "heldout_reward_high")
+    heldout = _columns(metrics, "step", *(f"heldout_{name}{end}" for end in ("", "_low", "_high")))
     if heldout.size:
         steps, mean, low, high = heldout
         axes.errorbar(
@@ -48,13 +55,13 @@ def plot_reward(metrics: Sequence[Mapping[str, float]], file: Path, title: str) 
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("reward")
+    axes.set_ylabel(name.replace("_", " "))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if training.size or heldout.size:
+    if trained.size or heldout.size:
         axes.legend(frameon=False, fontsize=9, loc="best")
     canvas.print_png(str(file))
 

@@ -49,6 +49,16 @@ class Renderer:
             messages, add_generation_prompt=not begun, continue_final_message=begun, **options
         )
 
+    def encode_completion(self, completion: str) -> tuple[int, ...]:
+        """The tokens of an answer that somebody wrote, and the token that ends it, as if the model had sampled them.
+
+        Tokenised apart from the prompt, which the model never sees joined to its answer either. Raises ValueError for a
+        tokenizer without an end token: nothing would teach the model to stop.
+        """
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError("the model's tokenizer names no end token (eos_token), which ends a completion")
+        return (*self._tokenizer.encode(completion, add_special_tokens=False), self._tokenizer.eos_token_id)
+
 
 def prompt_text(prompt: Prompt) -> str:
     """The prompt for a reader: text as it is, a chat as its messages' contents."""

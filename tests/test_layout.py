@@ -113,7 +113,8 @@ def loops() -> list[str]:
 
 
 def test_loops_are_found() -> None:
-    assert {"controller/grpo.py", "controller/grpo_async.py"} <= set(loops())
+    names = ("grpo", "grpo_async", "sft", "dpo")
+    assert {f"controller/{name}.py" for name in names} <= set(loops())
 
 
 @pytest.mark.parametrize("loop", loops())

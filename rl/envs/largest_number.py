@@ -54,7 +54,9 @@ class LargestNumber:
         numbers = random.Random(number).sample(range(self.low, self.high + 1), self.count)
         question = f"Which number is the largest: {', '.join(map(str, numbers))}?"
         prompt = [{"role": "user", "content": question}, {"role": "assistant", "content": "The largest number is "}]
-        return TextProblem(id=question, prompt=prompt, score=functools.partial(_exact, max(numbers)))
+        answer, *wrong = map(str, sorted(numbers, reverse=True))
+        score = functools.partial(_exact, max(numbers))
+        return TextProblem(id=question, prompt=prompt, score=score, answer=answer, wrong_answers=tuple(wrong))
 
 
 def _exact(answer: int, completion: str) -> float:

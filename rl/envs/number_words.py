@@ -57,7 +57,8 @@ class NumberWords:
         value = rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
         lines = [f"{in_words(example)} = {example}\n" for example in _EXAMPLES]
         prompt = "".join(lines) + f"{in_words(value)} = "
-        return TextProblem(id=f"number words: {value}", prompt=prompt, score=functools.partial(_exact, str(value)))
+        score = functools.partial(_exact, str(value))
+        return TextProblem(id=f"number words: {value}", prompt=prompt, score=score, answer=str(value))
 
 
 def in_words(value: int) -> str:

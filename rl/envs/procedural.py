@@ -22,6 +22,10 @@ class TextProblem:
     id: str
     prompt: Prompt
     score: Callable[[str], float]
+    answer: str | None = None
+    """A completion that is right, where one is known."""
+    wrong_answers: tuple[str, ...] = ()
+    """Completions that are wrong but not far off, where some are known."""
 
     def start(self) -> "TextProblem":
         """There is nothing to keep track of."""

@@ -57,7 +57,9 @@ class ReasoningGym:
         def score(completion: str) -> float:
             return float(dataset.score_answer(answer=completion.strip(), entry=entry))
 
-        return TextProblem(id=f"{self.task}: {entry['question']}", prompt=prompt, score=score)
+        return TextProblem(
+            id=f"{self.task}: {entry['question']}", prompt=prompt, score=score, answer=entry.get("answer")
+        )
 
 
 @functools.cache

@@ -1,0 +1,22 @@
+"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct is told the largest of four numbers until it knows, in minutes."""
+
+from controller.sft import SFTConfig
+from rl.data_sources import EnvExamples
+from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
+from trainer.config import TrainerConfig
+
+
+def recipe() -> SFTConfig:
+    """The problems of `grpo_smollm2_cpu`, with their answers."""
+    return SFTConfig(
+        model="smollm2-135m-instruct",
+        data=EnvExamples(env=LargestNumber()),
+        trainer=TrainerConfig(compute_dtype=cpu_dtype(), num_threads=2, max_tokens_per_microbatch=2048),
+        num_steps=24,
+        examples_per_step=16,
+        learning_rate=3e-5,
+        warmup_steps=4,
+        num_heldout=128,
+        evaluate_every=8,
+    )

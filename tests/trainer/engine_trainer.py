@@ -1,0 +1,60 @@
+"""An engine in the test's own process as the `Trainer` that a loop sees: no mesh, the same mathematics."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.batching import validate_batch
+from rl.losses import get_loss
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+
+
+class EngineTrainer:
+    """Cuts every batch into micro-batches of `per_microbatch` datums, in order."""
+
+    def __init__(self, model: Path, per_microbatch: int = 3, **options: Any) -> None:
+        self.engine = load_engine(TrainerConfig(model=model, compute_dtype="float32", **options))
+        self._per_microbatch = per_microbatch
+
+    async def forward_backward(
+        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
+    ) -> ForwardBackwardOutput:
+        """See `rl.protocols.Trainer`."""
+        checked = get_loss(loss, loss_config)
+        return self.engine.forward_backward(self._cut(batch, checked.required_inputs), checked)
+
+    async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
+        """See `rl.protocols.Trainer`."""
+        return self.engine.forward(self._cut(batch, ()), entropy=entropy)
+
+    async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
+        """See `rl.protocols.Trainer`."""
+        return self.engine.optim_step(params, grad_scale)
+
+    async def push_model_state_dict(self) -> int:
+        """Nobody pulls from it."""
+        return self.engine.policy_version
+
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.save_checkpoint(path, asynchronous=asynchronous)
+
+    async def wait_for_checkpoint(self) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.wait_for_checkpoint()
+
+    async def load_checkpoint(self, path: Path) -> int:
+        """See `rl.protocols.Trainer`."""
+        return self.engine.load_checkpoint(path)
+
+    async def export_hf(self, path: Path) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.export_hf(path, torch.float32)
+
+    def _cut(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> list[Sequence[Datum]]:
+        validate_batch(batch, required_inputs=required_inputs, vocab_size=1 << 20, max_seq_len=1 << 20)
+        return [batch[i : i + self._per_microbatch] for i in range(0, len(batch), self._per_microbatch)]
