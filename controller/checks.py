@@ -6,10 +6,11 @@ from typing import Protocol
 
 from generator.config import GeneratorConfig
 from rl.advantages import ADVANTAGES
+from rl.check_env import require_env
 from rl.checks import check_at_least, check_known
 from rl.hf_model import inspect_model
 from rl.losses import get_loss
-from rl.protocols import Problem
+from rl.protocols import Env, Problem
 from rl.rendering import Renderer
 from rl.types import AdamParams, Datum, SamplingParams
 
@@ -17,6 +18,8 @@ from rl.types import AdamParams, Datum, SamplingParams
 class GroupLoopConfig(Protocol):
     """The fields that every group-relative loop has."""
 
+    @property
+    def env(self) -> Env: ...
     @property
     def num_steps(self) -> int: ...
     @property
@@ -58,6 +61,7 @@ def check_group_loop(config: GroupLoopConfig) -> None:
         keep_checkpoints=config.keep_checkpoints,
     )
     check_at_least(0, warmup_steps=config.warmup_steps, checkpoint_every=config.checkpoint_every)
+    require_env(config.env)
     check_at_least(2, group_size=config.group_size)  # advantages are relative to the group
     check_known("advantage", config.advantage, ADVANTAGES)
     check_sampled_distribution(config.sampling)

@@ -1,4 +1,4 @@
-"""The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, `show`, `list`, `parity` and `model`.
+"""The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, and what looks at parts of a run.
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
 runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
@@ -84,6 +84,9 @@ def _parser(*, resuming: bool) -> _Parser:
     parity.add_argument("recipe", metavar="RECIPE")
     parity.add_argument("--limit", type=float, default=0.05, help="largest mean gap of log-probs that is no failure")
     parity.set_defaults(command=_parity)
+    check = commands.add_parser("check-env", help="say what is wrong with an environment", allow_abbrev=False)
+    check.add_argument("env", metavar="ENV", help='a recipe, or "module:name" of an environment or what makes one')
+    check.set_defaults(command=_check_env)
     model = commands.add_parser("model", help="prepare a model and print its directory", allow_abbrev=False)
     model.add_argument("model", metavar="NAME")
     model.set_defaults(command=_model)
@@ -109,6 +112,19 @@ def _model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         path = resolve_model(options.model, lambda text: print(text, file=output.errors))
         print(path, file=output.terminal)
     return 0
+
+
+def _check_env(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """One line per finding; 1 if there are any."""
+    from controller.environments import load_env
+    from rl.check_env import check_env
+
+    _refuse(overrides)
+    with CapturedOutput() as output:
+        findings = check_env(load_env(options.env))
+        for finding in findings or ["nothing is wrong with it"]:
+            print(finding, file=output.terminal)
+    return _FAILED if findings else 0
 
 
 def _show(options: argparse.Namespace, overrides: Sequence[str]) -> int:

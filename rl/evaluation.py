@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from rl.rollouts import rollout_groups
 from rl.types import Group, SamplingParams
 
 _NUM_RESAMPLES = 10_000
+_SEED = 1 << 61  # beyond any of training
 _RESAMPLED_AT_ONCE = 1 << 20
 
 
@@ -44,6 +45,20 @@ class Evaluation:
         """Mean reward over the problems; NaN if the environment failed them all."""
         return bootstrap(self.rewards) if self._scored else _UNKNOWN
 
+    def pass_at(self, k: int, *, solved: float = 1.0) -> Interval:
+        """Probability that of k answers to a problem at least one has a reward of at least `solved`.
+
+        The unbiased estimate from n answers of which c are right, 1 - C(n - c, k) / C(n, k), averaged over the
+        problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. A problem of which failures of the
+        environment have left fewer than k answers is left out. Raises ValueError when k is not between 1 and the
+        number of answers to a problem.
+        """
+        most = max((len(group.rollouts) + len(group.failures) for group in self.groups), default=0)
+        if not 1 <= k <= most:
+            raise ValueError(f"k is {k}; it must be between 1 and the number of answers to a problem, {most}")
+        rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
+        return bootstrap(np.array(rates)) if rates else _UNKNOWN
+
     def gain_over(self, before: "Evaluation") -> Interval:
         """Mean change of reward since an evaluation of the same problems, paired by problem.
 
@@ -66,10 +81,26 @@ class Evaluation:
 
 
 async def evaluate(
-    generator: Generator, renderer: Renderer, problems: Sequence[Problem], sampling: SamplingParams
+    generator: Generator,
+    renderer: Renderer,
+    problems: Sequence[Problem],
+    sampling: SamplingParams,
+    num_samples: int = 1,
 ) -> Evaluation:
-    """One completion of each problem under the generator's current weights. Temperature 0 makes it repeatable."""
-    return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples=1)))
+    """Attempts at each problem under the generator's current weights; see `heldout_sampling` for `sampling`."""
+    return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
+
+
+def heldout_sampling(sampling: SamplingParams, num_samples: int) -> SamplingParams:
+    """How held-out problems are answered: greedily if once, otherwise as in training, with seeds that are never of
+    training (`rl.rollouts.step_seed`) and the same in every evaluation."""
+    return replace(sampling, temperature=0.0) if num_samples == 1 else replace(sampling, seed=_SEED)
+
+
+def _pass_at(k: int, right: NDArray[np.bool_]) -> float:
+    """From which of n answers are right, as exact integers."""
+    num_wrong = len(right) - int(right.sum())
+    return 1 - math.comb(num_wrong, k) / math.comb(len(right), k)
 
 
 def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> Interval:

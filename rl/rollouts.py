@@ -124,7 +124,7 @@ class _Player:
             asked = time.perf_counter()
             reply = await call_environment(episode.reply, turns[-1].completion.text, time_limit_s=self.time_limit_s)
             waited_s += time.perf_counter() - asked
-            reward = _checked_reward(reply)
+            reward = checked_reward(reply)
             if isinstance(reply, Done):
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
                 return Rollout(turns=tuple(turns), reward=reward, metrics=metrics, environment_s=waited_s)
@@ -158,7 +158,7 @@ class _Player:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2
 
 
-def _checked_reward(reply: Any) -> float:
+def checked_reward(reply: Any) -> float:
     """The reward in a reply of the environment. Raises `EnvironmentFailedError` for what is no reply, or no number."""
     if not isinstance(reply, Observation | Done):
         raise EnvironmentFailedError(f"it replied with a {type(reply).__name__}; an Observation or a Done is expected")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rl.protocols import Done, Prompt
+from rl.protocols import Done, Problem, Prompt
 
 HELDOUT_FRACTION = 0.1
 _ATTEMPTS_PER_PROBLEM = 1000
@@ -36,23 +36,30 @@ class TextProblem:
         return Done(reward=self.score(completion))
 
 
-P = TypeVar("P", bound=TextProblem)
+P = TypeVar("P", bound=Problem)
 
 
-def train_stream(make: Callable[[int], P], seed: int, start: int, count: int) -> list[P]:
+def _id(problem: Problem) -> str:
+    return problem.id
+
+
+def train_stream(
+    make: Callable[[int], P], seed: int, start: int, count: int, *, split_by: Callable[[P], str] = _id
+) -> list[P]:
     """Problems start to start + count - 1 of the endless training stream of that seed.
 
     `make(number)` builds a problem from a number in 0..2^31-1, always the same from the same. Problem i of a stream is
-    a pure function of (seed, i), so that a run can go on in the middle.
+    a pure function of (seed, i), so that a run can go on in the middle. `split_by` is the text that decides whether a
+    problem is held out; the prompt where the id says more than it.
     """
-    return [_first(make, f"train/{seed}/{i}", heldout=False) for i in range(start, start + count)]
+    return [_first(make, f"train/{seed}/{i}", split_by, heldout=False) for i in range(start, start + count)]
 
 
-def heldout_set(make: Callable[[int], P], count: int) -> list[P]:
+def heldout_set(make: Callable[[int], P], count: int, *, split_by: Callable[[P], str] = _id) -> list[P]:
     """The first `count` distinct held-out problems. Raises ValueError when the environment has fewer."""
     found: dict[str, P] = {}
     for attempt in range(count * 100):
-        problem = _first(make, f"heldout/{attempt}", heldout=True)
+        problem = _first(make, f"heldout/{attempt}", split_by, heldout=True)
         found.setdefault(problem.id, problem)
         if len(found) == count:
             return list(found.values())
@@ -61,15 +68,15 @@ def heldout_set(make: Callable[[int], P], count: int) -> list[P]:
     )
 
 
-def is_heldout(problem_id: str) -> bool:
-    """Whether a problem is on the held-out side."""
-    return _number(f"split/{problem_id}") < HELDOUT_FRACTION * 2**31
+def is_heldout(text: str) -> bool:
+    """Whether a problem of this id, or of whatever else the split is by, is on the held-out side."""
+    return _number(f"split/{text}") < HELDOUT_FRACTION * 2**31
 
 
-def _first(make: Callable[[int], P], key: str, *, heldout: bool) -> P:
+def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, heldout: bool) -> P:
     for attempt in range(_ATTEMPTS_PER_PROBLEM):
         problem = make(_number(f"{key}/{attempt}"))
-        if is_heldout(problem.id) == heldout:
+        if is_heldout(split_by(problem)) == heldout:
             return problem
     raise ValueError(f"no {'held-out' if heldout else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
 

@@ -1,4 +1,6 @@
 import asyncio
+import itertools
+import math
 import tracemalloc
 from typing import cast
 
@@ -8,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.envs.procedural import TextProblem
-from rl.evaluation import Evaluation, Interval, bootstrap, evaluate
+from rl.evaluation import Evaluation, Interval, bootstrap, evaluate, heldout_sampling
 from rl.rendering import Renderer
-from rl.types import SamplingParams
-from tests.rl.fakes import ScriptedGenerator, WordRenderer
+from rl.rollouts import step_seed
+from rl.types import Group, SamplingParams
+from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 
 
 def _evaluate(num_right: int) -> Evaluation:
@@ -87,3 +90,54 @@ def test_evaluations_of_different_problems_are_not_compared() -> None:
     other = Evaluation(groups=evaluation.groups[:60])
     with pytest.raises(ValueError, match=r"these have 100 and 60 problems, of which 60 are in both"):
         evaluation.gain_over(other)
+
+
+def _answered(*right: list[bool], failures: int = 0) -> Evaluation:
+    """One problem per list, with so many right and wrong answers."""
+    return Evaluation(
+        groups=tuple(
+            Group(
+                problem_id=str(i),
+                prompt="",
+                rollouts=tuple(single_turn((1,), completion("a"), reward=float(r)) for r in answers),
+                failures=("gone",) * failures,
+            )
+            for i, answers in enumerate(right)
+        )
+    )
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(num_right: int, k: int) -> None:
+    answers = [True] * num_right + [False] * (5 - num_right)
+    subsets = list(itertools.combinations(answers, k))
+    expected = sum(map(any, subsets)) / len(subsets)
+    assert _answered(answers).pass_at(k).mean == pytest.approx(expected)
+
+
+def test_pass_at_1_is_the_mean_reward_of_right_and_wrong() -> None:
+    evaluation = _answered([True, False, False], [True, True, False], [False] * 3)
+    assert evaluation.pass_at(1).mean == pytest.approx(evaluation.reward.mean)
+    assert evaluation.pass_at(3).mean == pytest.approx(2 / 3)
+    for k in (0, 4):
+        with pytest.raises(ValueError, match=f"k is {k}; it must be between 1 and .* 3"):
+            evaluation.pass_at(k)
+
+
+def test_what_the_environment_failed_is_left_out() -> None:
+    evaluation = _answered([True], [], failures=1)
+    assert evaluation.reward.mean == evaluation.pass_at(1).mean == 1
+    assert math.isnan(evaluation.pass_at(2).mean)
+    assert evaluation.gain_over(evaluation).mean == 0
+    nothing = _answered([], [], failures=1)
+    assert math.isnan(nothing.reward.mean)
+    assert math.isnan(nothing.gain_over(evaluation).mean)
+
+
+def test_evaluation_has_seeds_of_its_own() -> None:
+    sampling = SamplingParams(max_tokens=4, seed=3)
+    assert heldout_sampling(sampling, 1).temperature == 0
+    seed = heldout_sampling(sampling, 8).seed
+    assert seed is not None
+    assert seed > step_seed(2**20, 2**20)

@@ -1,0 +1,111 @@
+"""Arithmetic that is too hard to do in the head, with Python as the tool: an environment of several turns.
+
+The model writes one line at a time, either code to run or its answer. A solved question comes first, because a small
+model continues a pattern better than it follows an instruction.
+"""
+
+import random
+from dataclasses import dataclass
+
+from rl.checks import check_at_least
+from rl.envs.procedural import heldout_set, train_stream
+from rl.envs.sandbox import run_python
+from rl.protocols import Done, Observation, Reply
+
+_EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\nOutput: 1207\nAnswer: 1207\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonArithmetic:
+    """What is a times b, plus or minus c? Reward 1 for the right answer, 0 for anything else."""
+
+    num_digits: int = 3
+    """Digits of every number, between 1 and 9."""
+    max_turns: int = 3
+    """Lines that the model may write, at least 1."""
+    time_limit_s: float = 2.0
+    """Seconds that a line of code may run."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if not 1 <= self.num_digits <= 9:
+            raise ValueError(f"PythonArithmetic.num_digits is {self.num_digits}; it must be between 1 and 9")
+        check_at_least(1, **{"PythonArithmetic.max_turns": self.max_turns})
+        check_at_least(0.1, **{"PythonArithmetic.time_limit_s": self.time_limit_s})
+
+    @property
+    def name(self) -> str:
+        """See `rl.protocols.Env`."""
+        return "arithmetic with Python"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The model writes a line at a time."""
+        return ("\n",)
+
+    def train_problems(self, seed: int, start: int, count: int) -> list["Question"]:
+        """See `rl.protocols.Env`."""
+        return train_stream(self._problem, seed, start, count)
+
+    def heldout_problems(self, count: int) -> list["Question"]:
+        """See `rl.protocols.Env`."""
+        return heldout_set(self._problem, count)
+
+    def _problem(self, number: int) -> "Question":
+        rng = random.Random(number)
+        low, high = 10 ** (self.num_digits - 1), 10**self.num_digits - 1
+        a, b, c = (rng.randint(low, high) for _ in range(3))
+        sign, word = rng.choice(((1, "plus"), (-1, "minus")))
+        text = f"What is {a} times {b}, {word} {c}?"
+        return Question(text=text, answer=a * b + sign * c, max_turns=self.max_turns, time_limit_s=self.time_limit_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question and its answer."""
+
+    text: str
+    answer: int
+    max_turns: int
+    time_limit_s: float
+
+    @property
+    def id(self) -> str:
+        """The question itself."""
+        return self.text
+
+    @property
+    def prompt(self) -> str:
+        """A solved question, and this one."""
+        return f"{_EXAMPLE}Question: {self.text}\n"
+
+    def start(self) -> "Attempt":
+        """See `rl.protocols.Problem`."""
+        return Attempt(self)
+
+
+class Attempt:
+    """One attempt at a question."""
+
+    def __init__(self, question: Question) -> None:
+        """No line has been written."""
+        self._question = question
+        self._num_lines = 0
+        self._num_runs = 0
+
+    async def reply(self, completion: str) -> Reply:
+        """Runs code, takes an answer, or says what is expected."""
+        self._num_lines += 1
+        kind, _, rest = completion.strip().partition(":")
+        if kind == "Answer":
+            return self._done(float(rest.strip().rstrip(".") == str(self._question.answer)))
+        if self._num_lines == self._question.max_turns:
+            return self._done(0.0)
+        if kind != "Python":
+            return Observation(messages="Write a line that begins with Python: or Answer:\n")
+        self._num_runs += 1
+        result = await run_python(rest.strip(), time_limit_s=self._question.time_limit_s, max_output_bytes=200)
+        return Observation(messages=f"Output: {result.output}\n")
+
+    def _done(self, reward: float) -> Done:
+        return Done(reward=reward, metrics={"lines": float(self._num_lines), "python_runs": float(self._num_runs)})

@@ -1,0 +1,108 @@
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.envs.jsonl import JsonlReward
+from rl.rollouts import rollout_groups
+from rl.types import SamplingParams
+from tests.rl.fakes import ScriptedGenerator, WordRenderer
+
+
+def _env(folder: Path, rows: list[Any], **options: Any) -> JsonlReward:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    arguments: dict[str, Any] = {"file": file, "reward": "tests.rl.rewards:exact", "fields": ("answer",), **options}
+    return JsonlReward(**arguments)
+
+
+def _rows(count: int) -> list[Any]:
+    return [{"prompt": f"Say {i}.", "answer": str(i), "source": "made up"} for i in range(count)]
+
+
+def test_an_epoch_holds_every_training_row_once(tmp_path: Path) -> None:
+    env = _env(tmp_path, _rows(200))
+    heldout = {p.id for p in env.heldout_problems(10)}
+    size = 200 - len(env.heldout_problems(len(_heldout(env))))
+    first, second = (env.train_problems(3, epoch * size, size) for epoch in range(2))
+    assert Counter(p.id for p in first) == Counter(p.id for p in second)
+    assert len({p.id for p in first}) == size
+    assert [p.id for p in first] != [p.id for p in second]
+    assert heldout.isdisjoint(p.id for p in first)
+
+
+def _heldout(env: JsonlReward) -> list[str]:
+    """All ids of the held-out side."""
+    count = 1
+    while True:
+        try:
+            ids = [p.id for p in env.heldout_problems(count)]
+        except ValueError:
+            return [p.id for p in env.heldout_problems(count - 1)]
+        assert len(set(ids)) == count
+        count += 1
+
+
+def test_a_prompt_is_on_one_side_whatever_else_its_row_and_file_hold(tmp_path: Path) -> None:
+    few, many = (tmp_path / name for name in ("few", "many"))
+    few.mkdir()
+    many.mkdir()
+    first = _env(few, _rows(50))
+    rows = [{**row, "answer": "changed", "prompt": row["prompt"]} for row in _rows(300)]
+    second = _env(many, rows)
+    prompts = {p.prompt for p in first.heldout_problems(len(_heldout(first)))}
+    assert prompts < {p.prompt for p in second.heldout_problems(len(_heldout(second)))}
+
+
+@pytest.mark.parametrize(
+    ("reward", "fields", "expected"), [("exact", ("answer",), [1.0, 0.0]), ("length", (), None)], ids=["plain", "async"]
+)
+def test_the_function_rewards(tmp_path: Path, reward: str, fields: tuple[str, ...], expected: Any) -> None:
+    env = _env(tmp_path, _rows(100), reward=f"tests.rl.rewards:{reward}", fields=fields)
+    problems = env.train_problems(0, 0, 1)
+    right = str(problems[0].prompt).removeprefix("Say ").removesuffix(".")
+    generator = ScriptedGenerator(lambda prompt, i, seed: [right, "something else"][i])
+    renderer: Any = WordRenderer()
+    (group,) = asyncio.run(rollout_groups(generator, renderer, problems, SamplingParams(max_tokens=4), 2))
+    assert group.rewards.tolist() == (expected or [len(right), 14])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "?"}, "rows.jsonl, line 3: lacks the field 'answer'; it has prompt"),
+        ({"answer": "?"}, "rows.jsonl, line 3: lacks the field 'prompt'; it has answer"),
+        ('{"prompt": "?"', "rows.jsonl, line 3: not JSON"),
+        ([1], "rows.jsonl, line 3: a list; an object is needed"),
+        ({"prompt": 7, "answer": ""}, "line 3: its 'prompt' is 7; text, or messages"),
+        ({"prompt": [{"role": "user"}], "answer": ""}, "line 3: its 'prompt' is"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _env(tmp_path, [*_rows(1), "", row, *_rows(100)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward": "tests.rl.rewards:exakt"}, "cannot be imported .*exakt"),
+        ({"reward": "tests.rl.no_such:exact"}, "cannot be imported .*no_such"),
+        ({"reward": "exact"}, "cannot be imported"),
+        ({"reward": "tests.rl.rewards:NOT_A_FUNCTION"}, "an? int; it must be a function"),
+        ({"file": Path("no/such.jsonl")}, "no/such.jsonl cannot be read"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _env(tmp_path, _rows(100), **options)
+
+
+def test_a_file_too_small_to_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="both splits need at least one"):
+        _env(tmp_path, _rows(1))
+    with pytest.raises(ValueError, match="num_heldout is 1000, but"):
+        _env(tmp_path, _rows(200)).heldout_problems(1000)
