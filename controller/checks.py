@@ -2,71 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from generator.config import GeneratorConfig
-from rl.advantages import ADVANTAGES
-from rl.check_env import require_env
-from rl.checks import check_at_least, check_known
 from rl.hf_model import inspect_model
-from rl.losses import get_loss
-from rl.protocols import Env, Problem
+from rl.protocols import Problem
 from rl.rendering import Renderer
-from rl.types import AdamParams, Datum, SamplingParams
-
-
-class GroupLoopConfig(Protocol):
-    """The fields that every group-relative loop has."""
-
-    @property
-    def env(self) -> Env: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def prompts_per_step(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def grad_clip_norm(self) -> float: ...
-    @property
-    def advantage(self) -> str: ...
-    @property
-    def loss(self) -> str: ...
-    @property
-    def loss_config(self) -> Mapping[str, float | str]: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def num_heldout(self) -> int: ...
-    @property
-    def evaluate_every(self) -> int: ...
-    @property
-    def checkpoint_every(self) -> int: ...
-    @property
-    def keep_checkpoints(self) -> int: ...
-
-
-def check_group_loop(config: GroupLoopConfig) -> None:
-    """Raises ValueError naming the field, the value and what is accepted."""
-    check_at_least(
-        1,
-        num_steps=config.num_steps,
-        prompts_per_step=config.prompts_per_step,
-        num_heldout=config.num_heldout,
-        evaluate_every=config.evaluate_every,
-        keep_checkpoints=config.keep_checkpoints,
-    )
-    check_at_least(0, warmup_steps=config.warmup_steps, checkpoint_every=config.checkpoint_every)
-    require_env(config.env)
-    check_at_least(2, group_size=config.group_size)  # advantages are relative to the group
-    check_known("advantage", config.advantage, ADVANTAGES)
-    check_sampled_distribution(config.sampling)
-    get_loss(config.loss, config.loss_config)
-    AdamParams(learning_rate=config.learning_rate, grad_clip_norm=config.grad_clip_norm)
+from rl.types import Datum, SamplingParams
 
 
 def check_sampled_distribution(sampling: SamplingParams) -> None:

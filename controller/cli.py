@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from controller.output import CapturedOutput
 from controller.processes import StopSignals, adopt_orphans, end_descendants
 from controller.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override, recipe_files
+from controller.replay import recording_file, replayed
 from controller.resuming import add_options, find_run, resumed_configuration, save_recipe
 from rl.recording import RunFolder, to_json
 
@@ -71,6 +72,10 @@ def _parser(*, resuming: bool) -> _Parser:
         run.add_argument("recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path")
         run.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
     run.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, or its name within --runs")
+    if not resuming:
+        run.add_argument(
+            "--replay", type=Path, metavar="RUN", help="train on the rollouts of a run, or of a file; sample nothing"
+        )
     run.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
     run.set_defaults(command=_resume if resuming else _run)
     show = commands.add_parser("show", help="print a recipe's configuration", allow_abbrev=False, add_help=False)
@@ -87,6 +92,11 @@ def _parser(*, resuming: bool) -> _Parser:
     check = commands.add_parser("check-env", help="say what is wrong with an environment", allow_abbrev=False)
     check.add_argument("env", metavar="ENV", help='a recipe, or "module:name" of an environment or what makes one')
     check.set_defaults(command=_check_env)
+    compare = commands.add_parser("compare", help="print two runs side by side, step by step", allow_abbrev=False)
+    compare.add_argument("run_a", metavar="RUN_A", help="a run's folder, or its name within --runs")
+    compare.add_argument("run_b", metavar="RUN_B")
+    compare.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
+    compare.set_defaults(command=_compare)
     model = commands.add_parser("model", help="prepare a model and print its directory", allow_abbrev=False)
     model.add_argument("model", metavar="NAME")
     model.set_defaults(command=_model)
@@ -101,6 +111,15 @@ def _list(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     width = max(map(len, files), default=0)
     for name, file in files.items():
         print(f"{name:<{width}}  {describe(file)}")
+    return 0
+
+
+def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from controller.comparing import comparison
+
+    _refuse(overrides)
+    for line in comparison(find_run(options.run_a, options.runs), find_run(options.run_b, options.runs)):
+        print(line)
     return 0
 
 
@@ -166,8 +185,11 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = find_recipe(options.recipe)
     with CapturedOutput() as output:
         config = _configuration(options.recipe, overrides, "run")
+        recording = recording_file(options.replay).absolute() if options.replay else None
+        if recording is not None:
+            config = replayed(config, recording)
         folder = RunFolder(_run_path(options, config), config)
-        save_recipe(folder.path, file, overrides)
+        save_recipe(folder.path, file, overrides, recording)
         return _until_the_end(config, folder, output)
 
 

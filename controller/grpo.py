@@ -8,52 +8,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from controller.checkpoints import Checkpoints
-from controller.checks import check_group_loop, check_prompts_fit
+from controller.checks import check_prompts_fit
 from controller.console import Console
 from controller.launch import launch
+from controller.loop_config import RolloutLoopConfig
 from controller.models import resolve_model
 from controller.report import Report
-from generator.config import GeneratorConfig
 from rl.advantages import ADVANTAGES
+from rl.checks import check_at_least, check_known
 from rl.evaluation import evaluate
+from rl.losses import get_loss
 from rl.metrics import PhaseClock, num_completion_tokens
-from rl.protocols import Env
 from rl.recording import RunFolder
 from rl.rendering import Renderer
 from rl.rollouts import group_to_data, rollout_groups, step_seed
 from rl.schedules import constant, warmup
-from rl.types import AdamParams, SamplingParams
-from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(RolloutLoopConfig):
     """A recipe of this loop."""
 
-    model: str
-    """A local Hugging Face directory, or a name that `controller.models` knows."""
-    env: Env
-    trainer: TrainerConfig
-    generator: GeneratorConfig
-    sampling: SamplingParams
-    """Of training rollouts; held-out problems are answered greedily."""
-    num_steps: int
-    prompts_per_step: int
     group_size: int
-    learning_rate: float
     warmup_steps: int = 0
-    grad_clip_norm: float = 1.0
     advantage: str = "group_mean_std"
     loss: str = "importance_sampling"
     loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
-    num_heldout: int = 200
-    evaluate_every: int = 10
-    checkpoint_every: int = 0
-    """The last step as well; 0 for none. A run goes on from its last one."""
-    keep_checkpoints: int = 2
-    seed: int = 0
-    """Decides which training problems come, and how they are sampled."""
-    __post_init__ = check_group_loop
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        RolloutLoopConfig.__post_init__(self)
+        check_at_least(2, group_size=self.group_size)  # advantages are relative to the group
+        check_at_least(0, warmup_steps=self.warmup_steps)
+        check_known("advantage", self.advantage, ADVANTAGES)
+        get_loss(self.loss, self.loss_config)
 
 
 async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
@@ -66,6 +54,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     greedy = replace(sampling, temperature=0.0)
     heldout = env.heldout_problems(config.num_heldout)
     check_prompts_fit(renderer, heldout, config.generator, sampling)
+
     report.phase("starting trainer and generator")
     async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
@@ -84,8 +73,8 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
-                    update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                    adam = config.adam(learning_rate(step - 1))
+                    update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from controller.checkpoints import Checkpoints
-from controller.checks import check_group_loop, check_prompts_fit
+from controller.checks import check_prompts_fit
 from controller.console import Console
 from controller.grpo import GRPOConfig
 from controller.launch import launch
@@ -26,7 +26,7 @@ from rl.rendering import Renderer
 from rl.rollout_queue import RolloutQueue
 from rl.rollouts import group_to_data, rollout_group, step_seed
 from rl.schedules import constant, warmup
-from rl.types import AdamParams, Group
+from rl.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class GRPOAsyncConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_group_loop(self)
+        GRPOConfig.__post_init__(self)
         check_at_least(0, max_policy_lag=self.max_policy_lag)
 
 
@@ -81,8 +81,8 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
                     with clock("forward_backward"):
                         output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                     with clock("optim_step"):
-                        params = AdamParams(learning_rate=learning_rate(step - 1), grad_clip_norm=config.grad_clip_norm)
-                        update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                        adam = config.adam(learning_rate(step - 1))
+                        update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
                     lag = policy_lag(groups, version)
                     with clock("push"):
                         version = await trainer.push_model_state_dict()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from controller.replay import OfflineGenerator, OfflineGeneratorConfig
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
 from trainer.config import TrainerConfig
@@ -123,6 +124,8 @@ class Launcher:
         Raises ValueError for a model that cannot be served, or not on so many ranks, for a name that is taken and for
         too few GPUs.
         """
+        if isinstance(config, OfflineGeneratorConfig):
+            return self._begin(_offline())
         config = _with_model(config, model)
         config.check_model()
         from controller.generator_handle import GeneratorHandle
@@ -215,6 +218,10 @@ class GPUPool:
         self._users[name] = num_ranks
         self._next += num_ranks
         return tuple(range(self._next - num_ranks, self._next))
+
+
+async def _offline() -> Generator:
+    return OfflineGenerator()
 
 
 class _Stoppable(Protocol):

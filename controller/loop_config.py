@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from controller.checks import check_sampled_distribution
 from generator.config import GeneratorConfig
+from rl.check_env import require_env
 from rl.checks import check_at_least
 from rl.protocols import Env
 from rl.types import AdamParams, SamplingParams
@@ -59,4 +60,5 @@ class RolloutLoopConfig(LoopConfig):
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         check_at_least(1, prompts_per_step=self.prompts_per_step)
+        require_env(self.env)
         check_sampled_distribution(self.sampling)

@@ -115,7 +115,9 @@ class Report:
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Reward on held-out problems after a number of steps."""
+        """Reward on held-out problems after a number of steps; nothing is said of a run that has none."""
+        if not evaluation.groups:
+            return
         self._first_evaluation = self._first_evaluation or evaluation
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)

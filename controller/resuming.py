@@ -7,15 +7,16 @@ changes nothing. What they make is compared with `config.json`; new options may 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from controller.recipes import load_recipe, override
+from controller.replay import replayed
+from rl.comparison import ABSENT, differences
 from rl.recording import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json, write_json
 
 _RECIPE_FILE = "recipe.json"
 CHANGEABLE = ("num_steps", "checkpoint_every", "keep_checkpoints")
 """Fields that a resumed run may be given anew."""
-_ABSENT = "(absent)"
 
 
 def find_run(name: str, runs: Path) -> Path:
@@ -26,10 +27,11 @@ def find_run(name: str, runs: Path) -> Path:
     raise ValueError(f"there is no run {name}: neither {Path(name)} nor {runs / name} holds a {CONFIG_FILE}")
 
 
-def save_recipe(folder: Path, file: Path, options: Sequence[str]) -> None:
-    """Keeps what made a run's configuration: the recipe's source and the options given with it."""
+def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None) -> None:
+    """Keeps what made a run's configuration: the recipe's source, the options given with it and what it replays."""
     source = file.read_text(encoding="utf-8")
-    write_json(folder / _RECIPE_FILE, {"file": file.absolute(), "options": [options], "source": source})
+    recipe = {"file": file.absolute(), "options": [options], "replay": recording, "source": source}
+    write_json(folder / _RECIPE_FILE, recipe)
 
 
 def add_options(folder: Path, options: Sequence[str]) -> None:
@@ -49,19 +51,21 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
+    resumed = override(config, options, name)
+    if recipe.get("replay"):
+        config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))
     recorded = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     changed = {
         field: (before, after)
-        for field, (before, after) in _differences(recorded, to_json(config)).items()
-        if field not in CHANGEABLE and before is not _ABSENT  # fields that are new since then have their defaults
+        for field, (before, after) in differences(recorded, to_json(config)).items()
+        if field not in CHANGEABLE and before is not ABSENT  # fields that are new since then have their defaults
     }
     if changed:
         raise ValueError(
             f"the recipe of {folder} now makes another configuration: {_words(changed)}; what it imports has changed "
             "since the run began"
         )
-    resumed = override(config, options, name)
-    changed = _differences(to_json(config), to_json(resumed))
+    changed = differences(to_json(config), to_json(resumed))
     refused = {field: values for field, values in changed.items() if field not in CHANGEABLE}
     if refused:
         raise ValueError(
@@ -88,17 +92,6 @@ def _check_num_steps(folder: Path, config: Any) -> None:
     done = json.loads((complete[-1] / LOOP_FILE).read_text(encoding="utf-8"))["step"] if complete else 0
     if num_steps is not None and num_steps < done:
         raise ValueError(f"num_steps is {num_steps}; the run has a checkpoint of step {done} already")
-
-
-def _differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted field -> the two values, wherever they are not the same."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
-        found: dict[str, tuple[Any, Any]] = {}
-        for key in [*old, *(key for key in new if key not in old)]:
-            found |= _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{prefix}.{key}" if prefix else key)
-        return found
-    return {} if before == after else {prefix: (before, after)}
 
 
 def _words(changed: Mapping[str, tuple[Any, Any]]) -> str:

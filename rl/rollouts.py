@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rl.guard import EnvironmentFailedError, call_environment
 from rl.protocols import Done, Episode, Generator, Observation, Problem
 from rl.rendering import Renderer, prompt_text
+from rl.replay import RecordedProblem
 from rl.types import Completion, Datum, Group, Rollout, SamplingParams, Turn
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -63,8 +64,10 @@ async def rollout_group(
     `sampling.max_tokens` is of each turn. An episode that the context has no room for ends as truncated, with the
     reward that its last observation names. A call of the environment that raises, takes more than `time_limit_s`
     seconds or returns what it must not costs that rollout, and `Group.failures` says so. What the generator raises is
-    raised, and ends the other rollouts.
+    raised, and ends the other rollouts. A recorded problem is its group: nothing is sampled.
     """
+    if isinstance(problem, RecordedProblem):
+        return problem.group
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
         prompt = problem.prompt

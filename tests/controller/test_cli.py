@@ -126,6 +126,16 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         (("run", str(RECIPE), "surplus"), "error: Unrecognized options: surplus"),
         (("run",), "error: the following arguments are required: RECIPE"),
         (("train",), "error: argument COMMAND: invalid choice: 'train'"),
+        (
+            ("run", str(RECIPE), "--replay", "gone"),
+            "error: --replay is for loops that sample rollouts; ToyConfig has no",
+        ),
+        (("run", "grpo_smollm2_cpu", "--replay", "gone"), "error: the recording "),
+        (
+            ("run", "grpo_async_smollm2_cpu", "--max-policy-lag", "-1"),
+            "error: max_policy_lag is -1; it must be at least 0",
+        ),
+        (("compare", "a", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
         (("list", "--all"), "error: unexpected argument --all"),
         (("model", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import shutil
 import time
 import traceback
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ import pytest
 
 from controller import grpo, grpo_async
 from controller.console import Console
+from controller.errors import TrainingStoppedError
 from controller.grpo import GRPOConfig
 from controller.grpo_async import GRPOAsyncConfig
+from controller.replay import replayed
 from rl.protocols import Env
 from rl.recording import RunFolder
 from tests.e2e import tiny_recipe
@@ -55,16 +58,54 @@ def _weights(folder: RunFolder) -> str:
     return hashlib.blake2b(file.read_bytes()).hexdigest()
 
 
-def test_without_lag_it_is_grpo(recipe: GRPOConfig, tmp_path: Path) -> None:
-    configs = (recipe, _asynchronous(recipe, 0))
-    folders = [RunFolder(tmp_path / name, config) for name, config in zip(("sync", "async"), configs, strict=True)]
-    asyncio.run(grpo.run(configs[0], folders[0], Console(io.StringIO())))
-    asyncio.run(grpo_async.run(configs[1], folders[1], Console(io.StringIO())))
+def _run(config: GRPOConfig, path: Path) -> RunFolder:
+    folder, console = RunFolder(path, config), Console(io.StringIO())
+    asynchronous = isinstance(config, GRPOAsyncConfig)
+    asyncio.run(grpo_async.run(config, folder, console) if asynchronous else grpo.run(config, folder, console))
+    return folder
 
-    assert _rollouts(folders[1]) == _rollouts(folders[0])
-    assert _values(folders[1]) == _values(folders[0])
-    assert _weights(folders[1]) == _weights(folders[0])
-    assert [row["lag_max"] for row in folders[1].metrics() if "lag_max" in row] == [0] * recipe.num_steps
+
+def _train_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in _rollouts(folder) if row["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def on_policy(recipe: GRPOConfig, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of `grpo`."""
+    return _run(recipe, tmp_path_factory.mktemp("grpo") / "run")
+
+
+def test_without_lag_it_is_grpo(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
+    folder = _run(_asynchronous(recipe, 0), tmp_path / "run")
+    assert _rollouts(folder) == _rollouts(on_policy)
+    assert _values(folder) == _values(on_policy)
+    assert _weights(folder) == _weights(on_policy)
+    assert [row["lag_max"] for row in folder.metrics() if "lag_max" in row] == [0] * recipe.num_steps
+
+
+def _assert_replayed(config: GRPOConfig, recorded: RunFolder, path: Path) -> None:
+    """The trainer's side of a loop, fed with what a run recorded, does what that run did."""
+    folder = _run(replayed(config, recorded.rollouts_file), path)
+    assert [file.name for file in folder.logs.glob("generator*")] == []
+    assert _train_rows(folder) == _train_rows(recorded)
+    expected = [row for row in _values(recorded) if "grad_norm" in row]
+    assert _values(folder) == expected
+    assert len(expected) == config.num_steps
+    assert _weights(folder) == _weights(recorded)
+
+
+def test_a_recording_replays_to_the_same_gradients(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
+    _assert_replayed(recipe, on_policy, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"num_steps is 7; the recording .* has 6 steps"):
+        replayed(dataclasses.replace(recipe, num_steps=7), on_policy.rollouts_file)
+
+
+def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
+    other = shutil.copytree(recipe.model, tmp_path / "model")
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"w', '"v'))
+    with pytest.raises(ValueError, match=r"is of another tokenizer than that of .*: what was 'w.* is 'v.* to it"):
+        replayed(dataclasses.replace(recipe, model=str(other)), on_policy.rollouts_file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +130,10 @@ def _slow_score(completion: str) -> float:
     return tiny_recipe.even(completion)
 
 
-def _run(config: GRPOAsyncConfig, path: Path) -> RunFolder:
-    folder = RunFolder(path, config)
-    asyncio.run(grpo_async.run(config, folder, Console(io.StringIO())))
-    return folder
-
-
-def _train_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    return [row for row in _rollouts(folder) if row["split"] == "train"]
-
-
 def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfig, tmp_path: Path) -> None:
     env: Env = SlowWords()
-    folder = _run(_asynchronous(recipe, 2, env=env, num_steps=12, evaluate_every=100), tmp_path / "run")
+    config = _asynchronous(recipe, 2, env=env, num_steps=12, evaluate_every=100)
+    folder = _run(config, tmp_path / "run")
     steps = [row for row in folder.metrics() if "lag_max" in row]
     assert [row["policy_version"] for row in steps] == list(range(1, 13))
     assert max(row["lag_max"] for row in steps) == 2
@@ -116,6 +148,8 @@ def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfi
     expected = [problem.id for problem in env.train_problems(recipe.seed, 0, 48)]
     assert sorted(row["problem_id"] for row in rows if row["sample"] == 0) == sorted(expected)
 
+    _assert_replayed(config, folder, tmp_path / "replayed")
+
 
 @pytest.mark.slow
 def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOConfig, tmp_path: Path) -> None:
@@ -123,6 +157,34 @@ def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOC
     with pytest.raises(ArithmeticError, match="there is no problem 14") as caught:
         _run(config, tmp_path / "run")
     assert "train_problems" in {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualWords(tiny_recipe.EvenWords):
+    """Every answer is as good as any other."""
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
+        """See `rl.protocols.Env`."""
+        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        return [dataclasses.replace(problem, score=lambda _: 1.0) for problem in problems]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_policy_lag", [None, 2])
+def test_ten_steps_without_signal_end_the_run_with_advice(
+    recipe: GRPOConfig, max_policy_lag: int | None, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(recipe, env=EqualWords(), num_steps=100, evaluate_every=100)
+    if max_policy_lag is not None:
+        config = _asynchronous(config, max_policy_lag)
+    with pytest.raises(TrainingStoppedError, match="10 steps in a row, up to step 10, had nothing to learn from"):
+        _run(config, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run", config, resume=True)
+    steps = [row for row in folder.metrics() if "groups_with_signal" in row]
+    assert [row["groups_with_signal"] for row in steps] == [0] * 10
+    assert not any("grad_norm" in row for row in steps)  # no update
+    assert {version for row in _train_rows(folder) for turn in row["turns"] for version in turn["versions"]} == {0}
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00010"]
 
 
 def test_a_lag_below_zero_is_refused(recipe: GRPOConfig) -> None:
