@@ -10,6 +10,7 @@ EngineName = Literal["torchtitan", "fsdp2"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
+Float8Recipe = Literal["none", "rowwise", "rowwise_with_gw_hp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,12 @@ class TrainerConfig:
     longer datum runs alone."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that are recomputed in the backward pass instead of kept."""
+    compile: bool = False
+    """Whether layers go through `torch.compile`: slower first calls, faster later ones on a GPU. A CPU gains nothing;
+    there attention stays as it is, and experts and tensor parallelism are refused."""
+    float8: Float8Recipe = "none"
+    """Matrix products of layers in float8, by torchtitan's converter and a recipe of torchao; scoring, routers and
+    experts stay in `compute_dtype`. Needs a GPU that has float8."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
     seed: int = 0
@@ -66,10 +73,16 @@ class TrainerConfig:
             "compute_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),
             "pipeline_schedule": get_args(PipelineSchedule),
+            "float8": get_args(Float8Recipe),
         }
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
+        if self.float8 != "none" and self.compute_dtype != "bfloat16":
+            raise ValueError(
+                f"TrainerConfig.float8 is {self.float8!r} and compute_dtype is {self.compute_dtype!r}; float8 matrix "
+                "products end in bfloat16, so compute_dtype must be 'bfloat16'"
+            )
         for name in (
             "data_parallel_shard",
             "data_parallel_replicate",

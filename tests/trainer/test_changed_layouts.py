@@ -1,6 +1,7 @@
 """Training goes on in another layout, and weights are published from it, as if nothing had changed."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def published(engine: Engine) -> dict[str, torch.Tensor]:
         return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
 
 
+def bfloat16_logprobs(of: TrainerConfig) -> dict[str, torch.Tensor]:
+    """By datum, before and after a step."""
+    engine, batch = load_engine(of), random_batch(LENGTHS)
+    share = plan(of, batch).split(batch)[0]
+    first = engine.forward_backward(share, get_loss("cross_entropy"))
+    engine.optim_step(AdamParams(learning_rate=1e-3), 0.01)
+    logprobs = (*first.logprobs, *engine.forward(share).logprobs)
+    return {str(index): torch.from_numpy(array) for index, array in enumerate(logprobs)}
+
+
 def two_ranks(rank: int, model: Path, directory: Path) -> None:
     """One rank -> PP 2 -> (one rank), and one rank -> FSDP 2 -> TP 2, a step in each."""
     results: dict[str, Any] = {}
@@ -81,6 +92,7 @@ def two_ranks(rank: int, model: Path, directory: Path) -> None:
         results[name] = train(engine, of, 1, rank)
         engine.save_checkpoint(directory / name)
         results[f"{name} published"] = published(engine)
+    results["bfloat16"] = bfloat16_logprobs(replace(config(model, PIPELINE), compute_dtype="bfloat16"))
     if rank == 0:
         torch.save(results, directory / "results.pt")
 
@@ -118,6 +130,14 @@ def test_a_step_after_the_change_is_the_step_without_it(results: Results, layout
 def test_all_weights_are_published(results: Results, layout: str) -> None:
     _, _, many, _ = results
     assert worst(many[f"{layout} published"], many[layout]) == 0
+
+
+def test_a_pipeline_computes_in_bfloat16_as_one_rank_does(results: Results) -> None:
+    model, _, many, _ = results
+    one = bfloat16_logprobs(replace(config(model, {}), compute_dtype="bfloat16"))
+    assert one.keys() == many["bfloat16"].keys()
+    for index, expected in one.items():
+        torch.testing.assert_close(many["bfloat16"][index], expected, atol=0.1, rtol=0)
 
 
 def test_one_rank_takes_over_from_a_pipeline(results: Results) -> None:

@@ -135,6 +135,12 @@ def test_experts_must_fit_the_layout(model: dict[str, Any], degrees: tuple[int, 
         check_supported(model).check_layout(*degrees)
 
 
+def test_experts_need_sequence_parallelism() -> None:
+    check_supported(LLAMA).check_layout(2, sequence_parallel=False)
+    with pytest.raises(ValueError, match=r"sequence_parallel is False and tensor_parallel is 2; .* must be True"):
+        check_supported(MOE).check_layout(2, 2, sequence_parallel=False)
+
+
 def test_expert_parallel_ranks_are_among_the_others() -> None:
     config = TrainerConfig(
         data_parallel_shard=2, data_parallel_replicate=3, context_parallel=2, tensor_parallel=2, expert_parallel=8
@@ -160,6 +166,7 @@ def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
         ("context_parallel", 0),
         ("pipeline_parallel", 0),
         ("pipeline_schedule", "ZBV"),
+        ("float8", "tensorwise"),
         ("expert_parallel", -1),
         ("max_tokens_per_microbatch", 0),
     ],
@@ -167,6 +174,11 @@ def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
 def test_a_wrong_field_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"TrainerConfig.{field} is {value!r}; it must be"):
         TrainerConfig(model=Path("model"), **{field: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_float8_needs_bfloat16() -> None:
+    with pytest.raises(ValueError, match=r"compute_dtype is 'float32'; .* must be 'bfloat16'"):
+        TrainerConfig(float8="rowwise", compute_dtype="float32")
 
 
 def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:

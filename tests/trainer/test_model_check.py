@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_llama, tiny_qwen3_moe
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits, check_model, describe_model
 
@@ -68,8 +69,41 @@ def test_pipelines_that_do_not_fit_are_refused(
             "expert_parallel is 2; engine 'fsdp2' only shards data, so it must be 1",
         ),
         ({"activation_checkpointing": "selective"}, "engine 'fsdp2' has 'none' and 'full'"),
+        ({"compile": True}, "compile is True; engine 'fsdp2' leaves models as they are, so it must be False"),
+        ({"float8": "rowwise"}, "float8 is 'rowwise'; engine 'fsdp2' leaves models as they are, so it must be 'none'"),
     ],
 )
 def test_what_fsdp2_cannot_do_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_model(TrainerConfig(model=model, engine="fsdp2", **options))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="may have float8")
+def test_float8_is_refused_where_it_cannot_work(model: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"float8 is 'rowwise', which needs an NVIDIA GPU of compute capability 8.9 .*; this host has no GPU",
+    ):
+        check_model(TrainerConfig(model=model, float8="rowwise"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles with Triton")
+def test_compilation_is_refused_without_a_compiler(model: Path) -> None:
+    import torch._inductor.config as inductor
+
+    with (
+        inductor.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(ValueError, match=r"compile is True, which needs a C\+\+ compiler"),
+    ):
+        check_model(TrainerConfig(model=model, compile=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles with Triton")
+def test_compilation_is_refused_where_it_fails(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel is 2, which torch does not compile .* without GPU"):
+        check_model(TrainerConfig(model=model, compile=True, tensor_parallel=2))
+    experts = tiny_qwen3_moe(tmp_path)
+    with pytest.raises(ValueError, match="the model has experts, which torch does not compile"):
+        check_model(TrainerConfig(model=experts, compile=True))
+    with pytest.raises(ValueError, match="compute_dtype must be 'bfloat16'"):
+        check_model(TrainerConfig(model=experts, compile=True, compute_dtype="float32"))

@@ -68,7 +68,7 @@ class HFModelConfig:
     rope_scaling: Llama3RopeScaling | None
     moe: HFMoEConfig | None
 
-    def check_layout(self, tensor_parallel: int, expert_parallel: int = 1) -> None:
+    def check_layout(self, tensor_parallel: int, expert_parallel: int = 1, *, sequence_parallel: bool = True) -> None:
         """Raises ValueError when the model cannot be cut into that many tensor- and expert-parallel parts."""
         sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
         if self.moe is None:
@@ -85,6 +85,12 @@ class HFModelConfig:
             raise ValueError(
                 f"TrainerConfig.tensor_parallel is {tensor_parallel} and expert_parallel is 1; experts cannot "
                 f"be cut, so expert_parallel must be more than 1, {tensor_parallel} say"
+            )
+        if self.moe is not None and tensor_parallel > 1 and not sequence_parallel:
+            # torchtitan 0.3.0 asks for the experts' output as a partial sum, which DTensor does not redistribute to.
+            raise ValueError(
+                f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
+                "their tokens from equal parts of the sequence, so sequence_parallel must be True"
             )
         if expert_parallel == 1:
             return

@@ -1,6 +1,6 @@
-"""Whether an engine can train a model in a layout, from the configuration alone.
+"""Whether an engine can train a model in a layout, from the configuration and what the host has.
 
-Nothing heavy is imported, so the controller can refuse a mistake before any process starts.
+No engine is imported, so the controller can refuse a mistake before any process starts.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any
 
 from rl.types import Head
 from trainer.config import TrainerConfig
+from trainer.engines.hardware_check import check_hardware
 from trainer.engines.hf_config import check_head, check_supported, read_config_json
 
 
@@ -27,8 +28,11 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     check_head(raw, config.head)
     if config.engine == "torchtitan":
         hf_config = check_supported(raw)
-        hf_config.check_layout(config.tensor_parallel, config.expert_parallel)
+        hf_config.check_layout(
+            config.tensor_parallel, config.expert_parallel, sequence_parallel=config.sequence_parallel
+        )
         hf_config.check_stages(config.pipeline_parallel, config.num_stages, config.head)
+        check_hardware(config, has_experts=hf_config.moe is not None)
         return ModelLimits(vocab_size=hf_config.vocab_size, max_seq_len=hf_config.max_seq_len)
     _check_transformers_layout(config)
     if not isinstance(raw.get("vocab_size"), int):
@@ -50,6 +54,12 @@ def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
 
 
 def _check_transformers_layout(config: TrainerConfig) -> None:
+    for name, neutral in (("compile", False), ("float8", "none")):
+        if getattr(config, name) != neutral:
+            raise ValueError(
+                f"TrainerConfig.{name} is {getattr(config, name)!r}; engine {config.engine!r} leaves models as they "
+                f"are, so it must be {neutral!r}. The engine 'torchtitan' has it"
+            )
     if config.num_ranks != config.num_data_parallel_ranks:
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r}, which only shards data; data_parallel_replicate x "

@@ -44,7 +44,8 @@ class DocumentAttention(FlexAttention):
     class Config(FlexAttention.Config):
         """Nothing to configure."""
 
-    def forward(
+    @torch.compiler.disable  # its calls differ from row to row
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its type
         self,
         q_BLNH: Tensor,  # noqa: N803 - torchtitan passes and shards these by name
         k_BLNH: Tensor,  # noqa: N803

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
@@ -40,6 +42,7 @@ def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.d
         device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1
     )
     spec = build_spec(hf_config, config.head, attention)
+    _convert(config, spec)
     context_mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None
     if config.num_ranks > 1:
@@ -54,6 +57,8 @@ def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.d
             parts = [spec.model.build()]
         if (checkpointing := _activation_checkpointing(config)) is not None:
             checkpointing.build().apply(parts[0])
+        if (compiling := _compile_config(config, device)).enable:
+            apply_compile(parts[0], compile_config=compiling, parallel_dims=ParallelDims(1, 1, 1, 1, 1, 1, 1))
     decoders = [part for part in parts if isinstance(part, Decoder)]
     assert len(decoders) == len(parts)
     with torch.no_grad():
@@ -61,8 +66,33 @@ def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.d
             decoder.to_empty(device=device)
             decoder.init_states(buffer_device=None)
         load_weights(decoders, config.model)
+    if config.compile and device.type == "cpu":
+        _compile_around_attention(decoders)
     share_rope_cache(decoders)
     return BuiltModel(decoders, context_mesh, pipeline)
+
+
+def _convert(config: TrainerConfig, spec: ModelSpec) -> None:
+    """Applies torchtitan's float8 converter, if asked for; its recipes have nothing to do after an optimizer step."""
+    if config.float8 != "none":
+        assert isinstance(spec.model, Decoder.Config)
+        float8 = Float8LinearConverter.Config(
+            recipe_name=config.float8, filter_fqns=["lm_head", "router.gate"], model_compile_enabled=config.compile
+        )
+        spec.model = float8.build().convert(spec.model)
+
+
+def _compile_config(config: TrainerConfig, device: torch.device) -> CompileConfig:
+    """torchtitan compiles layers whole, which the attention of packed rows on the CPU does not allow."""
+    return CompileConfig(enable=config.compile and device.type != "cpu", components=["model"])
+
+
+def _compile_around_attention(decoders: Sequence[Decoder]) -> None:
+    """Compiles layers in pieces: within what recomputes or shards them, up to and after the attention kernel."""
+    for decoder in decoders:
+        for module in decoder.modules():
+            if isinstance(module, TransformerBlock):
+                module.compile()
 
 
 @dataclass
@@ -107,7 +137,7 @@ def _build_parallel(
         # In a pipeline the batch size counts micro-batches, for a schedule that `Pipeline` makes anew for every call.
         "training": TrainingConfig(mixed_precision_param=config.compute_dtype, local_batch_size=config.num_stages),
         "parallelism": parallelism,
-        "compile_config": CompileConfig(),
+        "compile_config": _compile_config(config, device),
         "ac_config": _activation_checkpointing(config),
         "dump_folder": "",
     }

@@ -1,8 +1,8 @@
 """Pipeline parallelism: torchtitan cuts the layers into stages, torch's schedules send packed rows through them.
 
 A row keeps its own length: `_RowStage` gives every micro-batch buffers of its size, where upstream would have all
-padded to one. Stages are made anew for every call, which costs no more than two exchanges between neighbours, because
-upstream fixes the number of micro-batches, and whether there is a backward pass, when they are made.
+padded to one. Schedules and their stages, which fix the number of micro-batches and whether there is a backward pass,
+are made anew for every call; that costs one exchange between neighbours in each direction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
