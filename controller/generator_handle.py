@@ -60,11 +60,11 @@ class GeneratorHandle:
         Raises `DeadlineError` after `GeneratorConfig.request_timeout_s`, and `MeshError` if the generator's processes
         are dead or hang.
         """
-        check_request(len(prompt_tokens), sampling.max_tokens, num_samples, self.config)
+        tokens = check_request(prompt_tokens, sampling, num_samples, self.config)
         rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
         try:
             return await self.mesh.answer(
-                rank_0.generate.call_one(call_id, tuple(prompt_tokens), sampling, num_samples),
+                rank_0.generate.call_one(call_id, tokens, sampling, num_samples),
                 self.config.request_timeout_s,
             )
         except asyncio.CancelledError:

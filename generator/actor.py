@@ -54,3 +54,8 @@ class VLLMGenerator(Actor):
     async def version(self) -> int:
         """Policy version of the weights in use; 0 before the first pull."""
         return self._engine.version
+
+    @concurrent_endpoint
+    async def num_unfinished(self) -> int:
+        """Samples that vLLM has yet to finish: running, or waiting for a place."""
+        return self._engine.num_unfinished

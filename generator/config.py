@@ -4,12 +4,14 @@ import ast
 import difflib
 import importlib.util
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.hf_model import SUPPORTED_ARCHITECTURES
+from rl.types import SamplingParams
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnDeath = Literal["resend", "raise"]
@@ -96,17 +98,29 @@ class GeneratorConfig:
             )
 
 
-def check_request(prompt_tokens: int, max_tokens: int, num_samples: int, config: GeneratorConfig) -> None:
-    """Raises ValueError for a request that the context cannot hold, or that asks for nothing."""
+def check_request(
+    prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int, config: GeneratorConfig
+) -> tuple[int, ...]:
+    """The prompt as plain integers. Raises ValueError for a request that the context cannot hold or that asks for
+    nothing, and for a prompt that is not made of tokens."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling is {sampling!r}; it must be SamplingParams")
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
-    if prompt_tokens < 1:
+    if len(prompt_tokens) < 1:
         raise ValueError("prompt_tokens is empty; a prompt has at least 1 token")
-    if prompt_tokens + max_tokens > config.max_model_len:
+    try:
+        tokens = tuple(map(operator.index, prompt_tokens))  # NumPy's integers and torch's are integers too
+    except TypeError:
+        start = prompt_tokens[:20]
+        raise ValueError(f"prompt_tokens starts with {start!r}; it must be token ids, which are integers") from None
+    total = len(tokens) + sampling.max_tokens
+    if total > config.max_model_len:
         raise ValueError(
-            f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens} need {prompt_tokens + max_tokens}"
+            f"a prompt of {len(tokens)} tokens and max_tokens={sampling.max_tokens} need {total}"
             f" tokens; the generator's context holds {config.max_model_len} (GeneratorConfig.max_model_len)"
         )
+    return tokens
 
 
 def _check_engine_args(engine_args: Mapping[str, Any]) -> None:

@@ -100,6 +100,11 @@ class GenerationEngine:
         """Policy version of the weights; 0 until the first update: those of the model's directory."""
         return self._updates.version
 
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that vLLM has yet to finish: running, or waiting for a place."""
+        return self._engine.get_num_unfinished_requests()
+
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
     ) -> list[Completion]:
@@ -111,11 +116,11 @@ class GenerationEngine:
         Raises ValueError for a request that vLLM rejects or the context cannot hold, `WeightsError` while the last
         update has left no usable weights. Other requests are unharmed.
         """
-        check_request(len(prompt_tokens), sampling.max_tokens, num_samples, self._config)
+        tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
         if sampling.seed is None:  # drawn here, so that every rank of a tensor-parallel group samples the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
-        request = _Generate(self._next_id(), tuple(prompt_tokens), sampling, num_distinct)
+        request = _Generate(self._next_id(), tokens, sampling, num_distinct)
         answer = self._submit(request)
         try:
             return (await asyncio.wrap_future(answer)) * (num_samples // num_distinct)

@@ -1,4 +1,4 @@
-"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and processes that die."""
+"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and a process that hangs and dies."""
 
 import asyncio
 import os
@@ -27,7 +27,12 @@ def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
 
     async def main() -> None:
-        async with running_generator(directory, "float32", tmp_path / "logs") as generator:
+        async with running_generator(directory, "float32", tmp_path / "logs", request_timeout_s=10) as generator:
+            (pid,) = generator.mesh.pids
+
+            async def in_progress() -> int:
+                return await generator.mesh.answer(generator.mesh.rank(0).num_unfinished.call_one())
+
             sampling = SamplingParams(max_tokens=12, seed=5)
             groups = await asyncio.gather(*(generator.generate(prompt, sampling, 4) for prompt in PROMPTS))
             assert [len(group) for group in groups] == [4] * len(PROMPTS)
@@ -39,19 +44,27 @@ def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
                 await generator.generate([5, 9999], GREEDY)
 
-            calls = [asyncio.create_task(generator.generate(PROMPTS[0], GREEDY, 1)) for _ in range(200)]
-            await asyncio.sleep(0.05)
-            for call in calls:
-                call.cancel()
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes) > 100
-            assert len(await asyncio.wait_for(generator.generate(PROMPTS[0], GREEDY), 10)) == 1
+            sampling = SamplingParams(max_tokens=90, seed=1)
+            calls = [asyncio.create_task(generator.generate(PROMPTS[0], sampling, 8)) for _ in range(200)]
+            async with asyncio.timeout(60):  # by themselves they would take longer
+                while await in_progress() < 800:
+                    await asyncio.sleep(0.01)
+                for call in calls:
+                    call.cancel()
+                outcomes = await asyncio.gather(*calls, return_exceptions=True)
+                assert sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes) > 100
+                while await in_progress() > 0:
+                    await asyncio.sleep(0.01)
+            assert len(await generator.generate(PROMPTS[0], GREEDY)) == 1
 
             running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 64))
             await asyncio.sleep(0.05)
-            os.kill(generator.mesh.pids[0], signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(MeshError, match=r"generator: it hangs: no answer within 10 s"):
+                await asyncio.wait_for(running, 60)
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(MeshError, match="generator: a process died"):
-                await asyncio.wait_for(running, 30)
+                await asyncio.wait_for(generator.generate(PROMPTS[0], GREEDY), 30)
         assert not any(Path(f"/proc/{pid}").exists() for pid in generator.mesh.pids)
 
     asyncio.run(main())

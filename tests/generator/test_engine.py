@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -172,11 +173,20 @@ def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine)
             await engine.generate(PROMPT, SamplingParams(max_tokens=100))
         with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
             await engine.generate([5, 9999], SamplingParams(max_tokens=5))
+        with pytest.raises(ValueError, match="Token id -3 is out of vocabulary"):
+            await engine.generate([5, -3], SamplingParams(max_tokens=5))
+        for prompt in ("What is 2+2?", [5, 6.5], [[5, 6]]):
+            with pytest.raises(ValueError, match=r"prompt_tokens starts with .*; it must be token ids"):
+                await engine.generate(cast(Any, prompt), SamplingParams(max_tokens=5))
+        with pytest.raises(ValueError, match=r"sampling is \{'max_tokens': 5\}; it must be Sampl"):
+            await engine.generate(PROMPT, cast(Any, {"max_tokens": 5}))
         with pytest.raises(ValueError, match="prompt_tokens is empty"):
             await engine.generate([], SamplingParams(max_tokens=5))
         with pytest.raises(ValueError, match="num_samples is 0"):
             await engine.generate(PROMPT, SamplingParams(max_tokens=5), 0)
         assert len((await running)[0].tokens) == len((await running)[0].versions)
+        as_numpy = await engine.generate(cast(Any, np.array(PROMPT)), SamplingParams(max_tokens=5, temperature=0))
+        assert as_numpy == await engine.generate(PROMPT, SamplingParams(max_tokens=5, temperature=0))
 
     asyncio.run(main())
 
