@@ -11,6 +11,8 @@ import torch
 
 from generator.config import GeneratorConfig
 
+CPU_KERNELS = "ownloop_cpu"
+"""The name under which `_compat` registers kernels with vLLM."""
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
 _CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 is longer than most prompts, and only whole blocks of a prefix are shared
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
@@ -39,7 +41,7 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
 
 
 def check_hardware(config: GeneratorConfig) -> None:
-    """Raises ValueError for a model that vLLM serves, but not on this host: it would start and fail on a request."""
+    """Raises ValueError for what vLLM accepts and then cannot do on this host, or does wrongly."""
     if torch.cuda.is_available():
         return
     model = json.loads((config.model / "config.json").read_text())
@@ -47,6 +49,12 @@ def check_hardware(config: GeneratorConfig) -> None:
         raise ValueError(
             f"GeneratorConfig.model is {config.model}, whose attention heads have {_head_size(model)} dimensions; on "
             f"the CPU vLLM can do {', '.join(map(str, _CPU_HEAD_SIZES))}"
+        )
+    if not config.engine_args.get("enforce_eager", True):
+        # A compiled graph holds on to the packed weights that it was traced with.
+        raise ValueError(
+            "GeneratorConfig.engine_args['enforce_eager'] is False; on the CPU a compiled model would go on computing "
+            "with the weights it had before a pull"
         )
 
 
@@ -67,6 +75,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     if not torch.cuda.is_available():
         options |= {
             "enforce_eager": True,  # compiling takes 25 s longer than it saves in an hour
+            "ir_op_priority": {"rms_norm": [CPU_KERNELS], "fused_add_rms_norm": [CPU_KERNELS]},
             "kv_cache_memory_bytes": _kv_cache_bytes(config),
             "block_size": _CPU_BLOCK_SIZE,
             # A seeded request whose prompt is cut into chunks ends the engine: "CPU Generator does not use offset".

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from generator.config import GeneratorConfig
-from generator.options import engine_options
+from generator.options import check_hardware, engine_options
 from tests.generator.served_models import served_llama
+from tests.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dtype": "int8"}, r"dtype is 'int8'; it must be one of"),
+        ({"num_replicas": 0}, r"num_replicas is 0; it must be at least 1"),
+        ({"on_death": "retry"}, r"on_death is 'retry'; it must be one of \('resend', 'raise'\)"),
+        ({"request_timeout_s": 0}, r"request_timeout_s is 0; it must be above 0"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0; it must be at least 1"),
         ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
         ({"engine_args": {"tensor_parallel_size": 2}}, r"set GeneratorConfig\.tensor_parallel instead"),
@@ -40,6 +45,18 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no \*\.safetensors weights"):
         GeneratorConfig(model=model, max_model_len=128).check_model()
+
+
+def test_what_the_cpu_cannot_do_is_named(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    check_hardware(GeneratorConfig(model=served_llama(tmp_path / "served", tied=True)))
+    narrow = GeneratorConfig(model=tiny_llama(tmp_path / "narrow"))
+    with pytest.raises(ValueError, match="attention heads have 8 dimensions; on the CPU vLLM can do 32, 64, 80"):
+        check_hardware(narrow)
+    compiled = GeneratorConfig(model=tmp_path / "served", engine_args={"enforce_eager": False})
+    with pytest.raises(ValueError, match="with the weights it had before a pull"):
+        check_hardware(compiled)
 
 
 def test_an_architecture_whose_pulls_are_unproven_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: i
     return (await running)[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
     tmp_path: Path, build_engine: EngineFactory, dtype: str
 ) -> None:
