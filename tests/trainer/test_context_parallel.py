@@ -65,3 +65,5 @@ def test_rows_divide_evenly() -> None:
     assert row_multiple(TrainerConfig(tensor_parallel=2), cpu) == 1
     assert row_multiple(TrainerConfig(tensor_parallel=2, expert_parallel=2), cpu) == 2
     assert row_multiple(TrainerConfig(tensor_parallel=2, context_parallel=2), cpu) == 8
+    assert row_multiple(TrainerConfig(float8="rowwise"), cpu) == 16
+    assert row_multiple(TrainerConfig(float8="rowwise", tensor_parallel=3, pipeline_parallel=2), cpu) == 48

@@ -6,6 +6,7 @@ Keys and values are gathered within attention; log-probs are gathered before the
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from trainer.config import TrainerConfig
 
 # Positions that a block mask describes together, on a GPU.
 _BLOCK = 128
+_FLOAT8_MULTIPLE = 16
 
 
 class Share(NamedTuple):
@@ -34,10 +36,12 @@ class Share(NamedTuple):
 
 
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
-    """What the number of tokens of a row must be a multiple of, for its ranks to have equal shares."""
+    """What the number of tokens of a row must be a multiple of, for equal shares of ranks and for float8."""
     if config.context_parallel == 1:
         # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
-        return config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
+        parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
+        # The gradient of a float8 weight sums over tokens, which its kernel takes in multiples.
+        return math.lcm(parts, _FLOAT8_MULTIPLE if config.float8 != "none" else 1)
     block = 1 if device.type == "cpu" else _BLOCK
     return 2 * config.context_parallel * config.tensor_parallel * block
 
