@@ -59,6 +59,7 @@ class RolloutLoopConfig(LoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
+        require_env(self.env)
         check_at_least(1, prompts_per_step=self.prompts_per_step)
         require_env(self.env)
         check_sampled_distribution(self.sampling)

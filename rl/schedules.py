@@ -7,7 +7,7 @@ not finite and for a number of steps below 1.
 import math
 from collections.abc import Callable
 
-from rl.checks import check_at_least
+from rl.checks import check_above_zero, check_at_least
 
 Schedule = Callable[[int], float]
 
@@ -62,6 +62,19 @@ def warmup(schedule: Schedule, num_steps: int) -> Schedule:
     """Scales the first `num_steps` steps of a schedule by 1/(num_steps + 1), 2/(num_steps + 1), ... May be 0."""
     check_at_least(0, num_steps=num_steps)
     return lambda step: schedule(step) * min((step + 1) / (num_steps + 1), 1.0)
+
+
+def adapted_to_kl(learning_rate: float, kl: float, *, target: float, highest: float) -> float:
+    """The next step's learning rate: lowered after a step that moved the policy too far, raised after a timid one.
+
+    A third less when `kl` is above 1.5 times the target, half as much again, up to `highest`, when it is below target /
+    1.5: the rule by which PPO's section 4 (https://arxiv.org/abs/1707.06347) adapts its penalty, put to the learning
+    rate. Raises ValueError for a target that is not above 0.
+    """
+    check_above_zero(target=target)
+    if kl > 1.5 * target:
+        return learning_rate / 1.5
+    return min(learning_rate * 1.5, highest) if kl < target / 1.5 else learning_rate
 
 
 def _check_values(**values: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from controller.checkpoints import Checkpoints
 from controller.console import Console
 from controller.errors import TrainingStoppedError
-from controller.report import Report
+from controller.report import EQUAL_REWARDS, Report
 from rl.metrics import PhaseClock
 from rl.protocols import Trainer
 from rl.recording import RunFolder
@@ -163,6 +163,22 @@ def test_a_run_that_gets_nowhere_is_saved_and_ended(counter: str, limit: int, me
     assert (tmp_path / "a" / "checkpoints" / "step-00005" / "policy" / "value").read_text() == "7"
     loop: dict[str, Any] = json.loads((tmp_path / "a" / "checkpoints" / "step-00005" / "loop.json").read_text())
     assert loop["step"] == 5
+
+
+def test_why_nothing_was_learned_decides_what_is_advised(tmp_path: Path) -> None:
+    for name, why, told in (
+        ("groups", EQUAL_REWARDS, "in every group all rewards were equal. A larger group_size"),
+        (
+            "texts",
+            "every example was longer than max_tokens",
+            r"every example was longer than max_tokens\. The",
+        ),
+    ):
+        checkpoints, report, _ = _checkpoints(tmp_path / name, resume=False, every=0, policy=FileTrainer())
+        for step in range(1, 11):
+            report.step_without_signal(step, PhaseClock(), why=why)
+        with pytest.raises(TrainingStoppedError, match=told):
+            asyncio.run(checkpoints.after_step(10))
 
 
 def test_steps_without_signal_are_counted_in_a_row(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.schedules import Schedule, constant, cosine, linear, warmup, wsd
+from rl.schedules import Schedule, adapted_to_kl, constant, cosine, linear, warmup, wsd
 
 
 def test_linear_and_cosine_meet_at_both_ends_and_the_middle() -> None:
@@ -63,3 +63,16 @@ def test_wsd_starts_at_its_peak_whatever_the_fraction(fraction: float) -> None:
 def test_mistakes_are_named(make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+def test_a_learning_rate_follows_the_kl() -> None:
+    def adapted(learning_rate: float, kl: float) -> float:
+        return adapted_to_kl(learning_rate, kl, target=0.01, highest=1e-4)
+
+    assert adapted(6e-5, 0.0151) == pytest.approx(4e-5)
+    assert adapted(6e-5, 0.0149) == 6e-5
+    assert adapted(6e-5, 0.0067) == 6e-5
+    assert adapted(6e-5, 0.0066) == pytest.approx(9e-5)
+    assert adapted(8e-5, 0.0) == 1e-4
+    with pytest.raises(ValueError, match="target is 0; it must be above 0"):
+        adapted_to_kl(1e-4, 0.1, target=0, highest=1e-4)

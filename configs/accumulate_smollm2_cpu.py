@@ -1,0 +1,28 @@
+"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers in steps of equal tokens."""
+
+from controller.accumulate import AccumulateConfig
+from generator.config import GeneratorConfig
+from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> AccumulateConfig:
+    """Two or three rollout batches make a step, more once most groups are solved and teach nothing."""
+    dtype = cpu_dtype()
+    return AccumulateConfig(
+        model="smollm2-135m-instruct",
+        env=LargestNumber(),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=12,
+        prompts_per_step=8,
+        group_size=8,
+        tokens_per_step=300,
+        learning_rate=3e-5,
+        kl_target=0.02,
+        num_heldout=128,
+        evaluate_every=6,
+    )

@@ -1,0 +1,100 @@
+"""GRPO whose steps gather what they need: rollout batch after rollout batch, until there is enough to learn from.
+
+Copy this page to write your own loop. Gradients add up over batches of unknown size and are divided once, by the number
+of tokens that there were; the learning rate is lowered after a step that moved the policy further than `kl_target`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from controller.checkpoints import Checkpoints
+from controller.console import Console
+from controller.launch import launch
+from controller.loop_config import RolloutLoopConfig
+from controller.report import Report
+from controller.rollout_source import RolloutSource
+from rl.advantages import ADVANTAGES
+from rl.checks import check_above_zero, check_at_least, check_known
+from rl.divergence import kl_from_sampler
+from rl.losses import get_loss
+from rl.metrics import PhaseClock, merge_outputs
+from rl.normalizers import token_mean
+from rl.recording import RunFolder
+from rl.rollouts import group_to_data
+from rl.schedules import adapted_to_kl
+from rl.types import Datum, ForwardBackwardOutput, Group
+
+MAX_BATCHES_PER_STEP = 16  # a step ends after so many rollout batches, whatever they held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulateConfig(RolloutLoopConfig):
+    """A recipe of this loop. A rollout batch has `prompts_per_step` prompts; `learning_rate` is the highest."""
+
+    group_size: int
+    tokens_per_step: int
+    """A step adds rollout batches until at least so many tokens have an advantage."""
+    kl_target: float
+    """KL(sampler || policy) per token that a step should bring about, measured on its last batch."""
+    advantage: str = "group_mean_std"
+    loss: str = "importance_sampling"
+    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        RolloutLoopConfig.__post_init__(self)
+        check_at_least(2, group_size=self.group_size)
+        check_above_zero(tokens_per_step=self.tokens_per_step, kl_target=self.kl_target)
+        check_known("advantage", self.advantage, ADVANTAGES)
+        get_loss(self.loss, self.loss_config)
+
+
+async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
+    """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
+    report = Report(folder, console, config.num_steps)
+    rollouts, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+
+    report.phase("starting trainer and generator")
+    async with launch(rollouts.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        first_step = await checkpoints.resume()
+        learning_rate: float = checkpoints.values.get("learning_rate", config.learning_rate)
+        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+
+        for step in range(first_step, config.num_steps + 1):
+            if (step - 1) % config.evaluate_every == 0:
+                report.evaluation(step - 1, await rollouts.evaluate(generator))
+
+            clock, groups, batch, outputs = PhaseClock(), list[Group](), list[Datum](), list[ForwardBackwardOutput]()
+            for number in range((step - 1) * MAX_BATCHES_PER_STEP + 1, step * MAX_BATCHES_PER_STEP + 1):
+                with clock("generate"):
+                    new = await rollouts.sample(generator, number, config.group_size)
+                with clock("pack"):
+                    data = [datum for group in new for datum in group_to_data(group, advantage)]
+                if data:
+                    with clock("forward_backward"):
+                        outputs.append(await trainer.forward_backward(data, config.loss, config.loss_config))
+                groups, batch = groups + new, batch + data
+                if sum(datum.num_loss_tokens for datum in batch) >= config.tokens_per_step:
+                    break
+            if not batch:
+                report.step_without_signal(step, clock, groups)
+                await checkpoints.after_step(step, learning_rate=learning_rate)
+                continue
+            with clock("optim_step"):
+                update = await trainer.optim_step(config.adam(learning_rate), grad_scale=token_mean(batch))
+            with clock("forward"):
+                latest = batch[-len(outputs[-1].logprobs) :]
+                kl = kl_from_sampler(latest, (await trainer.forward(latest)).logprobs)
+                learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=config.learning_rate)
+            with clock("push"):
+                version = await trainer.push_model_state_dict()
+            with clock("pull"):
+                await generator.pull_model_state_dict(version)
+            metrics = {"kl_after": kl, "rollout_batches": len(groups) / config.prompts_per_step}
+            report.step(step, clock, groups, batch, merge_outputs(outputs), update, metrics)
+            await checkpoints.after_step(step, learning_rate=learning_rate)
+
+        report.evaluation(config.num_steps, await rollouts.evaluate(generator))
+        await trainer.export_hf(report.model_dir)
+    report.finish()

@@ -1,0 +1,142 @@
+"""accumulate with real trainer and generator processes and a tiny model."""
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from controller import accumulate
+from controller.accumulate import AccumulateConfig
+from controller.console import Console
+from controller.loop_config import RolloutLoopConfig
+from generator.config import GeneratorConfig
+from rl.advantages import ADVANTAGES
+from rl.normalizers import token_mean
+from rl.recording import RunFolder
+from rl.rollouts import group_to_data
+from rl.schedules import adapted_to_kl
+from rl.types import Completion, Group, Rollout, SamplingParams, Turn
+from tests.e2e.tiny_recipe import EvenWords
+from tests.generator.served_models import served_llama
+from tests.tiny_models import VOCAB_SIZE
+from tests.trainer.engine_trainer import EngineTrainer
+from trainer.config import TrainerConfig
+
+pytestmark = pytest.mark.e2e
+
+TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
+TOLERANCE = 1e-6
+
+
+def _options(model: Path, **options: Any) -> dict[str, Any]:
+    """What the recipes have in common."""
+    return {
+        "model": str(model),
+        "env": EvenWords(),
+        "trainer": TRAINER,
+        "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64),
+        "sampling": SamplingParams(max_tokens=8),
+        "num_heldout": 32,
+        **options,
+    }
+
+
+def _run(loop: Any, config: RolloutLoopConfig, path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The rows of the optimizer steps and those of the evaluations."""
+    folder = RunFolder(path, config)
+    asyncio.run(loop.run(config, folder, Console(io.StringIO())))
+    assert AutoModelForCausalLM.from_pretrained(path / "model").config.vocab_size == VOCAB_SIZE
+    rows = folder.metrics()
+    return [row for row in rows if "grad_norm" in row], [row for row in rows if "heldout_reward" in row]
+
+
+def _recorded_groups(run: Path, step: int) -> list[Group]:
+    """The groups that a step was trained on, from `rollouts.jsonl`."""
+    groups: list[list[Rollout]] = []
+    for line in (run / "rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if (row["step"], row["split"]) != (step, "train"):
+            continue
+        if row["sample"] == 0:
+            groups.append([])
+        (turn,) = row["turns"]
+        completion = Completion(
+            tokens=tuple(turn["tokens"]),
+            logprobs=tuple(turn["logprobs"]),
+            versions=tuple(turn["versions"]),
+            text="",
+            finish_reason="stop",
+        )
+        turns = (Turn(prompt_tokens=tuple(turn["prompt_tokens"]), completion=completion),)
+        groups[-1].append(Rollout(turns=turns, reward=row["reward"]))
+    return [Group(problem_id="", prompt="", rollouts=tuple(rollouts)) for rollouts in groups]
+
+
+def _parameters(trainer: EngineTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.engine.hf_parameters()}
+
+
+def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> None:
+    """Every step of a run, done again by an engine from the checkpoint before, with all its data in one call."""
+    model, run = served_llama(tmp_path / "model", tied=True), tmp_path / "run"
+    config = AccumulateConfig(
+        **_options(model),
+        num_steps=3,
+        prompts_per_step=3,
+        group_size=4,
+        tokens_per_step=150,
+        learning_rate=1e-4,
+        kl_target=1e-8,
+        evaluate_every=3,
+        checkpoint_every=1,
+        keep_checkpoints=4,
+    )
+    steps, evaluations = _run(accumulate, config, run)
+    assert [row["step"] for row in evaluations] == [0, 3]
+    assert [row["policy_version"] for row in steps] == [1, 2, 3]
+    assert all(2 <= row["rollout_batches"] <= 8 for row in steps)
+
+    learning_rate, engine = config.learning_rate, EngineTrainer(model, per_microbatch=100)
+    for row in steps:
+        step = int(row["step"])
+        groups = _recorded_groups(run, step)
+        assert len(groups) == 3 * row["rollout_batches"]
+        union = [datum for group in groups for datum in group_to_data(group, ADVANTAGES[config.advantage])]
+        num_tokens = sum(datum.num_loss_tokens for datum in union)
+        of_last_batch = [d for group in groups[-3:] for d in group_to_data(group, ADVANTAGES[config.advantage])]
+        assert num_tokens - sum(datum.num_loss_tokens for datum in of_last_batch) < 150 <= num_tokens
+        assert row["learning_rate"] == pytest.approx(learning_rate)
+        learning_rate = adapted_to_kl(learning_rate, row["kl_after"], target=1e-8, highest=1e-4)
+
+        before = _parameters(engine)
+        asyncio.run(engine.forward_backward(union, config.loss))
+        update = asyncio.run(engine.optim_step(config.adam(row["learning_rate"]), grad_scale=token_mean(union)))
+        assert update.grad_norm == pytest.approx(row["grad_norm"], rel=1e-5)
+        ours = _parameters(engine)
+        asyncio.run(engine.load_checkpoint(run / "checkpoints" / f"step-{step:05d}" / "policy"))
+        theirs = _parameters(engine)
+        assert max(float((ours[name] - before[name]).abs().max()) for name in ours) > 20 * TOLERANCE
+        assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= TOLERANCE
+    assert steps[-1]["learning_rate"] < config.learning_rate  # the target is far below what such steps bring about
+
+
+def test_a_users_mistakes_are_told_when_the_recipe_is_made(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    common = _options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
+    accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)
+    for wrong, message in (
+        ({"group_size": 1}, r"group_size is 1; it must be at least 2"),
+        ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),
+        ({"kl_target": -1.0}, r"kl_target is -1.0; it must be above 0"),
+        ({"advantage": "group_men"}, r"advantage is 'group_men', which is not known; did you mean 'group_mean'"),
+        ({"env": object()}, r"env is a object, and "),
+        ({"sampling": SamplingParams(max_tokens=8, temperature=0.7)}, r"sampling.temperature is 0.7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(accumulated, **wrong)
