@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,10 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
     batch = random_batch((3, 2))
     shorter = Datum(tokens=batch[1].tokens, loss_inputs=batch[0].loss_inputs)
     without = Datum(tokens=batch[1].tokens, loss_inputs={"target_tokens": batch[1].tokens})
+
+    def second_with(name: str, values: list[Any], dtype: str) -> list[Datum]:
+        return [batch[0], replace(batch[1], loss_inputs={**batch[1].loss_inputs, name: np.array(values, dtype)})]
+
     for data, loss, config, message in (
         ([], "ppo", {}, "batch is empty"),
         (
@@ -152,6 +157,30 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
             r"batch\[1\].loss_inputs\['.*'\] has length 3; batch\[1\].tokens has length 2",
         ),
         ([without], "ppo", {}, r"batch\[0\].loss_inputs lacks 'logprobs'"),
+        (
+            second_with("advantages", [0, np.nan], "float32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['advantages'\]\[1\] is nan",
+        ),
+        (
+            second_with("logprobs", [-np.inf, 0], "float32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['logprobs'\]\[0\] is -inf",
+        ),
+        (
+            second_with("target_tokens", [1, 2], "int32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['target_tokens'\] has dtype int32",
+        ),
+        (
+            second_with("advantages", ["a", "b"], "str"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['advantages'\] has dtype <U1",
+        ),
         (random_batch((129,)), "ppo", {}, "between 1 and 128 tokens"),
         (batch, "pppo", {}, "did you mean 'ppo'"),
         (batch, "ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
@@ -161,6 +190,7 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(data, loss, config))
     assert mesh.calls == 0
+    assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
 
 
 def test_the_cause_is_raised_and_not_a_peers_complaint(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 import resource
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
+from rl.packing import PackedRow
 from rl.types import AdamParams, Datum
 from tests.tiny_models import tiny_llama, tiny_qwen3
 from tests.trainer.reference import (
@@ -20,9 +24,11 @@ from tests.trainer.reference import (
     random_groups,
     relative_error,
 )
-from trainer.config import TrainerConfig
-from trainer.engines import ENGINES, base, load_engine
-from trainer.engines.base import Engine
+from trainer.config import EngineName, TrainerConfig
+from trainer.engines import ENGINES, base, load_engine, transformers_policy
+from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
+from trainer.engines.logprobs import logprobs_and_entropy
+from trainer.engines.titan import scoring
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -31,6 +37,11 @@ MICROBATCHES = [BATCH[:3], [], BATCH[3:]]
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama_tied": tiny_llama,
     "qwen3_untied": lambda p: tiny_qwen3(p, tied=False),
+}
+
+UNTIED: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda path: tiny_llama(path, tied=False),
+    "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
 
 Build = Callable[[], Engine]
@@ -108,6 +119,30 @@ def test_forward_equals_transformers_and_leaves_no_gradient(build: Build, model:
         engine.optim_step(PARAMS)
 
 
+@pytest.mark.parametrize("make", ["smollm2", "llama", "qwen3"])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_logits_equal_transformers(
+    engine: EngineName, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = request.getfixturevalue("smollm2") if make == "smollm2" else UNTIED[make](tmp_path / "model")
+    rows: list[Tensor] = []
+
+    def record(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        rows.append(hidden @ weight.T)
+        return logprobs_and_entropy(hidden, weight, *args, **kwargs)
+
+    for module in (scoring, transformers_policy):
+        monkeypatch.setattr(module, "logprobs_and_entropy", record)
+    reference = ReferencePolicy(path)
+    batch = random_batch((60, 7, 33), vocab_size=reference.model.config.vocab_size)
+    batch = [Datum(tokens=d.tokens, loss_inputs={"target_tokens": d.loss_inputs["target_tokens"]}) for d in batch]
+    load_engine(TrainerConfig(model=path, engine=engine, compute_dtype="float32")).forward([batch])
+    with torch.no_grad():
+        difference = (rows[-1] - torch.cat([reference.logits(datum) for datum in batch])).abs().max()
+    print(f"{engine} {make}: {difference:.1e}")
+    assert difference <= 1e-3
+
+
 def test_calls_accumulate_until_a_step_or_until_dropped(build: Build) -> None:
     once, twice = build(), build()
     once.forward_backward([BATCH], get_loss("ppo"))
@@ -137,6 +172,38 @@ def test_loss_that_raises_leaves_the_gradient_as_it_was(build: Build) -> None:
     assert_equal(gradients(engine), before)
     engine.forward_backward([BATCH], get_loss("cross_entropy"))
     assert_close(gradients(engine), {name: 2 * grad for name, grad in before.items()}, 1e-6)
+
+
+def test_hooks_change_what_is_computed_and_what_is_returned(build: Build) -> None:
+    def reverse(microbatch: Microbatch) -> Microbatch:
+        return [replace(datum, tokens=datum.tokens[::-1].copy()) for datum in microbatch]
+
+    def halve(row: PackedRow, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert len(row.scored) == len(scores)
+        assert not scores.requires_grad
+        return scores / 2, entropy
+
+    hooked, plain = build(), build()
+    hooked.hooks = MicrobatchHooks(before=reverse, after=halve)
+    expected = plain.forward_backward([reverse(m) for m in MICROBATCHES], get_loss("cross_entropy"))
+    output = hooked.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    for actual, reference in zip(output.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_array_equal(actual, reference / 2)
+    before = gradients(hooked)
+    assert_equal(before, gradients(plain))
+    output = hooked.forward(MICROBATCHES, entropy=True)
+    np.testing.assert_allclose(output.logprobs[1], expected.logprobs[1] / 2, atol=1e-6)
+    for hooks, message in (
+        (
+            MicrobatchHooks(before=lambda microbatch: microbatch[1:]),
+            r"hooks.before returned datums of \[17, 5\] tokens",
+        ),
+        (MicrobatchHooks(after=lambda row, scores, entropy: (scores[1:], entropy)), "hooks.after returned scores"),
+    ):
+        hooked.hooks = hooks
+        with pytest.raises(ValueError, match=message):
+            hooked.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+        assert_equal(gradients(hooked), before)
 
 
 def test_gradient_that_is_not_finite_changes_nothing(build: Build) -> None:

@@ -18,17 +18,34 @@ that has fewer datums are empty. Losses are sums, and so are gradients: over tok
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rl.losses import Loss
+from rl.packing import PackedRow
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.engines.memory import PeakMemory
 
 Microbatch = Sequence[Datum]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchHooks:
+    """A user's functions around each micro-batch of `forward` and `forward_backward`; the same on every rank.
+
+    One that raises ends the call on all ranks, with the gradient as it was.
+    """
+
+    before: Callable[[Microbatch], Microbatch] | None = None
+    """Returns the datums to compute instead: as many as it is given, each as long as it was."""
+    after: Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
+    """Takes a row, its log-probs or values [S] and, where asked for, entropies [S], all without gradient; returns what
+    the caller gets in their place. What the loss gets instead is the business of the loss."""
 
 
 class PeerError(RuntimeError):
@@ -37,6 +54,9 @@ class PeerError(RuntimeError):
 
 class Engine(ABC):
     """One rank's share of a model, its gradient and its optimizer state."""
+
+    hooks: MicrobatchHooks = MicrobatchHooks()
+    """May be set at any time between calls."""
 
     @property
     @abstractmethod
@@ -58,8 +78,8 @@ class Engine(ABC):
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
         Returns this rank's part: log-probs, or a critic's values, per datum in the order given, metrics summed over
-        this rank's datums, and `memory_peak_bytes_max` of this call as `memory` measures it. When anything raises, on
-        any rank, the accumulated gradient is as it was before the call.
+        this rank's datums, and of this call `memory_peak_bytes_max`, as `memory` measures it, and `engine_seconds_max`.
+        When anything raises, on any rank, the accumulated gradient is as it was before the call.
         """
 
     @abstractmethod
@@ -99,7 +119,7 @@ class Engine(ABC):
         """Has the model in evaluation mode, and its parameters on the device, in the block."""
 
     @abstractmethod
-    def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The float32 parameters that this rank holds a part of, by Hugging Face name, with their `grad`, to be read.
 
         A DTensor where several ranks hold parts. Together the ranks hold every parameter. A gradient is there while it

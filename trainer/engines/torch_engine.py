@@ -23,11 +23,12 @@ from rl.packing import PackedRow, pack_row
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer import checkpoint
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch, PeerError
+from trainer.engines.base import Engine, Microbatch
 from trainer.engines.masters import MasterWeights
 from trainer.engines.memory import PeakMemory
 from trainer.engines.optimizer import Optimizer
 from trainer.engines.outputs import IDLE_DATUM, OutputCollector
+from trainer.engines.peers import Peers
 from trainer.engines.placement import PARTS, Part, Placement
 from trainer.engines.ranks import DTYPES
 from trainer.export import write_hf_directory
@@ -66,6 +67,7 @@ class TorchEngine(Engine):
         self._optimizer = Optimizer(parameters, replicas)
         self._placement = Placement(device, self._move)
         self._memory = PeakMemory(device)
+        self._peers = Peers(config.num_ranks, device)
         self._detached_gradients: dict[str, Tensor] = {}  # while they are elsewhere than their parameters
         self._saver = CheckpointSaver()
         self._version = 0
@@ -88,19 +90,22 @@ class TorchEngine(Engine):
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         loss.check_head(self._config.head)
         output = OutputCollector(self._memory, self._config.head, entropy=False)
-        with self._memory.phase("forward_backward"), self._placement.resident("model", "gradients"):
-            with self._gradient_restored_on_failure():
-                self._forward_backward_rows([self._pack(microbatch) for microbatch in microbatches], loss, output)
-            return output.result()
+        with (
+            self._memory.phase("forward_backward"),
+            self._placement.resident("model", "gradients"),
+            self._gradient_restored_on_failure(),
+        ):
+            self._forward_backward_rows(self._rows(microbatches), loss, output)
+            return self._result(output)
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
         if entropy:
             self._config.check_entropy()
         output = OutputCollector(self._memory, self._config.head, entropy=entropy)
         with self._memory.phase("forward"), self.eval_mode(), torch.no_grad():
-            self._forward_rows([self._pack(microbatch) for microbatch in microbatches], output, entropy=entropy)
+            self._forward_rows(self._rows(microbatches), output, entropy=entropy)
             self._reshard()
-            return output.result()
+            return self._result(output)
 
     def _forward_backward_rows(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         """Runs a call's rows, None for those of peers only, and adds each of this rank's to the output."""
@@ -112,17 +117,12 @@ class TorchEngine(Engine):
                 output.add(row, None, None, {})
             if self._config.num_ranks > 1:
                 scores, _ = self._score(self._idle_row(), entropy=False)
-                self._tell_peers(failed=False)
+                self._peers.tell(failed=False)
                 (scores.sum() * 0.0).backward()
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
         scores, entropy = self._score(row, entropy=loss.needs_entropy)
-        try:
-            loss_sum, metrics = loss(scores, entropy, self._loss_inputs(row))
-        except Exception:
-            self._tell_peers(failed=True)
-            raise
-        self._tell_peers(failed=False)
+        loss_sum, metrics = self._peers.do(lambda: loss(scores, entropy, self._loss_inputs(row)))
         output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
 
@@ -137,7 +137,21 @@ class TorchEngine(Engine):
             if self._config.num_ranks > 1:
                 self._score(self._idle_row(), entropy=entropy)
 
+    def _rows(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
+        """What a call computes."""
+        return self._peers.do(lambda: [self._pack(microbatch) for microbatch in microbatches])
+
+    def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
+        if self.hooks.after is None:
+            return output.result()
+        return self._peers.do(lambda: output.result(self.hooks.after))
+
     def _pack(self, microbatch: Microbatch) -> PackedRow | None:
+        if microbatch and self.hooks.before is not None:
+            expected = [len(datum.tokens) for datum in microbatch]
+            microbatch = self.hooks.before(microbatch)
+            if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
+                raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
         return pack_row(microbatch, share_prefixes=self.shares_prefixes) if microbatch else None
 
     def _idle_row(self) -> PackedRow:
@@ -246,15 +260,7 @@ class TorchEngine(Engine):
         for name, parameter in self._parameters.items():
             earlier = before[name]
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-    def _tell_peers(self, *, failed: bool) -> None:
-        """Raises PeerError when the loss of another rank raised, so that none waits for it in the backward pass."""
-        if self._config.num_ranks > 1:
-            failures = torch.tensor(float(failed), device=self._device)
-            dist.all_reduce(failures)
-            if failures and not failed:
-                raise PeerError("the loss raised on another rank")
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
     def _reshard(self) -> None:
         """Frees gathered parameters that no backward pass will free, lest they outlive the next optimizer step."""

@@ -147,7 +147,7 @@ class TitanEngine(TorchEngine):
 
         scores = self._pipeline.run([inputs for inputs, _ in prepared], None if loss is None else compute_loss)
         if loss is not None:
-            self._tell_peers(failed=bool(errors))
+            self._peers.tell(failed=bool(errors))
         if errors:
             raise errors[0]
         if not self._pipeline.is_last:
@@ -164,5 +164,6 @@ class TitanEngine(TorchEngine):
             return output
         outputs: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
         dist.all_gather_object(outputs, output, self._pipeline.group)
-        peak = max(each.metrics["memory_peak_bytes_max"] for each in outputs)
-        return replace(outputs[-1], metrics={**outputs[-1].metrics, "memory_peak_bytes_max": peak})
+        names = ("memory_peak_bytes_max", "engine_seconds_max")
+        most = {name: max(each.metrics[name] for each in outputs) for name in names}
+        return replace(outputs[-1], metrics={**outputs[-1].metrics, **most})
