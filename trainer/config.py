@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from rl.types import Head
 
-EngineName = Literal["torchtitan", "fsdp2"]
+EngineName = Literal["torchtitan", "fsdp2", "fsdp1"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]

@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from rl.types import AdamParams
 from tests.tiny_models import tiny_llama, tiny_qwen3
 from tests.trainer.reference import ReferencePolicy, random_batch
 from trainer import checkpoint
-from trainer.config import TrainerConfig
+from trainer.config import EngineName, TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 
@@ -141,8 +141,8 @@ def test_loading_weights_only_starts_anew_from_them(engine: Engine, model: Path,
 
 
 def test_engines_resume_from_each_other(model: Path, tmp_path: Path) -> None:
-    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in ("torchtitan", "fsdp2")]
-    for config, other in (configs, reversed(configs)):
+    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in get_args(EngineName)]
+    for config, other in zip(configs, (*configs[1:], configs[0]), strict=True):
         engine, resumed = load_engine(config), load_engine(other)
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "checkpoint")

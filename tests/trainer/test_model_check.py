@@ -22,7 +22,7 @@ def change(model: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2", "fsdp1"])
 def test_limits_are_those_of_the_model(model: Path, engine: Any) -> None:
     assert check_model(TrainerConfig(model=model, engine=engine)) == ModelLimits(vocab_size=64, max_seq_len=128)
 
@@ -66,16 +66,17 @@ def test_pipelines_that_do_not_fit_are_refused(
         ({"tensor_parallel": 2}, "only shards data.* is 1 of 2 ranks.*'torchtitan' has the other parallelisms"),
         (
             {"data_parallel_shard": 2, "expert_parallel": 2},
-            "expert_parallel is 2; engine 'fsdp2' only shards data, so it must be 1",
+            "expert_parallel is 2; engine 'fsdp.' only shards data, so it must be 1",
         ),
-        ({"activation_checkpointing": "selective"}, "engine 'fsdp2' has 'none' and 'full'"),
-        ({"compile": True}, "compile is True; engine 'fsdp2' leaves models as they are, so it must be False"),
-        ({"float8": "rowwise"}, "float8 is 'rowwise'; engine 'fsdp2' leaves models as they are, so it must be 'none'"),
+        ({"activation_checkpointing": "selective"}, "engine 'fsdp.' has 'none' and 'full'"),
+        ({"compile": True}, "compile is True; engine 'fsdp.' leaves models as they are, so it must be False"),
+        ({"float8": "rowwise"}, "float8 is 'rowwise'; engine 'fsdp.' leaves models as they are, so it must be 'none'"),
     ],
 )
-def test_what_fsdp2_cannot_do_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_what_fsdp_cannot_do_is_refused(model: Path, engine: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(TrainerConfig(model=model, engine="fsdp2", **options))
+        check_model(TrainerConfig(model=model, engine=engine, **options))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have float8")

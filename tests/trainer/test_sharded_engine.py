@@ -26,9 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "fsdp1_replicated2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2},
+    "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
 SLOW = {
+    "fsdp1_hsdp2x2_untied",
     "hsdp2x2_untied",
     "pp2_fsdp2_untied",
     "fsdp2_tp2_untied",

@@ -10,6 +10,7 @@ from trainer.engines.model_check import check_model
 ENGINES: Mapping[str, str] = {
     "torchtitan": "trainer.engines.titan.engine:TitanEngine",
     "fsdp2": "trainer.engines.fsdp2:Fsdp2Engine",
+    "fsdp1": "trainer.engines.fsdp1:Fsdp1Engine",
 }
 
 
