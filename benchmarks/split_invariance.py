@@ -1,0 +1,145 @@
+"""Whether the gradient depends on how a batch is cut: into calls, by token budgets, packed or not, over ranks.
+
+    python -m benchmarks.split_invariance [--quick]
+
+24 datums of very different lengths, two tiny models of random weights in float32; 1 or 5 calls, 3 token budgets,
+packed or padded, 1 or 2 data-parallel ranks. Every cut is compared with one rank that computes one datum per
+micro-batch in one call. Bar: the worst relative error of the loss and of any gradient tensor is at most 1e-5.
+`--quick` measures one model.
+"""
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Bar, print_result
+from rl.batching import plan_batch
+from rl.losses import get_loss
+from rl.types import Datum
+from tests.tiny_models import tiny_llama, tiny_qwen3
+from tests.trainer.ranks import spawn, whole
+from tests.trainer.reference import random_batch, relative_error
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+
+LIMIT = 1e-5
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llama": tiny_llama,
+    "qwen3": lambda path: tiny_qwen3(path, tied=False),
+}
+# Of 24 datums: from one token to nearly all that the models take.
+LENGTHS = tuple(int(n) for n in np.geomspace(1, 120, 24))
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to compute a batch."""
+
+    num_ranks: int
+    num_calls: int
+    budget: int
+    """Tokens of a micro-batch; one longer datum is a micro-batch, so with 1 nothing is packed."""
+    padded: bool
+    """Whether every datum has the length of the longest, by tokens of weight 0 at its end."""
+
+    @property
+    def name(self) -> str:
+        """What the figures call it."""
+        form = "padded" if self.padded else "packed"
+        return f"{form}, {self.num_ranks} ranks, {self.num_calls} calls, budget {self.budget}"
+
+
+REFERENCE = Cut(num_ranks=1, num_calls=1, budget=1, padded=False)
+CUTS = (REFERENCE, *itertools.starmap(Cut, itertools.product((1, 2), (1, 5), (64, 150, 1000), (False, True))))
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model")
+    names = ["llama"] if parser.parse_args().quick else list(MODELS)
+    errors = measure(names)
+    for name, error in errors.items():
+        print(f"{name:<60}{error:10.1e}")
+    print_result(
+        "split_invariance",
+        [Bar(name="worst_relative_gradient_error", value=max(errors.values()), limit=LIMIT)],
+        dict(errors),
+    )
+
+
+def measure(models: Sequence[str]) -> dict[str, float]:
+    """Worst relative error of the loss and of any gradient, for every model and cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        for name in models:
+            MODELS[name](directory / name)
+        _compute(0, 1, models, directory)
+        spawn(2, _compute, 2, models, directory)
+        results: dict[tuple[str, Cut], Gradients] = {}
+        for num_ranks in (1, 2):
+            results |= torch.load(directory / f"{num_ranks}.pt", weights_only=False)
+    errors: dict[str, float] = {}
+    for (model, cut), actual in results.items():
+        expected = results[model, REFERENCE]
+        assert actual.keys() == expected.keys()
+        errors[f"{model}: {cut.name}"] = max(relative_error(actual[name], expected[name]) for name in expected)
+    return errors
+
+
+def _compute(rank: int, num_ranks: int, models: Sequence[str], directory: Path) -> None:
+    """Computes all cuts for that many ranks into a file of rank 0."""
+    results: dict[tuple[str, Cut], Gradients] = {}
+    for name in models:
+        engine = load_engine(
+            TrainerConfig(model=directory / name, compute_dtype="float32", data_parallel_shard=num_ranks)
+        )
+        for cut in CUTS:
+            if cut.num_ranks == num_ranks:
+                results[name, cut] = _loss_and_gradients(engine, rank, cut)
+    if rank == 0:
+        torch.save(results, directory / f"{num_ranks}.pt")
+
+
+def _loss_and_gradients(engine: Engine, rank: int, cut: Cut) -> Gradients:
+    """Gradients by name, and the loss summed over calls and ranks."""
+    engine.zero_grad()
+    loss = torch.zeros(())
+    datums = random_batch(LENGTHS)
+    for batch in _calls([_pad(datum) for datum in datums] if cut.padded else datums, cut.num_calls):
+        plan = plan_batch(
+            batch, num_ranks=cut.num_ranks, max_tokens_per_microbatch=cut.budget, share_prefixes=engine.shares_prefixes
+        )
+        output = engine.forward_backward(plan.split(batch)[rank], get_loss("importance_sampling"))
+        loss += output.metrics.get("loss", 0.0)
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return {"loss": loss, **whole(engine, gradients=True)}
+
+
+def _pad(datum: Datum) -> Datum:
+    """As long as the longest."""
+    missing = (0, max(LENGTHS) - len(datum.tokens))
+    return Datum(
+        tokens=np.pad(datum.tokens, missing),
+        loss_inputs={name: np.pad(array, missing) for name, array in datum.loss_inputs.items()},
+    )
+
+
+def _calls(batch: Sequence[Datum], num_calls: int) -> Iterator[list[Datum]]:
+    """The batch in that many parts, short and long datums in each."""
+    for first in range(num_calls):
+        yield list(batch[first::num_calls])
+
+
+if __name__ == "__main__":
+    main()
