@@ -1,6 +1,7 @@
 """What a trainer is compared with: the loops one writes around a transformers model, with padding and without.
 
-Both compute in bfloat16 with float32 parameters (autocast), score only what the loss needs, and step with AdamW. The
+Both have float32 parameters and compute in the dtype they are given (autocast), score only what the loss needs, and
+step with AdamW. The
 packed one attends within documents by a block mask, the form that transformers has on every device.
 """
 
@@ -20,8 +21,9 @@ _MICROBATCH = 4  # sequences of a padded micro-batch
 class ReferenceTrainer:
     """A transformers model, its optimizer, and a policy-gradient step over a batch."""
 
-    def __init__(self, model: Path, *, packed: bool, max_tokens: int) -> None:
-        """`max_tokens` bounds a packed row."""
+    def __init__(self, model: Path, dtype: str, *, packed: bool, max_tokens: int) -> None:
+        """`dtype` is "bfloat16" or "float32"; `max_tokens` bounds a packed row."""
+        self._autocast = dtype == "bfloat16"
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
         self._packed = packed
@@ -41,7 +43,7 @@ class ReferenceTrainer:
 
     def _loss(self, inputs: dict[str, Tensor], datums: Sequence[Datum], where: Tensor) -> Tensor:
         """The importance-sampling loss; `where` are the flat positions of the datums' tokens in the row."""
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
             hidden = self._model.model(**inputs, use_cache=False).last_hidden_state
             weights = torch.from_numpy(np.concatenate([d.weights for d in datums]))
             scored = weights.nonzero()[:, 0]
