@@ -129,7 +129,7 @@ class Problem(Protocol):
         """What the policy is asked."""
         ...
 
-    def start(self) -> Episode:
+    def start(self) -> Episode | Awaitable[Episode]:
         """A new attempt, independent of all others. Runs where `Episode.reply` runs."""
         ...
 

@@ -11,17 +11,16 @@ A tenth of the prompts is held out, chosen by their text: a prompt is on the sam
 """
 
 import functools
-import hashlib
 import importlib
 import inspect
 import json
-import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rl.envs.procedural import is_heldout
+from rl.envs.rows import digest, epochs
 from rl.protocols import Done, Prompt
 
 
@@ -59,8 +58,7 @@ class JsonlReward:
     def train_problems(self, seed: int, start: int, count: int) -> list["JsonlProblem"]:
         """Every row once in an order that seed and epoch decide, then all of them in the next order."""
         rows, _ = self._split()
-        positions = (divmod(number, len(rows)) for number in range(start, start + count))
-        return [self._problem(rows[_order(seed, epoch, len(rows))[i]]) for epoch, i in positions]
+        return [self._problem(row) for row in epochs(rows, seed, start, count)]
 
     def heldout_problems(self, count: int) -> list["JsonlProblem"]:
         """The first rows of the held-out side. Raises ValueError when there are fewer."""
@@ -72,9 +70,7 @@ class JsonlReward:
     def _problem(self, row: Mapping[str, Any]) -> "JsonlProblem":
         arguments = {name: row[name] for name in self.fields}
         prompt = row[self.prompt_field]
-        return JsonlProblem(
-            id=_digest([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments
-        )
+        return JsonlProblem(id=digest([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments)
 
     def _reward_function(self) -> Callable[..., Any]:
         module, _, function = self.reward.partition(":")
@@ -129,8 +125,8 @@ def _read(
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             row = _row(f"{file}, line {number}", line, prompt_field, fields)
-            key = _digest([row[prompt_field], {name: row[name] for name in fields}])
-            splits[is_heldout(_digest(row[prompt_field]))].setdefault(key, row)
+            key = digest([row[prompt_field], {name: row[name] for name in fields}])
+            splits[is_heldout(digest(row[prompt_field]))].setdefault(key, row)
     return list(splits[0].values()), list(splits[1].values())
 
 
@@ -151,14 +147,3 @@ def _row(where: str, line: str, prompt_field: str, fields: tuple[str, ...]) -> M
     if not is_chat and not (isinstance(prompt, str) and prompt):
         raise ValueError(f"{where}: its {prompt_field!r} is {prompt!r:.80}; text, or messages with role and content")
     return row
-
-
-@functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, num_rows: int) -> list[int]:
-    order = list(range(num_rows))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12).hexdigest()

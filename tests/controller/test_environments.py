@@ -1,11 +1,14 @@
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controller.environments import load_env
+from controller.recipes import find_recipe, load_recipe
 from rl.envs.guess_number import GuessNumber
 from rl.envs.largest_number import LargestNumber
 
@@ -74,3 +77,16 @@ def test_an_environment_is_named_by_its_recipe_or_its_module(monkeypatch: pytest
 def test_what_is_not_there_is_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_env(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 1}, "group_size is 1; it must be at least 2"),
+        ({"env": object()}, "env is a object, and its name is None"),
+        ({"env": LargestNumber}, "LargestNumber is a class; an instance of it is needed"),
+    ],
+)
+def test_a_recipe_that_cannot_be_learned_from_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(load_recipe(find_recipe("guess_smollm2_cpu")), **changes)

@@ -20,7 +20,8 @@ from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 
-MODULES = {"procedural", "sandbox"}  # of rl/envs that hold no environment
+MODULES = {"procedural", "rows", "sandbox"}  # of rl/envs that hold no environment
+ELSEWHERE = {"verifiers_env"}  # checked where its package is installed
 
 
 def _jsonl(folder: Path) -> JsonlReward:
@@ -46,7 +47,7 @@ def test_a_shipped_environment_has_nothing_wrong(name: str, tmp_path: Path) -> N
 
 def test_no_environment_is_left_out() -> None:
     files = {path.stem for path in (Path(__file__).parents[2] / "rl" / "envs").glob("[a-z]*.py")}
-    assert files - MODULES == set(SHIPPED)
+    assert files - MODULES - ELSEWHERE == set(SHIPPED)
 
 
 @dataclass(frozen=True)

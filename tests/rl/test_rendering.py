@@ -1,8 +1,14 @@
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from rl.protocols import Done, Episode, Observation, Prompt, Reply
 from rl.rendering import Renderer
+from rl.rollouts import rollout_group, rollout_to_datum
+from rl.types import Completion, SamplingParams
 from tests.tiny_models import tiny_llama
 
 FIRST = [{"role": "user", "content": "Guess a number."}]
@@ -41,3 +47,56 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     for encode in (lambda: renderer.encode(FIRST), lambda: renderer.encode_reply(FIRST, [])):
         with pytest.raises(ValueError, match="no chat template; give the prompt as one string"):
             encode()
+
+
+class Verbatim:
+    """A generator that says these tokens, whatever it is asked, and keeps what it was asked."""
+
+    def __init__(self, said: list[tuple[int, ...]], texts: list[str]) -> None:
+        self.said, self.texts = said, texts
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: object, num_samples: int = 1) -> list[Completion]:
+        self.prompts.append(tuple(prompt_tokens))
+        tokens, text = self.said[len(self.prompts) - 1], self.texts[len(self.prompts) - 1]
+        zeros = (0,) * len(tokens)
+        return [Completion(tokens=tokens, logprobs=zeros, versions=zeros, text=text, finish_reason="stop")]
+
+
+class Asking:
+    """Two turns, as a chat or as text."""
+
+    id = "asking"
+
+    def __init__(self, *, chat: bool) -> None:
+        self.prompt: Prompt = FIRST if chat else "Guess a number."
+        self._again: Prompt = SECOND if chat else "Again!"
+
+    def start(self) -> Episode:
+        return _Asked(self._again)
+
+
+class _Asked:
+    def __init__(self, again: Prompt) -> None:
+        self._again: Prompt | None = again
+
+    def reply(self, completion: str) -> Reply:
+        again, self._again = self._again, None
+        return Done(reward=0.0) if again is None else Observation(messages=again)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_the_model_said_is_never_tokenised_again(renderer: Renderer, chat: bool) -> None:
+    # A model may spell a word with other tokens than its tokenizer would: here letter by letter.
+    said = [tuple(token for letter in text for token in renderer.encode(letter)) for text in ("hello", "world")]
+    assert all(renderer.encode(text) != tokens for text, tokens in zip(("hello", "world"), said, strict=True))
+    generator = Verbatim(said, ["hello", "world"])
+    problem = Asking(chat=chat)
+    group = asyncio.run(rollout_group(cast(Any, generator), renderer, problem, SamplingParams(max_tokens=8), 1))
+    (rollout,) = group.rollouts
+    prompt = renderer.encode(problem.prompt)
+    between = renderer.encode_reply(SECOND if chat else "Again!", said[0])
+    assert generator.prompts == [prompt, prompt + said[0] + between]
+    datum = rollout_to_datum(rollout, 1.0)
+    assert (*datum.tokens, datum.loss_inputs["target_tokens"][-1]) == prompt + said[0] + between + said[1]
+    assert datum.loss_inputs["weights"].sum() == len(said[0]) + len(said[1])
