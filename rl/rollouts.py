@@ -213,6 +213,11 @@ def group_to_data(
     ]
 
 
+def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
+    """The rollouts of all groups in which the model sampled something, in order."""
+    return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
+
+
 def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) -> Datum:
     """The sequence of all turns, shifted by one; the sampled tokens carry the weight and the advantage.
 

@@ -1,4 +1,4 @@
-"""accumulate with real trainer and generator processes and a tiny model."""
+"""accumulate and ppo with real trainer and generator processes and a tiny model."""
 
 import asyncio
 import io
@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller import accumulate
+from controller import accumulate, ppo
 from controller.accumulate import AccumulateConfig
 from controller.console import Console
 from controller.loop_config import RolloutLoopConfig
+from controller.ppo import PPOConfig
 from generator.config import GeneratorConfig
+from rl.actor_critic import Credit
 from rl.advantages import ADVANTAGES
 from rl.normalizers import token_mean
 from rl.recording import RunFolder
@@ -126,9 +128,35 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     assert steps[-1]["learning_rate"] < config.learning_rate  # the target is far below what such steps bring about
 
 
+def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = PPOConfig(
+        **_options(model),
+        critic=replace(TRAINER, head="value"),
+        num_steps=12,
+        prompts_per_step=16,
+        samples_per_prompt=4,
+        learning_rate=2e-3,
+        critic_learning_rate=5e-3,
+        credit=Credit(kl_coef=0.02, minibatches_per_epoch=2, num_epochs=2),
+        evaluate_every=12,
+    )
+    steps, evaluations = _run(ppo, config, tmp_path / "run")
+    assert [row["policy_version"] for row in steps] == [4 * step for step in range(1, 13)]
+    assert abs(steps[0]["kl_reference"]) < 1e-6  # policy and reference are one
+    assert steps[-1]["kl_reference"] > 0.01
+    assert (steps[0]["value_mean"], steps[0]["explained_variance"]) == (0, 0)  # a critic that knows nothing yet
+    assert steps[-1]["critic_loss"] < 0.5 * steps[0]["critic_loss"]
+    assert steps[-1]["value_mean"] == pytest.approx(steps[-1]["reward_mean"], abs=0.25)
+    assert evaluations[1]["heldout_reward_low"] > evaluations[0]["heldout_reward_high"]
+
+
 def test_a_users_mistakes_are_told_when_the_recipe_is_made(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     common = _options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
+    actor_critic: dict[str, Any] = {**common, "samples_per_prompt": 1, "critic_learning_rate": 1e-3, "credit": Credit()}
+    with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
+        PPOConfig(**actor_critic, critic=TRAINER)
     accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)
     for wrong, message in (
         ({"group_size": 1}, r"group_size is 1; it must be at least 2"),

@@ -16,7 +16,7 @@ from rl.packing import pack_row
 from rl.protocols import Problem
 from rl.recording import RunFolder
 from rl.rendering import Renderer
-from rl.rollouts import group_to_data, rollout_group, rollout_groups, rollout_to_datum, with_inputs
+from rl.rollouts import group_to_data, rollout_group, rollout_groups, rollout_to_datum, with_inputs, with_tokens
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 
@@ -173,6 +173,7 @@ def test_rollouts_that_are_left_out_count_in_the_baseline() -> None:
     rollouts = [single_turn((7,), completion(t), reward=r) for t, r in texts_and_rewards]
     group = Group(problem_id="p", prompt="p", rollouts=tuple(rollouts))
     assert [d.loss_inputs["advantages"].tolist() for d in group_to_data(group, group_mean)] == [[-1], [3, 3]]
+    assert with_tokens([group, Group(problem_id="q", prompt="q", rollouts=(), failures=("late",))]) == rollouts[1:]
     kept = group_to_data(group, group_mean, keep=lambda rollout: rollout.reward < 2)
     assert [d.loss_inputs["advantages"].tolist() for d in kept] == [[-1]]
 

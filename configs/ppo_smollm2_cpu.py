@@ -1,0 +1,30 @@
+"""Two CPU cores, 16 GiB: SmolLM2-135M-Instruct and a critic learn to tell the largest of four numbers."""
+
+from controller.ppo import PPOConfig
+from generator.config import GeneratorConfig
+from rl.actor_critic import Credit
+from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> PPOConfig:
+    """Policy, critic and generator take turns on the cores; the answers to one prompt share its tokens in a step."""
+    dtype = cpu_dtype()
+    return PPOConfig(
+        model="smollm2-135m-instruct",
+        env=LargestNumber(),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        critic=TrainerConfig(head="value", compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=20,
+        prompts_per_step=16,
+        samples_per_prompt=4,
+        learning_rate=2e-5,
+        critic_learning_rate=1e-4,
+        credit=Credit(kl_coef=0.02),
+        num_heldout=128,
+        evaluate_every=10,
+    )
