@@ -9,7 +9,15 @@ from typing import Any
 
 from benchmarks.harness import REPOSITORY
 
-BENCHMARKS = ("step", "weight_sync", "generation_throughput", "trainer_throughput", "layouts", "split_invariance")
+BENCHMARKS = (
+    "step",
+    "weight_sync",
+    "generation_throughput",
+    "inflight_updates",
+    "trainer_throughput",
+    "layouts",
+    "split_invariance",
+)
 """Modules of this package, in the order in which they run."""
 ON_REQUEST = ("vs_trl",)
 """Run only when named: it installs another environment, and takes most of an hour on a slow machine."""
