@@ -12,6 +12,7 @@ from benchmarks.harness import REPOSITORY
 BENCHMARKS = (
     "step",
     "weight_sync",
+    "weight_growth",
     "generation_throughput",
     "inflight_updates",
     "trainer_throughput",

@@ -1,25 +1,38 @@
 """The processes that `weight_sync` measures. In a module of their own: Monarch's processes import it by name."""
 
+import os
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from monarch.actor import Actor, endpoint
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.weights import WeightPublisher
 
 
 class TrainerRank(Actor):
-    """One trainer rank: float32 masters that move a little before every push, as an optimizer step would have them."""
+    """One trainer rank: float32 masters that move a little before every push, as an optimizer step would have them.
+
+    Several ranks hold a shard of every weight each, as FSDP2 lays them out.
+    """
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         """The weights are those of `directory`."""
-        self._masters = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
-        self._masters.pop("lm_head.weight", None)  # tied: published once
+        weights = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
+        weights.pop("lm_head.weight", None)  # tied: published once
+        num_elements = sum(tensor.numel() for tensor in weights.values())
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("gloo")
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for name, tensor in weights.items():
+                weights[name] = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        self._masters = weights
         self._dtype = dtype
-        self._publisher = WeightPublisher(dtype)
-        num_elements = sum(tensor.numel() for tensor in self._masters.values())
+        self._publisher = WeightPublisher(dtype, "shared_memory")
         self._copies = (torch.ones(num_elements, dtype=dtype), torch.zeros(num_elements, dtype=dtype))
 
     @endpoint
@@ -38,7 +51,8 @@ class TrainerRank(Actor):
     async def step(self) -> None:
         """Moves a little of every weight."""
         for tensor in self._masters.values():
-            tensor.view(-1)[:1] += 1e-3
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.view(-1)[:1] += 1e-3
 
     @endpoint
     async def publish(self, version: int) -> float:

@@ -1,11 +1,14 @@
 """What a weight update costs: SmolLM2's 272 tensors (269 MB in bfloat16) from one trainer rank to one generator rank.
 
-    python -m benchmarks.weight_sync [--quick] [--repeats N] [--threads N]
+    python -m benchmarks.weight_sync [--quick] [--repeats N] [--threads N] [--dtype DTYPE]
 
 An update is a push and a pull: from float32 masters in the trainer's process until vLLM, in the generator's process,
 would sample from the new weights. Its references are measured in the same rounds: one plain copy of those bytes, and
 TorchStore's own `put_state_dict` and `get_state_dict` over its default transport. Bars: an update takes at most 4
 copies, and a tenth of TorchStore's time.
+
+Where the processor can multiply in the dtype (float32 everywhere, bfloat16 from AVX-512 on), vLLM computes with packed
+weights and a pull packs them; elsewhere it copies.
 """
 
 import argparse
@@ -15,12 +18,20 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.harness import Bar, print_result
 
-DTYPE = "bfloat16"
+if TYPE_CHECKING:  # they load torch, Monarch and vLLM
+    from controller.generator_handle import GeneratorHandle
+    from controller.mesh import Mesh
+    from controller.store import WeightStore
+
+Seconds = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
@@ -28,13 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="rounds measured, after one that is not")
     parser.add_argument("--threads", type=int, default=2, help="threads of the trainer's and of the generator's rank")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the generator's")
     parser.add_argument("--quick", action="store_true", help="3 rounds")
     options = parser.parse_args()
-    seconds, num_bytes = asyncio.run(measure(3 if options.quick else options.repeats, options.threads))
+    repeats = 3 if options.quick else options.repeats
+    seconds, num_bytes = asyncio.run(measure(repeats, options.threads, options.dtype))
 
-    figures = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, value in figures.items():
-        print(f"{name:<28}{1e3 * value:9.1f} ms   fastest {1e3 * min(seconds[name]):9.1f} ms")
+    figures = show(seconds)
     print_result(
         "weight_sync",
         [
@@ -46,6 +57,7 @@ def main() -> None:
         {
             "rounds": len(seconds["update"]),
             "threads": options.threads,
+            "dtype": options.dtype,
             "megabytes": num_bytes / 1e6,
             **{f"seconds_{name}": value for name, value in figures.items()},
             "ratio_to_copy_fastest": min(seconds["update"]) / min(seconds["copy"]),
@@ -53,55 +65,110 @@ def main() -> None:
     )
 
 
-async def measure(repeats: int, threads: int) -> tuple[dict[str, list[float]], int]:
+def show(seconds: Seconds) -> dict[str, float]:
+    """Prints and returns the medians."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in medians.items():
+        print(f"{name:<28}{1e3 * value:9.1f} ms   fastest {1e3 * min(seconds[name]):9.1f} ms", flush=True)
+    return medians
+
+
+async def measure(repeats: int, threads: int, dtype: str) -> tuple[Seconds, int]:
     """Seconds of each part in every round after a first that is left out, and the bytes of an update."""
     import torch
 
-    from benchmarks.weight_actors import StateDictReader, TrainerRank
-    from controller.generator_handle import GeneratorHandle
+    from benchmarks.weight_actors import StateDictReader
     from controller.mesh import Mesh
     from controller.models import resolve_model
-    from controller.store import WeightStore
-    from generator.config import GeneratorConfig
 
     model = resolve_model("smollm2-135m-instruct")
-    env, arguments = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}, (model, getattr(torch, DTYPE))
     seconds: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        logs = Path(folder)
-        store = await WeightStore.launch(logs)
-        trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=1, env=env, log_dir=logs)
-        reader = await Mesh.spawn("reader", StateDictReader, *arguments, num_ranks=1, env=env, log_dir=logs)
-        config = GeneratorConfig(model=model, dtype=DTYPE, max_model_len=256, max_num_seqs=4, num_threads=threads)
-        generator = await GeneratorHandle.launch(config, logs)
+    async with meshes(model, dtype, threads) as processes:
+        arguments, env = (model, getattr(torch, dtype)), _env(threads)
+        reader = await Mesh.spawn("reader", StateDictReader, *arguments, num_ranks=1, env=env, log_dir=processes.logs)
         try:
-            num_bytes = await trainer.answer(trainer.rank(0).num_bytes.call_one())
             for version in range(1, repeats + 2):
-                seconds["copy"].append(await trainer.answer(trainer.rank(0).copy.call_one()))
-                await trainer.answer(trainer.rank(0).step.call_one())
-                pids = (os.getpid(), *trainer.pids, *generator.mesh.pids, *store.mesh.pids)
-                cpu, begin = cpu_seconds(pids), time.perf_counter()
-                seconds["push"].append(await trainer.answer(trainer.rank(0).publish.call_one(version)))
-                pushed = time.perf_counter()
-                await generator.pull_model_state_dict(version)
-                seconds["pull"].append(time.perf_counter() - pushed)
-                seconds["update"].append(time.perf_counter() - begin)
-                seconds["update_cpu"].append(cpu_seconds(pids) - cpu)
-
-                pids, key = (*trainer.pids, *reader.pids, *store.mesh.pids), f"benchmark/{version}"
+                await processes.round(version, seconds)
+                pids, key = (*processes.trainer.pids, *reader.pids, *processes.store.mesh.pids), f"benchmark/{version}"
                 cpu = cpu_seconds(pids)
-                put = await trainer.answer(trainer.rank(0).put.call_one(key))
+                put = await processes.trainer.answer(processes.trainer.rank(0).put.call_one(key))
                 seconds["torchstore"].append(put + await reader.answer(reader.rank(0).get.call_one(key)))
                 seconds["torchstore_cpu"].append(cpu_seconds(pids) - cpu)
         finally:
-            await asyncio.gather(store.stop(), trainer.stop(), reader.stop(), generator.stop())
-    return {name: values[1:] for name, values in seconds.items()}, num_bytes
+            await reader.stop()
+        return {name: values[1:] for name, values in seconds.items()}, await processes.num_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The processes of an update."""
+
+    store: "WeightStore"
+    trainer: "Mesh"
+    generator: "GeneratorHandle"
+    logs: Path
+
+    async def num_bytes(self) -> int:
+        """Size of the published weights."""
+        return await self.trainer.answer(self.trainer.rank(0).num_bytes.call_one())
+
+    async def round(self, version: int, seconds: dict[str, list[float]]) -> None:
+        """One copy and one update, whose seconds are appended."""
+        seconds["copy"].append(await self.trainer.answer(self.trainer.rank(0).copy.call_one()))
+        await self.trainer.answer(self.trainer.actors.step.call())
+        pids = (os.getpid(), *self.trainer.pids, *self.generator.mesh.pids, *self.store.mesh.pids)
+        cpu, begin = cpu_seconds(pids), time.perf_counter()
+        pushes = await self.trainer.answer(self.trainer.actors.publish.call(version))
+        seconds["push"].append(max(pushes.values()))
+        pushed = time.perf_counter()
+        await self.generator.pull_model_state_dict(version)
+        seconds["pull"].append(time.perf_counter() - pushed)
+        seconds["update"].append(time.perf_counter() - begin)
+        seconds["update_cpu"].append(cpu_seconds(pids) - cpu)
+
+
+@asynccontextmanager
+async def meshes(
+    model: Path, dtype: str, threads: int, *, num_ranks: int = 1, tensor_parallel: int = 1
+) -> AsyncGenerator[Meshes]:
+    """A trainer of `num_ranks` shards and a generator; each of their ranks has `threads` threads."""
+    import torch
+
+    from benchmarks.weight_actors import TrainerRank
+    from controller.generator_handle import GeneratorHandle
+    from controller.mesh import Mesh
+    from controller.store import WeightStore
+    from generator.config import GeneratorConfig
+
+    config = GeneratorConfig(
+        model=model,
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        max_model_len=256,
+        max_num_seqs=4,
+        num_threads=threads,
+        tensor_parallel=tensor_parallel,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        logs, arguments = Path(folder), (model, getattr(torch, dtype))
+        store = await WeightStore.launch(logs)
+        trainer = await Mesh.spawn(
+            "trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=_env(threads), log_dir=logs
+        )
+        generator = await GeneratorHandle.launch(config, logs)
+        try:
+            yield Meshes(store, trainer, generator, logs)
+        finally:
+            await asyncio.gather(store.stop(), trainer.stop(), generator.stop())
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
     """CPU time that these processes have used, to 10 ms."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(user) + int(system) for user, system in ((f[11], f[12]) for f in fields)) / os.sysconf("SC_CLK_TCK")
+
+
+def _env(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 if __name__ == "__main__":

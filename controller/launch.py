@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 from controller.replay import OfflineGenerator, OfflineGeneratorConfig
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
+from rl.types import WeightTransport
 from trainer.config import TrainerConfig
 
 Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
@@ -105,7 +106,10 @@ class Launcher:
 
         async def start() -> Trainer:
             dtype = None if generator is None else generator.dtype
-            trainer = await TrainerHandle.launch(config, dtype, self._log_dir, name=name, gpus=own_gpus)
+            transport: WeightTransport = "auto" if generator is None else generator.weight_transport
+            trainer = await TrainerHandle.launch(
+                config, dtype, self._log_dir, name=name, transport=transport, gpus=own_gpus
+            )
             self._running.append(trainer)
             if store is not None:
                 await asyncio.shield(store)

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from controller.mesh import Mesh, visible_gpus
 from rl.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
-from rl.weights import TransportChoice
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
 from trainer.config import TrainerConfig
 from trainer.engines.base import PeerError
@@ -42,7 +41,7 @@ class TrainerHandle:
         log_dir: Path,
         *,
         name: str = "trainer",
-        transport: TransportChoice = "auto",
+        transport: WeightTransport = "auto",
         gpus: Sequence[int] | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.

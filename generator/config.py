@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.hf_model import SUPPORTED_ARCHITECTURES
-from rl.types import SamplingParams
+from rl.types import SamplingParams, WeightTransport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnDeath = Literal["resend", "raise"]
@@ -37,6 +37,9 @@ class GeneratorConfig:
     """Of weights and activations. The trainer casts to it when it pushes."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads."""
+    weight_transport: WeightTransport = "auto"
+    """How the weights that the trainer pushes get here: through this host's `shared_memory`, through `torchstore` from
+    any host, or `auto`: the former where there is enough of it. Asked for by name, too little fails the first push."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     max_model_len: int = 2048
@@ -59,6 +62,11 @@ class GeneratorConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         if self.dtype not in get_args(GeneratorDtype):
             raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
+        if self.weight_transport not in get_args(WeightTransport):
+            accepted = get_args(WeightTransport)
+            raise ValueError(
+                f"GeneratorConfig.weight_transport is {self.weight_transport!r}; it must be one of {accepted}"
+            )
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")

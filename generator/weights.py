@@ -19,6 +19,7 @@ from torch import nn
 from generator._compat import packed_experts, packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
 from rl.digests import element_sum
+from rl.hosts import host_identity
 from rl.weights import (
     INDEX_KEY,
     Store,
@@ -28,7 +29,6 @@ from rl.weights import (
     WeightsMismatchError,
     corrupted,
     find_version,
-    host_identity,
 )
 from rl.workers import Workers
 
@@ -43,13 +43,14 @@ _MAX_NAMED = 5
 async def find_record(store: Store, version: int) -> VersionRecord:
     """Looks a version up in TorchStore.
 
-    Raises `UnknownVersionError`, a ValueError, naming the versions that can be pulled.
+    Raises `UnknownVersionError`, a ValueError, naming the versions that can be pulled, and `WeightsError` if TorchStore
+    does not answer.
     """
     try:
         records: tuple[VersionRecord, ...] = await store.get(INDEX_KEY)
-    except KeyError as error:
-        if "Unable to locate" not in str(error):  # TorchStore says KeyError to everything
-            raise WeightsError(f"TorchStore did not answer: {error}") from error
+    except Exception as error:  # a dead TorchStore raises what Monarch does
+        if not isinstance(error, KeyError) or "Unable to locate" not in str(error):
+            raise WeightsError(f"TorchStore did not say which versions there are: {error}") from error
         records = ()
     return find_version(records, version)
 
@@ -68,7 +69,7 @@ async def fetch_tensors(store: Store, record: VersionRecord, tensors: TensorQueu
         for spec, digest in zip(record.manifest, record.digests, strict=True):
             try:
                 tensor = await store.get(record.key(spec.name))
-            except KeyError as error:
+            except Exception as error:  # KeyError, or what Monarch raises for a dead one
                 raise WeightsError(f"TorchStore lost {spec.name!r} of version {record.version}: {error}") from error
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise corrupted(record, spec, f"it is {tuple(tensor.shape)} of {tensor.dtype}")
@@ -131,8 +132,8 @@ class WeightLoader:
             raise WeightsMismatchError(f"version {record.version} does not fit this model; {'; '.join(problems)}")
         if record.transport == "shared_memory" and record.host != host_identity():
             raise ValueError(
-                f"version {record.version} lies in the shared memory of another host or container; publish with"
-                " transport='torchstore'"
+                f"version {record.version} lies in the shared memory of another host or container; the trainer"
+                " needs weight_transport='torchstore' to reach this one"
             )
 
     @contextlib.contextmanager

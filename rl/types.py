@@ -18,6 +18,7 @@ FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
 """What a trainer's model ends in: log-probs of target tokens, or one value per position, which makes it a critic."""
 PullMode = Literal["drain", "inflight"]
+WeightTransport = Literal["auto", "shared_memory", "torchstore"]
 """What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 

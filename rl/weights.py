@@ -15,25 +15,22 @@ import hashlib
 import math
 import mmap
 import os
+import pickle
 import struct
 import time
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
 
 from rl.digests import LINE_BYTES, SlotDigests
+from rl.hosts import available_memory_bytes
 
 Transport = Literal["shared_memory", "torchstore"]
 """How the bytes travel: in place on one host, or through TorchStore between any hosts."""
-
-TransportChoice = Literal["auto", "shared_memory", "torchstore"]
-"""What a trainer may be asked to use; `auto` is shared memory where there is enough, TorchStore where there is not."""
-
-TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "shared_memory", "torchstore")
 
 INDEX_KEY = "ownloop/weights"
 """Key in TorchStore of the tuple of `VersionRecord`s that can be pulled, oldest first."""
@@ -108,6 +105,25 @@ class VersionRecord:
         """The key in TorchStore of one of its tensors."""
         return f"{INDEX_KEY}/{self.version}/{self.publication}/{name}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the manifest, which versions share, as bytes that a process decodes once: it takes milliseconds."""
+        others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "manifest"}
+        return _record, (_encoded(self.manifest), others)
+
+
+def _record(manifest: bytes, others: dict[str, Any]) -> VersionRecord:
+    return VersionRecord(manifest=_decoded(manifest), **others)
+
+
+@lru_cache(maxsize=4)
+def _encoded(manifest: Manifest) -> bytes:
+    return pickle.dumps(manifest)
+
+
+@lru_cache(maxsize=4)
+def _decoded(manifest: bytes) -> Manifest:
+    return pickle.loads(manifest)
+
 
 class Store(Protocol):
     """What is needed of TorchStore; its `LocalClient` has it."""
@@ -174,27 +190,10 @@ def find_version(records: Iterable[VersionRecord], version: int) -> VersionRecor
     return by_version[version]
 
 
-def host_identity() -> str:
-    """Equal in two processes exactly if one can open the other's descriptors: same kernel, same process namespace."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
-
-
-def available_memory_bytes() -> int:
-    """Memory that can still be taken on this host, by the kernel's estimate and this control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return available
-
-
-def _short_of_memory(size_bytes: int) -> WeightsError:
+def _short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
     return WeightsError(
-        f"weights need {size_bytes / 1e9:.2f} GB of shared memory and {available_memory_bytes() / 1e9:.2f} GB are"
-        " available; transport='torchstore' needs none"
+        f"weights need {size_bytes / 1e6:.1f} MB of shared memory and {available_memory_bytes() / 1e6:.1f} MB are"
+        f" available{reason}; weight_transport='torchstore' needs none"
     )
 
 
@@ -214,6 +213,7 @@ class WeightSlot:
             # A read-only mapping is meant: a loader that writes into published weights must not go unnoticed.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._tensors: dict[TensorSpec, torch.Tensor] = {}
         self._layout = b""  # of the manifest that the next line is for
         self._digests: dict[bool, SlotDigests] = {}
 
@@ -225,7 +225,7 @@ class WeightSlot:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise _short_of_memory(size_bytes) from error
+            raise _short_of_memory(size_bytes, f" ({error.strerror})") from error
         slot = cls(fd, (os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
         slot._write_header(_UNSEALED, 0, b"")
         return slot
@@ -267,7 +267,11 @@ class WeightSlot:
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A view of one tensor. Valid while the slot is locked; it must not outlive the slot."""
-        return self._bytes[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+        view = self._tensors.get(spec)
+        if view is None:
+            view = self._bytes[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            self._tensors[spec] = view
+        return view
 
     def digests(self, record: VersionRecord) -> tuple[int, ...]:
         """`SlotDigests` of what lies in the slot, if that is laid out as in `record`."""

@@ -8,8 +8,7 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from rl.losses import get_loss
-from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
-from rl.weights import TransportChoice
+from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Microbatch
@@ -42,7 +41,7 @@ def trainer_env(config: TrainerConfig) -> dict[str, str]:
 class PolicyTrainer(Actor):
     """The endpoints of one rank. Every rank of a mesh is sent the same calls in the same order."""
 
-    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: TransportChoice) -> None:
+    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: WeightTransport) -> None:
         """Builds the engine. `generator_dtype` is what weights are pushed and exported in, else `compute_dtype`."""
         self._engine = load_engine(config)
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)

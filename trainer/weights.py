@@ -8,7 +8,7 @@ import asyncio
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate
 
 from rl.digests import add_up, element_sum
+from rl.hosts import host_identity
+from rl.types import WeightTransport
 from rl.weights import (
     INDEX_KEY,
     LIVING_VERSIONS,
-    TRANSPORTS,
     Manifest,
     Store,
-    TransportChoice,
     VersionRecord,
     WeightsError,
     WeightSlot,
     build_manifest,
-    host_identity,
     manifest_digest,
 )
 from rl.workers import Workers
@@ -44,7 +43,7 @@ class WeightPublisher:
     def __init__(
         self,
         dtype: torch.dtype,
-        transport: TransportChoice = "auto",
+        transport: WeightTransport = "auto",
         *,
         store: Store | None = None,
         reader_timeout_s: float = 60.0,
@@ -58,10 +57,11 @@ class WeightPublisher:
         memory, and every push compute as much; what TorchStore carries is always checked in full. Raises ValueError
         for a transport that does not exist.
         """
-        if transport not in TRANSPORTS:
-            raise ValueError(f"weight transport is {transport!r}; it must be one of {', '.join(TRANSPORTS)}")
+        if transport not in get_args(WeightTransport):
+            accepted = ", ".join(get_args(WeightTransport))
+            raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
         self._dtype = dtype
-        self._choice: TransportChoice = transport
+        self._choice: WeightTransport = transport
         self._store = store
         self._reader_timeout_s = reader_timeout_s
         self._full_digests = full_digests
@@ -83,7 +83,8 @@ class WeightPublisher:
         pulled, and the one published before still can. Tied parameters are passed once. Warns (Python's `warnings`,
         so in this process's log) if no parameter changed although the version did.
 
-        Raises `WeightsError` when memory is short or a reader never lets go; nothing is published then.
+        Raises `WeightsError` when memory is short, a reader never lets go or TorchStore fails; nothing is published
+        then.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
         if not self._manifest:
@@ -136,7 +137,9 @@ class WeightPublisher:
         if self._rank == 0:
             try:
                 if several_hosts:
-                    raise WeightsError("the trainer's ranks are on several hosts; weights need transport='torchstore'")
+                    raise WeightsError(
+                        "the trainer's ranks are on several hosts; weights need weight_transport='torchstore'"
+                    )
                 slots = WeightSlot.create_for(manifest)
                 outcome = [[slot.location for slot in slots]]
             except WeightsError as error:
@@ -222,16 +225,14 @@ class WeightPublisher:
         return (tensor.to_local(), region) if region is not None else (None, ())
 
     async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> VersionRecord:
-        """Hands this rank's shards to TorchStore, a few at a time, and waits for the other ranks' to be there.
+        """Hands this rank's shards to TorchStore, a few at a time, and waits for those of the other ranks.
 
         Returns the record with the digests.
         """
-        self._check_same(tensors)
-        store = await self._get_store()
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
         sums: dict[str, int] = {}
 
-        async def put(name: str, tensor: torch.Tensor) -> None:
+        async def put(store: Store, name: str, tensor: torch.Tensor) -> None:
             async with limit:
                 # A clone, because pickling a view would ship all of the storage it looks at.
                 value = tensor.to(self._cast_dtype(tensor), copy=True).contiguous()
@@ -239,10 +240,18 @@ class WeightPublisher:
                     sums[name] = element_sum(value.to_local() if isinstance(value, DTensor) else value)
                 await store.put(record.key(name), value)
 
-        await asyncio.gather(
-            *(put(name, t) for name, t in tensors if isinstance(t, DTensor) or self._writers[name] == self._rank)
-        )
-        of_ranks = await asyncio.to_thread(_all_gather, sums)  # which also waits for all of them
+        problem: Exception | None = None
+        try:
+            self._check_same(tensors)
+            store = await self._get_store()
+            mine = [(n, t) for n, t in tensors if isinstance(t, DTensor) or self._writers[n] == self._rank]
+            await asyncio.gather(*(put(store, name, tensor) for name, tensor in mine))
+        except ValueError as error:
+            problem = error
+        except Exception as error:  # a dead TorchStore raises what Monarch does
+            problem = WeightsError(f"TorchStore did not take version {record.version}: {error}")
+        await asyncio.to_thread(_raise_on_every_rank, problem)
+        of_ranks = await asyncio.to_thread(_all_gather, sums)
         digests = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
         record = replace(record, digests=digests)
         if self._rank == 0:
@@ -253,7 +262,10 @@ class WeightPublisher:
         """Makes the version known, and forgets the one whose place it took."""
         store = await self._get_store()
         kept = (*self._records, record)[-LIVING_VERSIONS:]
-        await store.put(INDEX_KEY, kept)
+        try:
+            await store.put(INDEX_KEY, kept)
+        except Exception as error:  # a dead TorchStore raises what Monarch does
+            raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
         dropped = [old for old in self._records if old not in kept and old.slot is None]
         self._records = kept
         await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))

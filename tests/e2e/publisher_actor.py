@@ -1,6 +1,7 @@
 """An actor that publishes weights without training any. In a module of its own: the processes import it."""
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl.weights import Transport
+from rl.types import WeightTransport
 from trainer.weights import WeightPublisher
 
 
@@ -28,7 +29,7 @@ def perturbed(directory: Path, seed: int) -> Mapping[str, torch.Tensor]:
 class Publisher(Actor):
     """One rank that holds a shard of every weight, as FSDP2 does."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, transport: Transport) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, transport: WeightTransport) -> None:
         """The weights come from `directory`."""
         self._directory = directory
         self._mesh = None
@@ -36,6 +37,11 @@ class Publisher(Actor):
             dist.init_process_group("gloo")
             self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self._publisher = WeightPublisher(dtype, transport)
+
+    @endpoint
+    async def limit_shared_memory(self) -> None:
+        """From now on the kernel refuses this process what is larger than 64 KiB."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     @endpoint
     async def publish(self, version: int, seed: int, drop: tuple[str, ...] = ()) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.e2e.weight_meshes import (
     running_publisher,
     running_store,
 )
-from tests.generator.served_models import served_llama
+from tests.generator.served_models import served_llama, served_qwen3_moe
 
 pytestmark = pytest.mark.e2e
 
@@ -50,13 +51,22 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
             assert [c.logprobs for c in after] == expected
             assert {v for c in before for v in c.versions} == {0}
             assert {v for c in after for v in c.versions} == {7}
-            async with running_publisher(directory, "bfloat16", "torchstore", logs) as publisher:
+            async with running_publisher(directory, "bfloat16", "auto", logs) as publisher:
+                await publisher.answer(publisher.actors.limit_shared_memory.call())
                 for version, seed in ((8, 8), (9, 7)):
                     await publish(publisher, version, seed)
                     await generator.pull_model_state_dict(version)
+                warning = (
+                    r"TorchStore carries the weights.*: weights need \d+\.\d MB of shared memory.*\(File too large\)"
+                )
+                assert len(re.findall(warning, "".join(f.read_text() for f in publisher.log_files))) == 1
             after = await greedy(generator)
             assert [c.logprobs for c in after] == expected
             assert {v for c in after for v in c.versions} == {9}
+            async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
+                await publisher.answer(publisher.actors.limit_shared_memory.call())
+                with pytest.raises(WeightsError, match=r"need .* MB of shared memory.*weight_transport='torchstore'"):
+                    await publish(publisher, 10, seed=7)
 
     asyncio.run(main())
 
@@ -65,7 +75,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 
     async def main() -> None:
-        async with running_store(logs), running_generator(directory, "float32", logs) as generator:
+        async with running_store(logs) as store, running_generator(directory, "float32", logs) as generator:
             with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
                 await generator.pull_model_state_dict(1)
             async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
@@ -90,6 +100,13 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                     await publish(publisher, 7, seed=7)
                 with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
                     await generator.pull_model_state_dict(6)
+            async with running_publisher(directory, "float32", "auto", logs) as publisher:
+                await publish(publisher, 8, seed=8)
+                os.kill(store.mesh.pids[0], signal.SIGKILL)
+                with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):
+                    await publish(publisher, 9, seed=9)
+                with pytest.raises(WeightsError, match="TorchStore did not say which versions there are"):
+                    await generator.pull_model_state_dict(8)
             assert await generator.version() == 2
             assert await greedy(generator) == reference
 
@@ -130,6 +147,27 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
             unseeded = SamplingParams(max_tokens=8)
             together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
             assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_experts_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    directory, logs = served_qwen3_moe(tmp_path / "model"), tmp_path / "logs"
+
+    async def main() -> None:
+        async with (
+            running_store(logs),
+            running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
+            running_publisher(directory, "float32", "shared_memory", logs) as publisher,
+        ):
+            for version in (1, 2, 3):
+                await publish(publisher, version, seed=version)
+                await generator.pull_model_state_dict(version)
+            exported = export(directory, perturbed(directory, 3), "float32", tmp_path / "exported")
+            reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+            for prompt, completion in zip(PROMPTS, await greedy(generator), strict=True):
+                _assert_greedy(reference, prompt, completion)
 
     asyncio.run(main())
 

@@ -12,8 +12,7 @@ from controller.generator_handle import GeneratorHandle
 from controller.mesh import Mesh
 from controller.store import WeightStore
 from generator.config import GeneratorConfig
-from rl.types import Completion, SamplingParams
-from rl.weights import Transport
+from rl.types import Completion, SamplingParams, WeightTransport
 from tests.e2e.publisher_actor import Publisher
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
@@ -30,7 +29,9 @@ async def running_store(log_dir: Path) -> AsyncGenerator[WeightStore]:
 
 
 @asynccontextmanager
-async def running_publisher(directory: Path, dtype: str, transport: Transport, log_dir: Path) -> AsyncGenerator[Mesh]:
+async def running_publisher(
+    directory: Path, dtype: str, transport: WeightTransport, log_dir: Path
+) -> AsyncGenerator[Mesh]:
     """Two ranks, each with half of every weight."""
     env, arguments = {"OMP_NUM_THREADS": "1"}, (directory, getattr(torch, dtype), transport)
     mesh = await Mesh.spawn("publisher", Publisher, *arguments, num_ranks=2, env=env, log_dir=log_dir)

@@ -84,6 +84,17 @@ def _publish_shards(rank: int, store: FakeStore) -> None:
     asyncio.run(publisher.publish(5, tensors.items()))
     if rank == 0:
         _assert_published(store, 5, _full(3))
+    # Nothing is gathered: beside the shared slot, a push takes no memory.
+    half = DTensor.from_local(torch.ones(2048, 4096), mesh, [Shard(0)])
+    before = _private_bytes()
+    asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, {"half": half}.items()))
+    assert _private_bytes() - before < half.to_local().nbytes / 4
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no other has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_two_ranks_publish_their_shards(tmp_path: Path) -> None:
@@ -177,7 +188,7 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
 def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.weights.available_memory_bytes", lambda: 100)
     store = FakeStore()
-    short = r"weights need 0\.00 GB of shared memory and 0\.00 GB are available"
+    short = r"weights need 0\.0 MB of shared memory and 0\.0 MB are available"
     with pytest.raises(WeightsError, match=short):
         asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, _full(1).items()))
     assert store.values == {}

@@ -1,0 +1,111 @@
+"""Whoever is killed, whenever: nobody reads a mixture of two versions, hangs, or leaves memory behind."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import torn_processes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_SCHEDULES = 200
+
+
+def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")  # imports what DTensors need once, not once a process
+    context.set_forkserver_preload(["tests.e2e.torn_processes", "torch._dynamo", "torch.distributed.fsdp"])
+    before, totals = set(Path("/dev/shm").iterdir()), Counter[str]()
+    for schedule in range(NUM_SCHEDULES):
+        folder = tmp_path / str(schedule)
+        folder.mkdir()
+        totals += _run(context, folder, random.Random(schedule))
+    assert totals["torn"] == 0
+    assert totals["whole"] > 10 * NUM_SCHEDULES
+    assert totals["published"] > 5 * NUM_SCHEDULES
+    assert _left_behind(before) == set()
+    print(dict(totals))
+
+
+def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
+    """Kills one process at a random moment of pushes and pulls, and looks at what the others then do."""
+    processes: dict[str, BaseProcess] = {
+        "store": context.Process(target=torn_processes.serve_store, args=(str(folder / "store"),)),
+        "trainer0": context.Process(target=torn_processes.publish, args=(0, str(folder))),
+        "trainer1": context.Process(target=torn_processes.publish, args=(1, str(folder))),
+        "generator": context.Process(target=torn_processes.read, args=(str(folder), choose.randrange(1 << 30))),
+    }
+    try:
+        for process in processes.values():
+            process.start()
+        victim = choose.choice(list(processes))
+        if choose.random() < 0.9:  # else during the start
+            _wait_for(lambda: _report(folder, "generator").get("whole", 0) > 0, "the first version to be read")
+        time.sleep(choose.uniform(0, 0.15))
+        _kill(processes[victim])
+        if victim.startswith("trainer"):
+            survivor = "trainer1" if victim == "trainer0" else "trainer0"
+            processes[survivor].join(60)
+            assert processes[survivor].exitcode is not None, f"{survivor} hangs after {victim} was killed"
+            _still(folder, processes["generator"], "generator")
+        elif victim == "generator":
+            time.sleep(0.05)
+            assert processes["trainer0"].is_alive()
+            assert processes["trainer1"].is_alive()
+        _kill(processes["store"])
+        for name, process in processes.items():
+            process.join(60)
+            assert process.exitcode is not None, f"{name} hangs after the store and {victim} were killed"
+        for name in processes.keys() - {victim, "store"}:
+            report = _report(folder, name)
+            if report:  # else it ended before it had begun, with an error of torch's or ours
+                assert report["error"] in ("WeightsError", "RuntimeError", "DistBackendError", "DistNetworkError"), name
+        reports = [_report(folder, name) for name in processes]
+        return Counter({key: sum(r.get(key, 0) for r in reports) for key in ("whole", "refused", "torn", "published")})
+    finally:
+        for process in processes.values():
+            _kill(process)
+
+
+def _left_behind(before: set[Path]) -> set[Path]:
+    """New files of shared memory that no living process has mapped."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it may have ended by now
+            mapped += maps.read_text()
+    return {path for path in set(Path("/dev/shm").iterdir()) - before if str(path) not in mapped}
+
+
+def _still(folder: Path, process: BaseProcess, name: str) -> None:
+    """The process carries on, or has ended with an error of its own."""
+    time.sleep(0.02)
+    assert process.is_alive() or _report(folder, name)
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _wait_for(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+def _report(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((folder / f"{name}.json").read_text())
+    except FileNotFoundError:
+        return {}
