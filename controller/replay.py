@@ -47,12 +47,16 @@ def recording_file(run: Path) -> Path:
 def replayed(config: Any, file: Path) -> Any:
     """The configuration with a recording in the place of environment and generator.
 
-    Raises ValueError for a loop that samples nothing, for more steps than were recorded, and for a recording that is
+    Raises ValueError for a loop that samples nothing, or several batches a step, for more steps than were recorded, and for a recording that is
     none, or of another tokenizer.
     """
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
         raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} has no {missing[0]}")
+    if hasattr(config, "tokens_per_step"):
+        raise ValueError(
+            f"--replay is for loops with one rollout batch a step; {type(config).__name__} gathers several"
+        )
     env = RecordedEnv(file.absolute(), config.prompts_per_step)
     if config.num_steps > env.num_steps:
         raise ValueError(f"num_steps is {config.num_steps}; the recording {file} has {env.num_steps} steps")

@@ -132,6 +132,10 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         ),
         (("run", "grpo_smollm2_cpu", "--replay", "gone"), "error: the recording "),
         (
+            ("run", "accumulate_smollm2_cpu", "--replay", "gone"),
+            "error: --replay is for loops with one rollout batch a step",
+        ),
+        (
             ("run", "grpo_async_smollm2_cpu", "--max-policy-lag", "-1"),
             "error: max_policy_lag is -1; it must be at least 0",
         ),
