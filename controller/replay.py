@@ -47,8 +47,8 @@ def recording_file(run: Path) -> Path:
 def replayed(config: Any, file: Path) -> Any:
     """The configuration with a recording in the place of environment and generator.
 
-    Raises ValueError for a loop that samples nothing, or several batches a step, for more steps than were recorded, and for a recording that is
-    none, or of another tokenizer.
+    Raises ValueError for a loop that samples nothing, or several batches a step, for more steps than were recorded, and
+    for a recording that is none, or of another tokenizer.
     """
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
