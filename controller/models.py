@@ -50,6 +50,29 @@ def resolve_model(name_or_path: str | Path, report: Report = _silent) -> Path:
     return target
 
 
+def resolve_teacher(name_or_path: str, student: Path, report: Report = _silent) -> Path:
+    """`resolve_model` for a model that is to score the student's tokens.
+
+    Raises ValueError as that does, and for a teacher whose tokenizer is not the student's: the same text would be other
+    tokens to it.
+    """
+    try:
+        teacher = resolve_model(name_or_path, report)
+    except ValueError as error:
+        raise ValueError(f"teacher: {error}; the recipe's file says how its teacher is made") from None
+    from transformers import AutoTokenizer
+
+    tokenizers: list[Any] = [AutoTokenizer.from_pretrained(path) for path in (teacher, student)]
+    ours, theirs = (tokenizer.get_vocab() for tokenizer in reversed(tokenizers))
+    if ours != theirs:
+        differing = len({token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)})
+        raise ValueError(
+            f"teacher {teacher} has another tokenizer than the student {student}: {differing} of "
+            f"{len(ours.keys() | theirs.keys())} tokens differ; a teacher of the same family is needed"
+        )
+    return teacher
+
+
 def cache_directory() -> Path:
     """$OWNLOOP_CACHE, else ownloop's folder in $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("OWNLOOP_CACHE"):

@@ -1,4 +1,4 @@
-"""accumulate and ppo with real trainer and generator processes and a tiny model."""
+"""accumulate, distill and ppo with real trainer and generator processes and a tiny model."""
 
 import asyncio
 import io
@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller import accumulate, ppo
+from controller import accumulate, distill, ppo
 from controller.accumulate import AccumulateConfig
 from controller.console import Console
+from controller.distill import DistillConfig
 from controller.loop_config import RolloutLoopConfig
 from controller.ppo import PPOConfig
 from generator.config import GeneratorConfig
@@ -23,7 +25,8 @@ from rl.normalizers import token_mean
 from rl.recording import RunFolder
 from rl.rollouts import group_to_data
 from rl.schedules import adapted_to_kl
-from rl.types import Completion, Group, Rollout, SamplingParams, Turn
+from rl.supervised import text_to_datum
+from rl.types import AdamParams, Completion, Group, Rollout, SamplingParams, Turn
 from tests.e2e.tiny_recipe import EvenWords
 from tests.generator.served_models import served_llama
 from tests.tiny_models import VOCAB_SIZE
@@ -37,7 +40,7 @@ TOLERANCE = 1e-6
 
 
 def _options(model: Path, **options: Any) -> dict[str, Any]:
-    """What the recipes have in common."""
+    """What the three recipes have in common."""
     return {
         "model": str(model),
         "env": EvenWords(),
@@ -128,6 +131,36 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     assert steps[-1]["learning_rate"] < config.learning_rate  # the target is far below what such steps bring about
 
 
+def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    teacher, rng = EngineTrainer(model, per_microbatch=64), np.random.default_rng(0)
+    for _ in range(12):  # it is taught to answer with even words
+        words = rng.integers(3, VOCAB_SIZE, (32, 6)), 4 + 2 * rng.integers(0, 30, (32, 8))
+        lesson = [text_to_datum(prompt, answer, "completion") for prompt, answer in zip(*words, strict=True)]
+        asyncio.run(teacher.forward_backward(lesson, "cross_entropy"))
+        asyncio.run(teacher.optim_step(AdamParams(learning_rate=3e-3), grad_scale=token_mean(lesson)))
+    asyncio.run(teacher.export_hf(tmp_path / "teacher"))
+    config = DistillConfig(
+        **_options(model),
+        teacher=str(tmp_path / "teacher"),
+        teacher_trainer=TRAINER,
+        num_steps=20,
+        prompts_per_step=16,
+        samples_per_prompt=4,
+        learning_rate=3e-3,
+        evaluate_every=20,
+    )
+    steps, evaluations = _run(distill, config, tmp_path / "run")
+    measured = [
+        row for row in RunFolder(tmp_path / "run", config, resume=True).metrics() if "heldout_kl_to_teacher" in row
+    ]
+    assert [row["step"] for row in measured] == [0, 20]
+    assert measured[1]["heldout_kl_to_teacher_high"] < measured[0]["heldout_kl_to_teacher_low"]
+    assert steps[-1]["kl_to_teacher"] < 0.7 * steps[0]["kl_to_teacher"]
+    assert evaluations[1]["heldout_reward_low"] > evaluations[0]["heldout_reward_high"]  # the teacher's even words
+    assert all(row["logprob_gap_max"] < 1e-3 for row in steps)  # each step's tokens are of the weights that learn
+
+
 def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = PPOConfig(
@@ -151,9 +184,35 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     assert evaluations[1]["heldout_reward_low"] > evaluations[0]["heldout_reward_high"]
 
 
-def test_a_users_mistakes_are_told_when_the_recipe_is_made(tmp_path: Path) -> None:
+def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
+    other = served_llama(tmp_path / "other", tied=True)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["w60"], words["w61"] = words["w61"], words["w60"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     common = _options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
+    distilled = DistillConfig(**common, teacher=str(other), teacher_trainer=TRAINER, samples_per_prompt=1)
+
+    def refused(loop: Any, config: RolloutLoopConfig, message: str) -> None:
+        folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", config)
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(loop.run(config, folder, Console(io.StringIO())))
+        assert not list(folder.logs.iterdir())
+
+    refused(
+        distill, distilled, r"teacher .*other has another tokenizer than the student .*model: 2 of 64 tokens differ"
+    )
+    refused(distill, replace(distilled, teacher="runs/none/model"), r"teacher: model 'runs/none/model' is neither a")
+    refused(
+        distill, replace(distilled, sampling=SamplingParams(max_tokens=60)), r"the prompt of problem .* has \d+ tokens"
+    )
+    with pytest.raises(ValueError, match=r"[Ee]nv"):
+        replace(distilled, env=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"discount is 2; it must be in \[0, 1\]"):
+        replace(distilled, discount=2)
+    with pytest.raises(ValueError, match=r"sampling.temperature is 0.7; training rollouts need 1.0"):
+        replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.7))
     actor_critic: dict[str, Any] = {**common, "samples_per_prompt": 1, "critic_learning_rate": 1e-3, "credit": Credit()}
     with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
         PPOConfig(**actor_critic, critic=TRAINER)
@@ -163,8 +222,6 @@ def test_a_users_mistakes_are_told_when_the_recipe_is_made(tmp_path: Path) -> No
         ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),
         ({"kl_target": -1.0}, r"kl_target is -1.0; it must be above 0"),
         ({"advantage": "group_men"}, r"advantage is 'group_men', which is not known; did you mean 'group_mean'"),
-        ({"env": object()}, r"env is a object, and "),
-        ({"sampling": SamplingParams(max_tokens=8, temperature=0.7)}, r"sampling.temperature is 0.7"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(accumulated, **wrong)

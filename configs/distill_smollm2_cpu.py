@@ -1,0 +1,34 @@
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns from a teacher of its size that knows the largest number.
+
+The teacher is what the recipe `sft_smollm2_cpu` exports; make it first:
+
+    ownloop run sft_smollm2_cpu --name teacher
+"""
+
+from controller.distill import DistillConfig
+from generator.config import GeneratorConfig
+from rl.envs.largest_number import LargestNumber
+from rl.hardware import cpu_dtype
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> DistillConfig:
+    """Another teacher of the same tokenizer: `--teacher DIRECTORY`."""
+    dtype = cpu_dtype()
+    trainer = TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048)
+    return DistillConfig(
+        model="smollm2-135m-instruct",
+        teacher="runs/teacher/model",
+        env=LargestNumber(),
+        trainer=trainer,
+        teacher_trainer=trainer,
+        generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=12,
+        prompts_per_step=16,
+        samples_per_prompt=4,
+        learning_rate=2e-5,
+        num_heldout=96,
+        evaluate_every=6,
+    )
