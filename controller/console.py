@@ -59,11 +59,11 @@ class Console:
 
     def evaluation(self, label: str, evaluation: Evaluation) -> None:
         """Reward on held-out problems; `label` says when ("before", "after 10 steps")."""
-        reward = evaluation.reward
-        line = Text(f"held-out reward {label}: ", style="bold")
-        line.append(f"{reward.mean:.3f}", style="bold green")
-        line.append(f"  95 % interval [{reward.low:.3f}, {reward.high:.3f}], {len(evaluation.groups)} problems")
-        self._print(line)
+        for name, interval in evaluation.intervals.items():
+            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
+            line.append(f"{interval.mean:.3f}", style="bold green")
+            line.append(f"  95 % interval [{interval.low:.3f}, {interval.high:.3f}], {len(evaluation.groups)} problems")
+            self._print(line)
 
     def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
         """What was measured on held-out data, by name; `label` as in `evaluation`."""

@@ -16,7 +16,7 @@ from controller.models import resolve_model
 from controller.report import Report
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least, check_known
-from rl.evaluation import evaluate
+from rl.evaluation import evaluate, heldout_sampling
 from rl.losses import get_loss
 from rl.metrics import PhaseClock, num_completion_tokens
 from rl.recording import RunFolder
@@ -51,7 +51,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     sampling = replace(config.sampling, stop=env.stop)
-    greedy = replace(sampling, temperature=0.0)
+    attempts = heldout_sampling(sampling, config.heldout_samples)
     heldout = env.heldout_problems(config.num_heldout)
     check_prompts_fit(renderer, heldout, config.generator, sampling)
 
@@ -62,7 +62,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
+                report.evaluation(step - 1, await evaluate(generator, renderer, heldout, *attempts))
             clock = PhaseClock()
             problems = env.train_problems(config.seed, (step - 1) * config.prompts_per_step, config.prompts_per_step)
             with clock("generate"):
@@ -84,6 +84,6 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
                 report.step_without_signal(step, clock, groups)
             await checkpoints.after_step(step)
 
-        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))
+        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, *attempts))
         await trainer.export_hf(report.model_dir)
     report.finish()

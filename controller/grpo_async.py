@@ -19,7 +19,7 @@ from controller.models import resolve_model
 from controller.report import Report
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least
-from rl.evaluation import evaluate
+from rl.evaluation import evaluate, heldout_sampling
 from rl.metrics import PhaseClock, num_completion_tokens, policy_lag
 from rl.recording import RunFolder
 from rl.rendering import Renderer
@@ -50,7 +50,7 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
     renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     sampling = replace(config.sampling, stop=env.stop)
-    greedy = replace(sampling, temperature=0.0)
+    attempts = heldout_sampling(sampling, config.heldout_samples)
     heldout = env.heldout_problems(config.num_heldout)
     check_prompts_fit(renderer, heldout, config.generator, sampling)
 
@@ -72,7 +72,7 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
-                    report.evaluation(step - 1, await evaluate(generator, renderer, heldout, greedy))
+                    report.evaluation(step - 1, await evaluate(generator, renderer, heldout, *attempts))
                 clock = PhaseClock()
                 with clock("wait"):
                     groups = await rollouts.take()
@@ -94,6 +94,6 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
                 rollouts.advance()
                 await checkpoints.after_step(step, **rollouts.state())
 
-        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, greedy))
+        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, *attempts))
         await trainer.export_hf(report.model_dir)
     report.finish()

@@ -53,13 +53,14 @@ class RolloutLoopConfig(LoopConfig):
     env: Env
     generator: GeneratorConfig
     sampling: SamplingParams
-    """Of training rollouts; held-out problems are answered greedily."""
+    """Of training rollouts."""
     prompts_per_step: int
+    heldout_samples: int = 1
+    """Answers to each held-out problem: one greedy, or several sampled ones with pass@k; training sees none of it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
-        check_at_least(1, prompts_per_step=self.prompts_per_step)
-        require_env(self.env)
+        check_at_least(1, prompts_per_step=self.prompts_per_step, heldout_samples=self.heldout_samples)
         check_sampled_distribution(self.sampling)

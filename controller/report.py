@@ -121,15 +121,7 @@ class Report:
         self._first_evaluation = self._first_evaluation or evaluation
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
-        reward = evaluation.reward
-        self.folder.log_metrics(
-            {
-                "step": float(step),
-                "heldout_reward": reward.mean,
-                "heldout_reward_low": reward.low,
-                "heldout_reward_high": reward.high,
-            }
-        )
+        self._log_intervals(step, evaluation.intervals)
         self.folder.log_rollouts(step, evaluation.groups, split="heldout")
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
         self._plot()
@@ -139,16 +131,18 @@ class Report:
         self._first_measured = {**measured, **self._first_measured}
         self._last_measured = measured
         self._console.measurements(_label(step), measured)
+        self._log_intervals(step, {name: measurement.interval for name, measurement in measured.items()})
+        self._plot()
+
+    def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
         row = {"step": float(step)}
-        for name, measurement in measured.items():
-            interval = measurement.interval
+        for name, interval in intervals.items():
             row |= {
                 f"heldout_{name}": interval.mean,
                 f"heldout_{name}_low": interval.low,
                 f"heldout_{name}_high": interval.high,
             }
         self.folder.log_metrics(row)
-        self._plot()
 
     def finish(self) -> None:
         """The reward curve, three samples, and the sentence that says what the run achieved."""

@@ -38,5 +38,6 @@ class RolloutSource:
         return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
 
     async def evaluate(self, generator: Generator) -> Evaluation:
-        """One greedy answer to each held-out problem."""
-        return await evaluate(generator, self.renderer, self.heldout, heldout_sampling(self.sampling, 1))
+        """The recipe's number of answers to each held-out problem."""
+        attempts = heldout_sampling(self.sampling, self._config.heldout_samples)
+        return await evaluate(generator, self.renderer, self.heldout, *attempts)

@@ -1,7 +1,7 @@
 """Reward on held-out problems, with the uncertainty that comes from having only so many of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,6 +45,18 @@ class Evaluation:
         """Mean reward over the problems; NaN if the environment failed them all."""
         return bootstrap(self.rewards) if self._scored else _UNKNOWN
 
+    @property
+    def num_samples(self) -> int:
+        """Answers to a problem, those that the environment failed included."""
+        return max((len(group.rollouts) + len(group.failures) for group in self.groups), default=0)
+
+    @property
+    def intervals(self) -> Mapping[str, Interval]:
+        """`reward`; and of several answers to a problem `pass_at_<k>`, for powers of two and for all of them."""
+        several = self.num_samples if self.num_samples > 1 else 0
+        ks = sorted({2**i for i in range(several.bit_length())} | {several}) if several else []
+        return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}}
+
     def pass_at(self, k: int, *, solved: float = 1.0) -> Interval:
         """Probability that of k answers to a problem at least one has a reward of at least `solved`.
 
@@ -53,9 +65,10 @@ class Evaluation:
         environment have left fewer than k answers is left out. Raises ValueError when k is not between 1 and the
         number of answers to a problem.
         """
-        most = max((len(group.rollouts) + len(group.failures) for group in self.groups), default=0)
-        if not 1 <= k <= most:
-            raise ValueError(f"k is {k}; it must be between 1 and the number of answers to a problem, {most}")
+        if not 1 <= k <= self.num_samples:
+            raise ValueError(
+                f"k is {k}; it must be between 1 and the number of answers to a problem, {self.num_samples}"
+            )
         rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
@@ -91,10 +104,11 @@ async def evaluate(
     return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
 
 
-def heldout_sampling(sampling: SamplingParams, num_samples: int) -> SamplingParams:
-    """How held-out problems are answered: greedily if once, otherwise as in training, with seeds that are never of
-    training (`rl.rollouts.step_seed`) and the same in every evaluation."""
-    return replace(sampling, temperature=0.0) if num_samples == 1 else replace(sampling, seed=_SEED)
+def heldout_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
+    """How held-out problems are answered, and how often, as `evaluate` takes it: greedily if once, otherwise as in
+    training, with seeds that are never of training (`rl.rollouts.step_seed`) and the same in every evaluation."""
+    once = num_samples == 1
+    return replace(sampling, temperature=0.0) if once else replace(sampling, seed=_SEED), num_samples
 
 
 def _pass_at(k: int, right: NDArray[np.bool_]) -> float:

@@ -2,6 +2,7 @@ import asyncio
 import itertools
 import math
 import tracemalloc
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -125,6 +126,13 @@ def test_pass_at_1_is_the_mean_reward_of_right_and_wrong() -> None:
             evaluation.pass_at(k)
 
 
+def test_what_is_reported_follows_from_the_number_of_answers() -> None:
+    once, often = _answered([True], [False]), _answered([True, False, False, False, False, True], [False] * 6)
+    assert list(once.intervals) == ["reward"]
+    assert list(often.intervals) == ["reward", "pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
+    assert often.intervals["pass_at_6"].mean == 0.5
+
+
 def test_what_the_environment_failed_is_left_out() -> None:
     evaluation = _answered([True], [], failures=1)
     assert evaluation.reward.mean == evaluation.pass_at(1).mean == 1
@@ -137,7 +145,8 @@ def test_what_the_environment_failed_is_left_out() -> None:
 
 def test_evaluation_has_seeds_of_its_own() -> None:
     sampling = SamplingParams(max_tokens=4, seed=3)
-    assert heldout_sampling(sampling, 1).temperature == 0
-    seed = heldout_sampling(sampling, 8).seed
-    assert seed is not None
-    assert seed > step_seed(2**20, 2**20)
+    assert heldout_sampling(sampling, 1) == (replace(sampling, temperature=0.0), 1)
+    often, num_samples = heldout_sampling(sampling, 8)
+    assert num_samples == 8
+    assert often.seed is not None
+    assert often.seed > step_seed(2**20, 2**20)

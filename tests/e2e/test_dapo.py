@@ -1,0 +1,91 @@
+"""DAPO with real processes and a tiny model: steps are filled up, and evaluation changes nothing of training."""
+
+import asyncio
+import dataclasses
+import io
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller import dapo
+from controller.console import Console
+from controller.dapo import DAPOConfig
+from rl.envs.procedural import TextProblem
+from rl.recording import RunFolder
+from tests.e2e import tiny_recipe
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfSolved(tiny_recipe.EvenWords):
+    """Every other problem is solved by any answer, so that its group has no signal."""
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        return [
+            p if number % 2 else replace(p, score=lambda text: 1.0) for number, p in enumerate(problems, start=start)
+        ]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DAPOConfig:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path_factory.mktemp("tiny") / "model"))
+        recipe = tiny_recipe.recipe()
+    fields: dict[str, Any] = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    changes: dict[str, Any] = {"env": HalfSolved(), "num_steps": 3, "evaluate_every": 3, "max_rounds": 2}
+    return DAPOConfig(**{**fields, **changes})
+
+
+def _run(config: DAPOConfig, path: Path) -> RunFolder:
+    folder = RunFolder(path, config)
+    asyncio.run(dapo.run(config, folder, Console(io.StringIO())))
+    return folder
+
+
+def _training(folder: RunFolder) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Metrics of every step but for timings, and the rollouts."""
+    aside = ("seconds_", "memory_", "time")
+    rows = [row for row in folder.metrics() if "reward_mean" in row]
+    rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
+    return (
+        [{n: row[n] for n in row if not n.startswith(aside) and not n.endswith("_per_s")} for row in rows],
+        [{n: r[n] for n in r if n != "timings"} for r in rollouts if r["split"] == "train"],
+    )
+
+
+def test_steps_are_filled_up_and_evaluation_disturbs_nothing(config: DAPOConfig, tmp_path: Path) -> None:
+    folder = _run(config, tmp_path / "seldom")
+    metrics, rollouts = _training(folder)
+    assert [row["groups_sampled"] for row in metrics] == [6, 6, 6]  # 4, of which 2 have a signal, and 2 more
+    assert [row["groups_with_signal"] for row in metrics] == [3, 3, 3]
+    problems = config.env.train_problems(config.seed, 0, 18)
+    assert [r["problem_id"] for r in rollouts] == [p.id for p in problems for _ in range(config.group_size)]
+    assert [row["policy_version"] for row in metrics] == [1, 2, 3]
+
+    often = _run(replace(config, evaluate_every=1, heldout_samples=3), tmp_path / "often")
+    assert _training(often) == (metrics, rollouts)
+    evaluations = [row for row in often.metrics() if "heldout_pass_at_3" in row]
+    assert [row["step"] for row in evaluations] == [0, 1, 2, 3]
+    for row in evaluations:
+        assert row["heldout_pass_at_1"] <= row["heldout_pass_at_2"] <= row["heldout_pass_at_3"]
+        assert row["heldout_pass_at_3_low"] <= row["heldout_pass_at_3"] <= row["heldout_pass_at_3_high"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_rounds": 0}, "max_rounds is 0"),
+        ({"overlong_cache": 9}, "cache is 9; it must not exceed max_tokens 8"),
+        ({"heldout_samples": 0}, "heldout_samples is 0"),
+        ({"group_size": 1}, "group_size is 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: DAPOConfig, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(config, **changes)
