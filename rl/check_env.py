@@ -73,15 +73,15 @@ class _Report:
 
     def call(self, name: str, function: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
         """The problems that a method of the environment returns, or None."""
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.thread_time()
         try:
             problems = list(function())
             _keys(problems)
         except Exception as error:
             self.add(f"{name} raised {type(error).__name__}: {error}")
             return None
-        seconds = time.perf_counter() - start
-        if seconds > _SLOW_S:
+        seconds, computed = time.perf_counter() - start, time.thread_time() - computed
+        if computed > _SLOW_S or seconds > 5 * _SLOW_S:  # a busy machine takes longer for the same
             self.add(f"{name} took {seconds:.1f} s for {len(problems)} problems, and everything waits for it meanwhile")
         return problems
 
@@ -226,7 +226,7 @@ class _Player:
     def __init__(self, report: _Report, time_limit_s: float) -> None:
         self._report = report
         self._time_limit_s = time_limit_s
-        self._num_stalls = 0
+        self._num_replies = self._num_stalls = 0
         self.given_up = False
         """Whether more episodes would only take more time."""
 
@@ -260,9 +260,9 @@ class _Player:
             reply = await call_environment(episode.reply, answer, time_limit_s=self._time_limit_s)
         finally:
             stalled = ticker.stop()
-        if stalled > _STALL_S and inspect.iscoroutinefunction(episode.reply):
-            self._num_stalls += 1
-        if self._num_stalls > 1:  # a busy machine may do that once
+        self._num_replies += 1
+        self._num_stalls += stalled > _STALL_S and inspect.iscoroutinefunction(episode.reply)
+        if self._num_stalls > max(self._num_replies / 2, 3):  # a busy machine may stall it now and then
             self._report.add(
                 f"{where} blocked the event loop for {stalled:.1f} of {time.perf_counter() - start:.1f} s, and with it "
                 "all other rollouts; an async reply must await what takes time",
