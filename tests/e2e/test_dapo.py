@@ -56,7 +56,7 @@ def _run(config: DAPOConfig, path: Path) -> RunFolder:
 
 def _training(folder: RunFolder) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Metrics of every step but for timings, and the rollouts."""
-    aside = ("seconds", "memory", "_per_s")
+    aside = ("time", "seconds", "memory", "_per_s")
     rows = [row for row in folder.metrics() if "reward_mean" in row]
     rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
     return (
