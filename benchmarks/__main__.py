@@ -18,6 +18,7 @@ BENCHMARKS = (
     "trainer_throughput",
     "layouts",
     "split_invariance",
+    "async_speedup",
 )
 """Modules of this package, in the order in which they run."""
 ON_REQUEST = ("vs_trl",)

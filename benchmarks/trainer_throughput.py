@@ -121,7 +121,7 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
         output = await handle.forward_backward(batch, "importance_sampling")
         seconds = time.perf_counter() - start
         await handle.optim_step(params)
-        return 1 - output.metrics["engine_seconds_max"] / seconds
+        return 1 - output.metrics["seconds_engine_max"] / seconds
 
     return lambda batch: loop.run_until_complete(step(batch))
 

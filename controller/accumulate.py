@@ -52,10 +52,10 @@ class AccumulateConfig(RolloutLoopConfig):
 async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
-    rollouts, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
 
     report.phase("starting trainer and generator")
-    async with launch(rollouts.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
         first_step = await checkpoints.resume()
         learning_rate: float = checkpoints.values.get("learning_rate", config.learning_rate)
@@ -63,12 +63,12 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
 
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await rollouts.evaluate(generator))
+                report.evaluation(step - 1, await source.evaluate(generator))
 
             clock, groups, batch, outputs = PhaseClock(), list[Group](), list[Datum](), list[ForwardBackwardOutput]()
             for number in range((step - 1) * MAX_BATCHES_PER_STEP + 1, step * MAX_BATCHES_PER_STEP + 1):
                 with clock("generate"):
-                    new = await rollouts.sample(generator, number, config.group_size)
+                    new = await source.sample(generator, number, config.group_size)
                 with clock("pack"):
                     data = [datum for group in new for datum in group_to_data(group, advantage)]
                 if data:
@@ -95,6 +95,6 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
             report.step(step, clock, groups, batch, merge_outputs(outputs), update, metrics)
             await checkpoints.after_step(step, learning_rate=learning_rate)
 
-        report.evaluation(config.num_steps, await rollouts.evaluate(generator))
+        report.evaluation(config.num_steps, await source.evaluate(generator))
         await trainer.export_hf(report.model_dir)
     report.finish()

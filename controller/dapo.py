@@ -9,20 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from controller.checkpoints import Checkpoints
-from controller.checks import check_prompts_fit
 from controller.console import Console
 from controller.grpo import GRPOConfig
 from controller.launch import launch
-from controller.models import resolve_model
 from controller.report import Report
+from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least
 from rl.dynamic_sampling import sample_with_signal
-from rl.evaluation import evaluate, heldout_sampling
 from rl.metrics import PhaseClock
 from rl.normalizers import token_mean
 from rl.recording import RunFolder
-from rl.rendering import Renderer
 from rl.rollouts import group_to_data, rollout_groups, step_seed
 from rl.schedules import constant, warmup
 from rl.shaping import not_truncated, shape_rewards, soft_overlong_punishment
@@ -50,30 +47,25 @@ class DAPOConfig(GRPOConfig):
 async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
-    model, env = resolve_model(config.model, report.phase), config.env
-    renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
+    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
-    sampling = replace(config.sampling, stop=env.stop)
-    punishment = soft_overlong_punishment(sampling.max_tokens, config.overlong_cache or 1)
-    attempts = heldout_sampling(sampling, config.heldout_samples)
-    heldout = env.heldout_problems(config.num_heldout)
-    check_prompts_fit(renderer, heldout, config.generator, sampling)
+    punishment = soft_overlong_punishment(config.sampling.max_tokens, config.overlong_cache or 1)
 
     async def sample(start: int, count: int) -> Sequence[Group]:
-        problems = env.train_problems(config.seed, start, count)
-        seeded = replace(sampling, seed=step_seed(config.seed, 0) + start * config.group_size)
-        groups = await rollout_groups(generator, renderer, problems, seeded, config.group_size)
+        problems = config.env.train_problems(config.seed, start, count)
+        seeded = replace(source.sampling, seed=step_seed(config.seed, 0) + start * config.group_size)
+        groups = await rollout_groups(generator, source.renderer, problems, seeded, config.group_size)
         return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else groups
 
     report.phase("starting trainer and generator")
-    async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
         first_step = await checkpoints.resume()
         next_problem: int = checkpoints.values.get("next_problem", 0)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await evaluate(generator, renderer, heldout, *attempts))
+                report.evaluation(step - 1, await source.evaluate(generator))
             clock = PhaseClock()
             with clock("generate"):
                 refill = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
@@ -95,6 +87,6 @@ async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
                 report.step_without_signal(step, clock, refill.sampled, why)
             await checkpoints.after_step(step, next_problem=next_problem)
 
-        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, *attempts))
+        report.evaluation(config.num_steps, await source.evaluate(generator))
         await trainer.export_hf(report.model_dir)
     report.finish()

@@ -5,23 +5,20 @@ policy that sampled it, and the loss is averaged over the tokens of the step (DA
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from controller.checkpoints import Checkpoints
-from controller.checks import check_prompts_fit
 from controller.console import Console
 from controller.launch import launch
 from controller.loop_config import RolloutLoopConfig
-from controller.models import resolve_model
 from controller.report import Report
+from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least, check_known
-from rl.evaluation import evaluate, heldout_sampling
 from rl.losses import get_loss
 from rl.metrics import PhaseClock, num_completion_tokens
 from rl.recording import RunFolder
-from rl.rendering import Renderer
-from rl.rollouts import group_to_data, rollout_groups, step_seed
+from rl.rollouts import group_to_data
 from rl.schedules import constant, warmup
 
 
@@ -47,27 +44,20 @@ class GRPOConfig(RolloutLoopConfig):
 async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
-    model, env = resolve_model(config.model, report.phase), config.env
-    renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
+    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
-    sampling = replace(config.sampling, stop=env.stop)
-    attempts = heldout_sampling(sampling, config.heldout_samples)
-    heldout = env.heldout_problems(config.num_heldout)
-    check_prompts_fit(renderer, heldout, config.generator, sampling)
 
     report.phase("starting trainer and generator")
-    async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
         first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await evaluate(generator, renderer, heldout, *attempts))
+                report.evaluation(step - 1, await source.evaluate(generator))
             clock = PhaseClock()
-            problems = env.train_problems(config.seed, (step - 1) * config.prompts_per_step, config.prompts_per_step)
             with clock("generate"):
-                seeded = replace(sampling, seed=step_seed(config.seed, step))
-                groups = await rollout_groups(generator, renderer, problems, seeded, config.group_size)
+                groups = await source.sample(generator, step, config.group_size)
             batch = [datum for group in groups for datum in group_to_data(group, advantage)]
             if batch:
                 with clock("forward_backward"):
@@ -84,6 +74,6 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
                 report.step_without_signal(step, clock, groups)
             await checkpoints.after_step(step)
 
-        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, *attempts))
+        report.evaluation(config.num_steps, await source.evaluate(generator))
         await trainer.export_hf(report.model_dir)
     report.finish()

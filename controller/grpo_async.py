@@ -11,18 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from controller.checkpoints import Checkpoints
-from controller.checks import check_prompts_fit
 from controller.console import Console
 from controller.grpo import GRPOConfig
 from controller.launch import launch
-from controller.models import resolve_model
 from controller.report import Report
+from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
 from rl.checks import check_at_least
-from rl.evaluation import evaluate, heldout_sampling
 from rl.metrics import PhaseClock, num_completion_tokens, policy_lag
 from rl.recording import RunFolder
-from rl.rendering import Renderer
 from rl.rollout_queue import RolloutQueue
 from rl.rollouts import group_to_data, rollout_group, step_seed
 from rl.schedules import constant, warmup
@@ -46,16 +43,11 @@ class GRPOAsyncConfig(GRPOConfig):
 async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
-    model, env = resolve_model(config.model, report.phase), config.env
-    renderer, advantage = Renderer(model, config.generator.max_model_len), ADVANTAGES[config.advantage]
+    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
-    sampling = replace(config.sampling, stop=env.stop)
-    attempts = heldout_sampling(sampling, config.heldout_samples)
-    heldout = env.heldout_problems(config.num_heldout)
-    check_prompts_fit(renderer, heldout, config.generator, sampling)
 
     report.phase("starting trainer and generator")
-    async with launch(model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
         checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
         first_step = await checkpoints.resume()
         version = await trainer.push_model_state_dict()
@@ -63,16 +55,16 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
 
         async def sample_group(number: int) -> Group:
             step, index = divmod(number, config.prompts_per_step)
-            (problem,) = env.train_problems(config.seed, number, 1)
-            seeded = replace(sampling, seed=step_seed(config.seed, step + 1) + index * config.group_size)
-            return await rollout_group(generator, renderer, problem, seeded, config.group_size)
+            (problem,) = config.env.train_problems(config.seed, number, 1)
+            seeded = replace(source.sampling, seed=step_seed(config.seed, step + 1) + index * config.group_size)
+            return await rollout_group(generator, source.renderer, problem, seeded, config.group_size)
 
         steps = range(first_step, config.num_steps + 1)
         queue = RolloutQueue(sample_group, steps, config.prompts_per_step, config.max_policy_lag, checkpoints.values)
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
-                    report.evaluation(step - 1, await evaluate(generator, renderer, heldout, *attempts))
+                    report.evaluation(step - 1, await source.evaluate(generator))
                 clock = PhaseClock()
                 with clock("wait"):
                     groups = await rollouts.take()
@@ -94,6 +86,6 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
                 rollouts.advance()
                 await checkpoints.after_step(step, **rollouts.state())
 
-        report.evaluation(config.num_steps, await evaluate(generator, renderer, heldout, *attempts))
+        report.evaluation(config.num_steps, await source.evaluate(generator))
         await trainer.export_hf(report.model_dir)
     report.finish()

@@ -17,7 +17,7 @@ from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 _NUM_SAMPLES = 3
 # What the trainer and its loss report: sums over the scored tokens, and what is no sum.
 _PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy")
-_AS_THEY_ARE = ("ratio_max", "engine_seconds_max")
+_AS_THEY_ARE = ("ratio_max", "seconds_engine_max")
 
 
 EQUAL_REWARDS = "in every group all rewards were equal"

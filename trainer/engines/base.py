@@ -78,7 +78,7 @@ class Engine(ABC):
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
         Returns this rank's part: log-probs, or a critic's values, per datum in the order given, metrics summed over
-        this rank's datums, and of this call `memory_peak_bytes_max`, as `memory` measures it, and `engine_seconds_max`.
+        this rank's datums, and of this call `memory_peak_bytes_max`, as `memory` measures it, and `seconds_engine_max`.
         When anything raises, on any rank, the accumulated gradient is as it was before the call.
         """
 

@@ -48,7 +48,7 @@ class OutputCollector:
             metrics={
                 "num_loss_tokens": num_loss_tokens,
                 "memory_peak_bytes_max": float(self._memory.peak_bytes()),
-                "engine_seconds_max": time.perf_counter() - self._start,
+                "seconds_engine_max": time.perf_counter() - self._start,
                 **merge_metrics(parts),
             },
         )

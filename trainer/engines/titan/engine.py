@@ -164,6 +164,6 @@ class TitanEngine(TorchEngine):
             return output
         outputs: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
         dist.all_gather_object(outputs, output, self._pipeline.group)
-        names = ("memory_peak_bytes_max", "engine_seconds_max")
+        names = ("memory_peak_bytes_max", "seconds_engine_max")
         most = {name: max(each.metrics[name] for each in outputs) for name in names}
         return replace(outputs[-1], metrics={**outputs[-1].metrics, **most})

@@ -1,0 +1,184 @@
+"""What running ahead is worth when the environment is slow: `grpo_async` against `grpo`, the same recipe otherwise.
+
+    python -m benchmarks.async_speedup [--quick] [--steps N] [--model DIRECTORY]
+
+The environment sleeps for 2 s on a tenth of the rollouts, drawn at random, so that nearly every step of `grpo` waits
+for one. A random Llama of 9 million parameters learns to say even words: small enough to learn something in minutes on
+two cores, large enough for a step to compute for about as long as a slow answer takes.
+
+`grpo`'s trainer and generator take turns on all cores; those of `grpo_async`, which work at the same time, have half of
+them each. Steps per hour are between the ends of the first step and of the last; evaluation is not among them. Bars:
+`grpo_async` makes 1.5 times as many, no token is older than the bound, and its final reward on held-out problems is not
+worse (the 95 % interval of the difference, paired by problem, reaches 0).
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Bar, print_result
+from controller import grpo, grpo_async
+from controller.console import Console
+from controller.grpo import GRPOConfig
+from controller.grpo_async import GRPOAsyncConfig
+from controller.output import CapturedOutput
+from generator.config import GeneratorConfig
+from rl.envs.procedural import TextProblem
+from rl.evaluation import Interval, bootstrap
+from rl.recording import RunFolder
+from rl.types import SamplingParams
+from tests.e2e.tiny_recipe import EvenWords, even
+from tests.tiny_models import tiny_llama
+from trainer.config import TrainerConfig
+
+MAX_POLICY_LAG = 2
+SLOW_S = 2.0
+SLOW_SHARE = 0.1
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "initializer_range": 0.04,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowEvenWords(EvenWords):
+    """The reward is the fraction of even words; to score an answer takes 2 s now and then, in training."""
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        problems = EvenWords.train_problems(self, seed, start, count)
+        return [dataclasses.replace(problem, score=_slow) for problem in problems]
+
+
+def _slow(completion: str) -> float:
+    if random.random() < SLOW_SHARE:
+        time.sleep(SLOW_S)
+    return even(completion)
+
+
+def recipe(model: Path, num_steps: int, num_threads: int) -> GRPOConfig:
+    """What both loops do."""
+    return GRPOConfig(
+        model=str(model),
+        env=SlowEvenWords(),
+        trainer=TrainerConfig(compute_dtype="float32", num_threads=num_threads, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype="float32", num_threads=num_threads, max_model_len=64, max_num_seqs=128),
+        sampling=SamplingParams(max_tokens=16),
+        num_steps=num_steps,
+        prompts_per_step=8,
+        group_size=8,
+        learning_rate=1e-4,
+        num_heldout=128,
+        evaluate_every=num_steps,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run."""
+
+    steps_per_hour: float
+    rows: list[dict[str, float]]
+    """The metrics of its steps."""
+    first_rewards: dict[str, float]
+    rewards: dict[str, float]
+    """Held-out problem -> reward, before the first step and after the last."""
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--quick", action="store_true", help="4 steps: too few to learn from, so no bar on the reward")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory in the place of the random model")
+    options = parser.parse_args()
+    num_steps = 4 if options.quick else options.steps
+    with CapturedOutput() as output, tempfile.TemporaryDirectory() as scratch:
+        model = options.model or tiny_llama(Path(scratch) / "model", **_SHAPE)
+        synchronous = recipe(model, num_steps, num_threads=2)
+        fields: dict[str, Any] = {
+            f.name: getattr(recipe(model, num_steps, 1), f.name) for f in dataclasses.fields(GRPOConfig)
+        }
+        asynchronous = GRPOAsyncConfig(**fields, max_policy_lag=MAX_POLICY_LAG)
+        console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)
+        before = _measure(synchronous, Path(scratch) / "grpo", console)
+        after = _measure(asynchronous, Path(scratch) / "grpo_async", console)
+
+    difference = _difference(after.rewards, before.rewards)
+    bars = [
+        Bar(name="steps_per_hour_ratio", value=after.steps_per_hour / before.steps_per_hour, limit=1.5, at_most=False),
+        Bar(name="lag_max", value=max(row.get("lag_max", 0.0) for row in after.rows), limit=MAX_POLICY_LAG),
+    ]
+    if not options.quick:
+        bars.append(Bar(name="reward_difference_high", value=difference.high, limit=0.0, at_most=False))
+    print_result(
+        "async_speedup",
+        bars,
+        {
+            "steps": num_steps,
+            "grpo_steps_per_hour": before.steps_per_hour,
+            "grpo_async_steps_per_hour": after.steps_per_hour,
+            "grpo_reward_before": statistics.mean(before.first_rewards.values()),
+            "grpo_reward": statistics.mean(before.rewards.values()),
+            "grpo_async_reward": statistics.mean(after.rewards.values()),
+            "reward_difference": [difference.low, difference.mean, difference.high],
+            "grpo_generate_s": _median(before, "seconds_generate"),
+            "grpo_train_s": _median(before, "seconds_forward_backward") + _median(before, "seconds_optim_step"),
+            "grpo_async_wait_s": _median(after, "seconds_wait"),
+            "grpo_async_train_s": _median(after, "seconds_forward_backward") + _median(after, "seconds_optim_step"),
+            "grpo_async_lag_mean": statistics.mean(row["lag_mean"] for row in after.rows if "lag_mean" in row),
+        },
+    )
+
+
+def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
+    """A whole run, in processes of its own."""
+    folder = RunFolder(path, config)
+    loop = (
+        grpo_async.run(config, folder, console)
+        if isinstance(config, GRPOAsyncConfig)
+        else grpo.run(config, folder, console)
+    )
+    asyncio.run(loop)
+    rows = [row for row in folder.metrics() if "seconds_step" in row]
+    assert len(rows) == config.num_steps
+    heldout: dict[int, dict[str, float]] = {0: {}, config.num_steps: {}}
+    for line in folder.rollouts_file.read_text().splitlines():
+        rollout = json.loads(line)
+        if rollout["split"] == "heldout":
+            heldout[rollout["step"]][rollout["problem_id"]] = rollout["reward"]
+    return Measured(
+        steps_per_hour=3600 * (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"]),
+        rows=rows,
+        first_rewards=heldout[0],
+        rewards=heldout[config.num_steps],
+    )
+
+
+def _difference(ours: dict[str, float], theirs: dict[str, float]) -> Interval:
+    """Of the mean rewards, paired by problem."""
+    assert ours.keys() == theirs.keys()
+    return bootstrap(np.array([ours[problem] - theirs[problem] for problem in theirs]))
+
+
+def _median(measured: Measured, name: str) -> float:
+    return statistics.median(row[name] for row in measured.rows if name in row)
+
+
+if __name__ == "__main__":
+    main()
