@@ -1,4 +1,4 @@
-"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers in steps of equal tokens."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers in steps of equal tokens."""
 
 from controller.accumulate import AccumulateConfig
 from generator.config import GeneratorConfig

@@ -1,4 +1,4 @@
-"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, with DAPO."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, with DAPO."""
 
 from controller.dapo import DAPOConfig
 from generator.config import GeneratorConfig

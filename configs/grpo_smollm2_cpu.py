@@ -1,4 +1,4 @@
-"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in minutes."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in minutes."""
 
 from controller.grpo import GRPOConfig
 from generator.config import GeneratorConfig

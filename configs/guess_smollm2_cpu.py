@@ -1,4 +1,4 @@
-"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns a game of several turns, guessing a number from hints."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns a game of several turns, guessing a number from hints."""
 
 from controller.grpo import GRPOConfig
 from generator.config import GeneratorConfig

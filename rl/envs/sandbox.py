@@ -77,7 +77,7 @@ async def run_python(
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _end_of(process)
     if len(output) > max_output_bytes:
         ending = "..."
     text = output[:max_output_bytes].decode(errors="replace")
@@ -98,3 +98,11 @@ async def _communicate(process: asyncio.subprocess.Process, code: str, output: b
             await process.wait()
             return
         output += part
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> None:
+    """Of a killed process. What it printed is read first: asyncio stops reading when a few pages are waiting, then sees
+    no end of the pipe, and `wait` waits for that."""
+    assert process.stdout is not None
+    await process.stdout.read()
+    await process.wait()
