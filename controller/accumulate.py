@@ -4,19 +4,17 @@ Copy this page to write your own loop. Gradients add up over batches of unknown 
 of tokens that there were; the learning rate is lowered after a step that moved the policy further than `kl_target`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from controller.checkpoints import Checkpoints
 from controller.console import Console
 from controller.launch import launch
-from controller.loop_config import RolloutLoopConfig
+from controller.loop_config import GroupLoopConfig
 from controller.report import Report
 from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
-from rl.checks import check_above_zero, check_at_least, check_known
+from rl.checks import check_above_zero
 from rl.divergence import kl_from_sampler
-from rl.losses import get_loss
 from rl.metrics import PhaseClock, merge_outputs
 from rl.normalizers import token_mean
 from rl.recording import RunFolder
@@ -28,25 +26,18 @@ MAX_BATCHES_PER_STEP = 16  # a step ends after so many rollout batches, whatever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccumulateConfig(RolloutLoopConfig):
+class AccumulateConfig(GroupLoopConfig):
     """A recipe of this loop. A rollout batch has `prompts_per_step` prompts; `learning_rate` is the highest."""
 
-    group_size: int
     tokens_per_step: int
     """A step adds rollout batches until at least so many tokens have an advantage."""
     kl_target: float
     """KL(sampler || policy) per token that a step should bring about, measured on its last batch."""
-    advantage: str = "group_mean_std"
-    loss: str = "importance_sampling"
-    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        RolloutLoopConfig.__post_init__(self)
-        check_at_least(2, group_size=self.group_size)
+        GroupLoopConfig.__post_init__(self)
         check_above_zero(tokens_per_step=self.tokens_per_step, kl_target=self.kl_target)
-        check_known("advantage", self.advantage, ADVANTAGES)
-        get_loss(self.loss, self.loss_config)
 
 
 async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:

@@ -72,6 +72,10 @@ class Checkpoints:
         self._report.phase(f"going on after step {loop['step']}")
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         self._folder.cut_back(loop["lengths"])
+        self._report.resume()
+        # A run that was ended for it may try as often again.
+        self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
+        self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
         self._prune(self._keep)
         self.values = loop["values"]
         return loop["step"] + 1

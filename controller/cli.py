@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -40,22 +41,34 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0, 1 for a run that failed, 2 for a mistake of the caller, 128 + signal."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options, overrides = _parser(resuming="--resume" in arguments).parse_known_args(arguments)
+    """Runs one command and exits: 0, 1 for a run that failed, 2 for a mistake of the caller, 128 + signal.
+
+    A reader that goes away, as `head` does, counts as the signal SIGPIPE: nobody is told.
+    """
     try:
-        code = options.command(options, overrides)
+        code = _command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    if code > 128:
+        os._exit(code)  # exit handlers would flush to a pipe without reader, or wait for processes that are dead by now
+    raise SystemExit(code)
+
+
+def _command(arguments: Sequence[str]) -> int:
+    """Runs one command. The exit status."""
+    try:
+        options, overrides = _parser(resuming="--resume" in arguments).parse_known_args(arguments)
+        return options.command(options, overrides)
+    except SystemExit as stop:  # argparse has printed the help or a mistake
+        return int(stop.code or 0)
     except HelpRequestedError as help_text:
         print(help_text)
-        code = 0
+        return 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = _USAGE
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code > 128:
-        os._exit(code)  # exit handlers of libraries may wait for processes that are dead by now
-    raise SystemExit(code)
+        return _USAGE
 
 
 def _parser(*, resuming: bool) -> _Parser:

@@ -19,6 +19,14 @@ _PLAIN_WIDTH = 160
 _MAX_SAMPLE_CHARACTERS = 600
 
 
+class _RichConsole(rich.console.Console):
+    """Leaves it to the command line what happens when nobody reads any more; rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises BrokenPipeError, out of the print that failed."""
+        raise BrokenPipeError("nobody reads the output any more")
+
+
 class Console:
     """Writes to one stream, the terminal as a rule; which `controller.output` keeps free of anything else."""
 
@@ -26,7 +34,7 @@ class Console:
         """`stream` is live when it is a terminal."""
         self._live = stream.isatty()
         width = None if self._live else _PLAIN_WIDTH
-        self._rich = rich.console.Console(file=stream, highlight=False, width=width, soft_wrap=not self._live)
+        self._rich = _RichConsole(file=stream, highlight=False, width=width, soft_wrap=not self._live)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -27,7 +27,7 @@ from trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RolloutLoopConfig):
-    """A recipe of this loop; `model` is the student."""
+    """A recipe of this loop; `model` is the student, which samples each problem `samples_per_prompt` times."""
 
     teacher: str
     """As `model`; it must have the student's tokenizer."""
@@ -35,6 +35,7 @@ class DistillConfig(RolloutLoopConfig):
     """How the teacher is laid out. It is only asked for log-probs, and holds neither gradients nor optimizer state."""
     samples_per_prompt: int
     warmup_steps: int = 0
+    """First steps, over which the learning rate rises in a straight line."""
     discount: float = 0.0
     """0: a token answers for its own divergence only; 1: for that of all that follow."""
 
@@ -52,9 +53,9 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
     rollouts = RolloutSource(config, report)
     teacher_model = resolve_teacher(config.teacher, rollouts.model, report.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
+    seeded = replace(rollouts.sampling, seed=step_seed(config.seed, 0))
 
     async def measure(step: int) -> None:
-        seeded = replace(rollouts.sampling, seed=step_seed(config.seed, 0))
         kl = await heldout_kl(generator, teacher, rollouts.renderer, rollouts.heldout, seeded)
         report.measured(step, kl_to_teacher=kl)
         report.evaluation(step, await rollouts.evaluate(generator))
@@ -83,8 +84,7 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, "importance_sampling")
                 with clock("optim_step"):
-                    params = config.adam(learning_rate(step - 1))
-                    update = await trainer.optim_step(params, grad_scale=token_mean(batch))
+                    update = await trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(batch))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):

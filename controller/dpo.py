@@ -30,8 +30,11 @@ class DPOConfig(LoopConfig):
     """A recipe of this loop. The learning rate falls to 0 in a straight line."""
 
     data: Preferences
+    """A source of pairs, training and held-out: `rl.data_sources` has a JSONL file and an environment."""
     pairs_per_step: int
+    """Preference pairs that a step learns from; every one counts the same."""
     warmup_steps: int = 0
+    """First steps, over which the learning rate rises in a straight line."""
     loss: str = "dpo"
     """A row of `rl.preferences.PAIR_LOSSES`."""
     beta: float = 0.1

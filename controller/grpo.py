@@ -4,18 +4,16 @@ Copy this page to write your own loop. Unlike the paper it has no KL term, since
 policy that sampled it, and the loss is averaged over the tokens of the step (DAPO, https://arxiv.org/abs/2503.14476).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from controller.checkpoints import Checkpoints
 from controller.console import Console
 from controller.launch import launch
-from controller.loop_config import RolloutLoopConfig
+from controller.loop_config import GroupLoopConfig
 from controller.report import Report
 from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
-from rl.checks import check_at_least, check_known
-from rl.losses import get_loss
+from rl.checks import check_at_least
 from rl.metrics import PhaseClock, num_completion_tokens
 from rl.recording import RunFolder
 from rl.rollouts import group_to_data
@@ -23,22 +21,16 @@ from rl.schedules import constant, warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOConfig(RolloutLoopConfig):
+class GRPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
-    group_size: int
     warmup_steps: int = 0
-    advantage: str = "group_mean_std"
-    loss: str = "importance_sampling"
-    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    """First steps, over which the learning rate rises in a straight line."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        RolloutLoopConfig.__post_init__(self)
-        check_at_least(2, group_size=self.group_size)  # advantages are relative to the group
+        GroupLoopConfig.__post_init__(self)
         check_at_least(0, warmup_steps=self.warmup_steps)
-        check_known("advantage", self.advantage, ADVANTAGES)
-        get_loss(self.loss, self.loss_config)
 
 
 async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:

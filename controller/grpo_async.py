@@ -33,6 +33,7 @@ class GRPOAsyncConfig(GRPOConfig):
     max_policy_lag: int
     """Most optimizer steps between the policy that sampled a token and the one that trains on it."""
     loss_config: Mapping[str, float | str] = field(default_factory=lambda: {"importance_cap": 2.0})
+    """As in `grpo`; by default what the policy that sampled and the trained one differ by is corrected, up to 2."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

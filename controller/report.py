@@ -55,6 +55,12 @@ class Report:
         """Where the trained model goes, in Hugging Face's format."""
         return self.folder.path / "model"
 
+    def resume(self) -> None:
+        """Counts again what a run that goes on had counted, from the steps that its folder holds."""
+        self.skipped_in_a_row = self.without_signal_in_a_row = 0
+        for row in self.folder.metrics():
+            self._count(row)
+
     def phase(self, text: str) -> None:
         """Says what is going on where there is no step to show."""
         self._console.phase(text)
@@ -75,8 +81,6 @@ class Report:
         """
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
         generation_s = clock.seconds("generate")
-        self.without_signal_in_a_row = 0
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
         if update.skipped:
             self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
         sampled_tokens = num_completion_tokens(groups)
@@ -109,7 +113,6 @@ class Report:
         why: str = EQUAL_REWARDS,
     ) -> None:
         """A step in which there was nothing to learn: every group's rewards were all equal, or what else it was."""
-        self.without_signal_in_a_row += 1
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
@@ -168,12 +171,21 @@ class Report:
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
+        self._count(row)
         self.folder.log_metrics(row)
         timings = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
         self.folder.log_rollouts(step, groups, timings=timings)
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups
+
+    def _count(self, row: Mapping[str, float]) -> None:
+        """A row of the metrics: a step that made an update or skipped one, a step without signal, or an evaluation."""
+        if "skipped" in row:
+            self.without_signal_in_a_row = 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+        elif "seconds_step" in row:
+            self.without_signal_in_a_row += 1
 
     def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
         """Says how many rollouts the environment cost, and what the first of them died of."""

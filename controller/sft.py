@@ -29,11 +29,15 @@ class SFTConfig(LoopConfig):
     """A recipe of this loop."""
 
     data: Examples
+    """A source of examples, training and held-out: `rl.data_sources` has a JSONL file and an environment."""
     examples_per_step: int
+    """Examples that a step learns from; every one of their tokens counts the same."""
     final_learning_rate: float = 0.0
     """Where the cosine ends that starts at `learning_rate`."""
     warmup_steps: int = 0
+    """First steps, over which the learning rate rises in a straight line."""
     weight_decay: float = 0.0
+    """AdamW's, decoupled from the gradient."""
     train_on: TrainOn = "completion"
     """Which tokens are learned: those of the completion and its end, or those of the prompt as well."""
     max_tokens: int = 2048

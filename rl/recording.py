@@ -42,8 +42,8 @@ class RunFolder:
     ) -> None:
         """Creates the folder and writes `config` (a dataclass) to it; with `resume`, goes on in the folder of a run.
 
-        Raises ValueError when `path` holds something else or another run, cannot be written, is written by another
-        process, or its disk has less than `min_free_bytes` left.
+        Raises ValueError when `path` holds something else or another run, cannot be written, belongs to another
+        `RunFolder` that is still there, in whatever process, or its disk has less than `min_free_bytes` left.
         """
         self.path = path.absolute()
         self.resumed = resume
@@ -63,7 +63,9 @@ class RunFolder:
                 _drop_unfinished_line(lines)
             write_json(self.path / CONFIG_FILE, config)
         except BlockingIOError:
-            raise ValueError(f"run folder {path} is being written by another process; end that run first") from None
+            raise ValueError(
+                f"run folder {path} is in use by another run, in this process or another; end that first"
+            ) from None
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
 

@@ -18,8 +18,8 @@ FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
 """What a trainer's model ends in: log-probs of target tokens, or one value per position, which makes it a critic."""
 PullMode = Literal["drain", "inflight"]
-WeightTransport = Literal["auto", "shared_memory", "torchstore"]
 """What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
+WeightTransport = Literal["auto", "shared_memory", "torchstore"]
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 
 
@@ -32,8 +32,9 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Samples from the most probable tokens that together have at least this probability; 1 keeps all."""
     top_k: int = -1
-    """-1 keeps the whole vocabulary."""
+    """Samples from so many of the most probable tokens; -1 keeps the whole vocabulary."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; their tokens stay in it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -73,6 +74,7 @@ class Completion:
     text: str
     """The tokens decoded, special tokens and stop strings left out."""
     finish_reason: FinishReason
+    """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, where asked for."""
 
@@ -140,6 +142,7 @@ class Group:
     problem_id: str
     """Identifies the problem within its environment; held-out and training problems never share one."""
     prompt: str
+    """What the model read first, as text."""
     rollouts: tuple[Rollout, ...]
     """Those that have a reward."""
     failures: tuple[str, ...] = ()
@@ -183,8 +186,11 @@ class AdamParams:
 
     learning_rate: float
     beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
     beta2: float = 0.95
+    """Decay of the running mean of its square."""
     eps: float = 1e-8
+    """Added to the root of that mean."""
     weight_decay: float = 0.0
     """Decoupled, as in AdamW (https://arxiv.org/abs/1711.05101)."""
     grad_clip_norm: float = 0.0

@@ -1,9 +1,11 @@
 import asyncio
+import gc
 import io
 import json
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from controller.checkpoints import Checkpoints
@@ -13,6 +15,7 @@ from controller.report import EQUAL_REWARDS, Report
 from rl.metrics import PhaseClock
 from rl.protocols import Trainer
 from rl.recording import RunFolder
+from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 
 
 class FileTrainer:
@@ -187,6 +190,47 @@ def test_steps_without_signal_are_counted_in_a_row(tmp_path: Path) -> None:
         report.step_without_signal(step, PhaseClock(), [])
     assert report.without_signal_in_a_row == 2
     assert "step 2 made no update" in stream.getvalue()
+
+
+def _step(report: Report, step: int, *, skipped: bool) -> None:
+    clock = PhaseClock()
+    with clock("optim_step"):
+        tokens = np.array([1])
+    batch = [Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})]
+    output = ForwardBackwardOutput(logprobs=(), entropy=None, metrics={"loss": 1.0, "num_loss_tokens": 1.0})
+    update = OptimStepOutput(grad_norm=1.0, learning_rate=0.1, policy_version=step, skipped=skipped)
+    report.step(step, clock, (), batch, output, update)
+
+
+def test_what_is_counted_in_a_row_goes_on_with_the_run(tmp_path: Path) -> None:
+    """Killed after two skipped steps and seven without signal, a run is ended by three more of those."""
+    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, every=10, total=99, policy=FileTrainer())
+    _step(report, 1, skipped=False)
+    _step(report, 2, skipped=True)
+    _step(report, 3, skipped=True)
+    for step in range(4, 11):
+        report.step_without_signal(step, PhaseClock())
+    report.folder.log_metrics({"step": 10.0, "heldout_reward": 0.5})
+    asyncio.run(checkpoints.after_step(10))
+    report.step_without_signal(11, PhaseClock())  # later than the checkpoint: the resumed run does it again
+    asyncio.run(checkpoints.after_step(20))  # makes that checkpoint whole
+    del checkpoints, report
+
+    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=True, every=10, total=99, policy=FileTrainer())
+    assert asyncio.run(checkpoints.resume()) == 11
+    assert (report.skipped_in_a_row, report.without_signal_in_a_row) == (2, 7)
+    for step in (11, 12):
+        report.step_without_signal(step, PhaseClock())
+        asyncio.run(checkpoints.after_step(step))
+    report.step_without_signal(13, PhaseClock())
+    with pytest.raises(TrainingStoppedError, match="10 steps in a row, up to step 13"):
+        asyncio.run(checkpoints.after_step(13))
+    del checkpoints, report
+    gc.collect()  # the error's traceback knows the folder, which only one run may have
+
+    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=True, every=0, total=99, policy=FileTrainer())
+    assert asyncio.run(checkpoints.resume()) == 14
+    assert (report.skipped_in_a_row, report.without_signal_in_a_row) == (2, 0)  # ten more before it ends again
 
 
 @pytest.mark.parametrize(("every", "keep", "name"), [(-1, 2, "checkpoint_every"), (1, 0, "keep_checkpoints")])

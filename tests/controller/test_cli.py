@@ -183,6 +183,24 @@ def test_show_prints_the_overridden_configuration(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == expected
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("list",), ("show", str(RECIPE)), ("run", str(RECIPE), "--help"), ("run", str(RECIPE))]
+)
+def test_a_reader_that_goes_away_ends_it_quietly(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}  # else argparse hides that nobody reads
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(*arguments), cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    # A run says where it got to.
+    assert ("nobody reads the output any more" in errors) == ((tmp_path / "runs").exists())
+
+
 def test_help_of_a_recipe_lists_its_fields() -> None:
     with pytest.raises(HelpRequestedError, match=r"--optimizer\.learning-rate") as help_text:
         override(load_recipe(RECIPE), ["--help"], "ownloop run toy", describe(RECIPE))

@@ -59,10 +59,17 @@ def _weights(folder: RunFolder) -> str:
 
 
 def _run(config: GRPOConfig, path: Path) -> RunFolder:
-    folder, console = RunFolder(path, config), Console(io.StringIO())
-    asynchronous = isinstance(config, GRPOAsyncConfig)
-    asyncio.run(grpo_async.run(config, folder, console) if asynchronous else grpo.run(config, folder, console))
+    folder = RunFolder(path, config)
+    _run_in(folder, config)
     return folder
+
+
+def _run_in(folder: RunFolder, config: GRPOConfig) -> None:
+    console = Console(io.StringIO())
+    if isinstance(config, GRPOAsyncConfig):
+        asyncio.run(grpo_async.run(config, folder, console))
+    else:
+        asyncio.run(grpo.run(config, folder, console))
 
 
 def _train_rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -177,9 +184,9 @@ def test_ten_steps_without_signal_end_the_run_with_advice(
     config = dataclasses.replace(recipe, env=EqualWords(), num_steps=100, evaluate_every=100)
     if max_policy_lag is not None:
         config = _asynchronous(config, max_policy_lag)
+    folder = RunFolder(tmp_path / "run", config)
     with pytest.raises(TrainingStoppedError, match="10 steps in a row, up to step 10, had nothing to learn from"):
-        _run(config, tmp_path / "run")
-    folder = RunFolder(tmp_path / "run", config, resume=True)
+        _run_in(folder, config)
     steps = [row for row in folder.metrics() if "groups_with_signal" in row]
     assert [row["groups_with_signal"] for row in steps] == [0] * 10
     assert not any("grad_norm" in row for row in steps)  # no update

@@ -143,7 +143,7 @@ def test_lines_written_later_are_cut_off(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_write_to_one_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", Config())
-    with pytest.raises(ValueError, match="is being written by another process"):
+    with pytest.raises(ValueError, match="is in use by another run"):
         RunFolder(folder.path, Config(), resume=True)
     del folder
     RunFolder(tmp_path / "a", Config(), resume=True)
