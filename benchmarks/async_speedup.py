@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.even_words import EvenWords, even
 from benchmarks.harness import Bar, print_result
+from benchmarks.tiny_models import tiny_llama
 from controller import grpo, grpo_async
 from controller.console import Console
 from controller.grpo import GRPOConfig
@@ -38,8 +40,6 @@ from rl.envs.procedural import TextProblem
 from rl.evaluation import Interval, bootstrap
 from rl.recording import RunFolder
 from rl.types import SamplingParams
-from tests.e2e.tiny_recipe import EvenWords, even
-from tests.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 
 MAX_POLICY_LAG = 2

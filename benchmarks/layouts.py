@@ -17,12 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine_ranks import LENGTHS, critic_batch, plan, relative_error, spawn, whole
 from benchmarks.harness import Bar, print_result
+from benchmarks.tiny_models import tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.losses import get_loss
 from rl.types import Head
-from tests.tiny_models import tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tests.trainer.ranks import LENGTHS, plan, spawn, whole
-from tests.trainer.reference import critic_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 

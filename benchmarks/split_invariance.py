@@ -19,13 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine_ranks import random_batch, relative_error, spawn, whole
 from benchmarks.harness import Bar, print_result
+from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.batching import plan_batch
 from rl.losses import get_loss
 from rl.types import Datum
-from tests.tiny_models import tiny_llama, tiny_qwen3
-from tests.trainer.ranks import spawn, whole
-from tests.trainer.reference import random_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine

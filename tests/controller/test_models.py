@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.tiny_models import tiny_llama
 from controller import models
 from controller.models import cache_directory, resolve_model
 from rl.hf_model import inspect_model
-from tests.tiny_models import tiny_llama
 
 BUILD = """
 import shutil, sys, time

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tiny_models import tiny_llama
 from controller.trainer_handle import TrainerHandle
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
-from tests.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines.base import PeerError
 

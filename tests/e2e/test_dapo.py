@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.even_words import EvenWords
 from controller import dapo
 from controller.console import Console
 from controller.dapo import DAPOConfig
@@ -21,12 +22,12 @@ pytestmark = pytest.mark.e2e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HalfSolved(tiny_recipe.EvenWords):
+class HalfSolved(EvenWords):
     """Every other problem is solved by any answer, so that its group has no signal."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
-        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        problems = EvenWords.train_problems(self, seed, start, count)
         return [
             p if number % 2 else replace(p, score=lambda text: 1.0) for number, p in enumerate(problems, start=start)
         ]

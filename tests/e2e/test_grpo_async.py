@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.even_words import EvenWords, even
 from controller import grpo, grpo_async
 from controller.console import Console
 from controller.errors import TrainingStoppedError
@@ -116,7 +117,7 @@ def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_poli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowWords(tiny_recipe.EvenWords):
+class SlowWords(EvenWords):
     """Now and then an answer takes as long as several steps."""
 
     breaks_at: int = 1 << 60
@@ -125,7 +126,7 @@ class SlowWords(tiny_recipe.EvenWords):
         """See `rl.protocols.Env`."""
         if start >= self.breaks_at:
             raise ArithmeticError(f"there is no problem {start}")
-        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        problems = EvenWords.train_problems(self, seed, start, count)
         return [
             dataclasses.replace(problem, score=_slow_score) if (start + index) % 7 == 0 else problem
             for index, problem in enumerate(problems)
@@ -134,7 +135,7 @@ class SlowWords(tiny_recipe.EvenWords):
 
 def _slow_score(completion: str) -> float:
     time.sleep(1.5)
-    return tiny_recipe.even(completion)
+    return even(completion)
 
 
 def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfig, tmp_path: Path) -> None:
@@ -167,12 +168,12 @@ def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EqualWords(tiny_recipe.EvenWords):
+class EqualWords(EvenWords):
     """Every answer is as good as any other."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
         """See `rl.protocols.Env`."""
-        problems = tiny_recipe.EvenWords.train_problems(self, seed, start, count)
+        problems = EvenWords.train_problems(self, seed, start, count)
         return [dataclasses.replace(problem, score=lambda _: 1.0) for problem in problems]
 
 

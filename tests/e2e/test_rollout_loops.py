@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.even_words import EvenWords
+from benchmarks.tiny_models import VOCAB_SIZE
 from controller import accumulate, distill, ppo
 from controller.accumulate import AccumulateConfig
 from controller.console import Console
@@ -27,9 +29,7 @@ from rl.rollouts import group_to_data
 from rl.schedules import adapted_to_kl
 from rl.supervised import text_to_datum
 from rl.types import AdamParams, Completion, Group, Rollout, SamplingParams, Turn
-from tests.e2e.tiny_recipe import EvenWords
 from tests.generator.served_models import served_llama
-from tests.tiny_models import VOCAB_SIZE
 from tests.trainer.engine_trainer import EngineTrainer
 from trainer.config import TrainerConfig
 

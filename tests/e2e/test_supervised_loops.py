@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny_models import tiny_llama
 from controller import dpo, sft
 from controller.console import Console
 from controller.dpo import DPOConfig
 from controller.sft import SFTConfig
 from rl.data_sources import JsonlExamples, JsonlPreferences, Preference, Preferences
 from rl.recording import RunFolder
-from tests.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.e2e

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engine_ranks import random_batch
+from benchmarks.tiny_models import tiny_llama
 from controller.trainer_handle import TrainerHandle
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams
-from tests.tiny_models import tiny_llama
-from tests.trainer.reference import ReferencePolicy, importance_sampling, random_batch
+from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.distillation import heldout_kl, reverse_kl_advantages
 from rl.envs.procedural import TextProblem
 from rl.rendering import Renderer
 from rl.rollouts import with_inputs
 from rl.supervised import text_to_datum
 from rl.types import AdamParams, Completion, Datum, PullMode, SamplingParams
-from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.trainer.engine_trainer import EngineTrainer
 from tests.trainer.reference import ReferencePolicy
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.engine_ranks import relative_error
+from benchmarks.tiny_models import tiny_llama
 from rl.data_sources import Preference
 from rl.preferences import (
     PAIR_LOSSES,
@@ -19,9 +21,8 @@ from rl.preferences import (
 )
 from rl.rendering import Renderer
 from rl.types import AdamParams
-from tests.tiny_models import tiny_llama
 from tests.trainer.engine_trainer import EngineTrainer
-from tests.trainer.reference import ReferencePolicy, relative_error
+from tests.trainer.reference import ReferencePolicy
 
 BETA = 0.3
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.tiny_models import tiny_llama
 from rl.protocols import Done, Episode, Observation, Prompt, Reply
 from rl.rendering import Renderer
 from rl.rollouts import rollout_group, rollout_to_datum
 from rl.types import Completion, SamplingParams
-from tests.tiny_models import tiny_llama
 
 FIRST = [{"role": "user", "content": "Guess a number."}]
 SECOND = [{"role": "user", "content": "Too low.\nAgain!"}]

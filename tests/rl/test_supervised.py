@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.tiny_models import tiny_llama
 from rl.data_sources import Example
 from rl.evaluation import Measurement, bootstrap
 from rl.rendering import Renderer
 from rl.supervised import examples_to_data, heldout_loss, text_to_datum
-from tests.tiny_models import tiny_llama
 from tests.trainer.engine_trainer import EngineTrainer
 from tests.trainer.reference import ReferencePolicy
 

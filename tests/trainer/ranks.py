@@ -1,39 +1,22 @@
 """Runs one script on several engine ranks over gloo, without Monarch, and returns what rank 0 saw."""
 
 import asyncio
-import os
-import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
-from torch.distributed.tensor import DTensor
 
-from rl.batching import BatchPlan, plan_batch
+from benchmarks.engine_ranks import LENGTHS, plan, random_batch, spawn, whole
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum
 from rl.weights import INDEX_KEY
 from tests.stores import FakeStore, read_slot
-from tests.trainer.reference import random_batch
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.weights import WeightPublisher
 
-LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
-
-
-def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
-    return plan_batch(
-        batch,
-        num_ranks=config.num_data_parallel_ranks,
-        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-        share_prefixes=True,
-    )
 
 
 def run(config: TrainerConfig, directory: Path) -> dict[str, Any]:
@@ -48,28 +31,6 @@ def _save_results(rank: int, config: TrainerConfig, directory: Path) -> None:
     results = script(config, rank, directory)
     if rank == 0:
         torch.save(results, directory / "results.pt")
-
-
-def spawn(num_ranks: int, body: Callable[..., None], *args: Any) -> None:
-    """Runs `body(rank, *args)` in that many processes, set up for `load_engine`."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(num_ranks, port, body, args), nprocs=num_ranks)
-
-
-def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
-    body(rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
@@ -127,18 +88,3 @@ def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, in
     if len(logprobs) >= 40 * 2 // 3:
         raise ArithmeticError("the longest datum is here")
     return -logprobs.sum(), {}
-
-
-def whole(engine: Engine, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters, or their gradients, by name; those of all ranks, whole, on every rank."""
-    mine = {name: p.grad if gradients else p for name, p in engine.hf_parameters()}
-    gathered = {name: full(tensor) for name, tensor in mine.items() if tensor is not None}
-    if not dist.is_initialized():
-        return gathered
-    ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, gathered)
-    return {name: tensor for rank in ranks for name, tensor in rank.items()}
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

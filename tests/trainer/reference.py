@@ -9,39 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny_models import VOCAB_SIZE
 from rl.types import Datum
-from tests.tiny_models import VOCAB_SIZE
 
 TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """(log-probs [T], loss inputs [T]) -> loss [T], before weights."""
-
-
-def random_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[Datum]:
-    """One datum per length; the first third of each is not scored."""
-    rng = np.random.default_rng(seed)
-    batch: list[Datum] = []
-    for length in lengths:
-        tokens = rng.integers(0, vocab_size, length + 1)
-        weights = rng.uniform(0.5, 1.5, length).astype(np.float32)
-        weights[: length // 3] = 0
-        inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
-            "target_tokens": tokens[1:],
-            "weights": weights,
-            "logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
-            "advantages": rng.normal(size=length).astype(np.float32),
-        }
-        batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
-    return batch
-
-
-def critic_batch(lengths: Sequence[int], seed: int = 0) -> list[Datum]:
-    """A `random_batch` with what a value loss needs."""
-    rng = np.random.default_rng(seed)
-    batch: list[Datum] = []
-    for datum in random_batch(lengths, seed):
-        inputs = {name: rng.normal(size=len(datum.tokens)).astype(np.float32) for name in ("old_values", "returns")}
-        batch.append(Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, **inputs}))
-    return batch
 
 
 def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> list[Datum]:
@@ -128,8 +100,3 @@ def cross_entropy(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """-exp(p - q) A"""
     return -torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of the expected."""
-    return float((actual - expected).norm() / expected.norm())

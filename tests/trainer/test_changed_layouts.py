@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, whole
+from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
 from rl.types import AdamParams
 from rl.weights import INDEX_KEY, WeightSlot
-from tests.tiny_models import tiny_llama
-from tests.trainer.ranks import plan, spawn, whole
-from tests.trainer.reference import random_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.engine_ranks import random_batch
+from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.losses import get_loss
 from rl.types import AdamParams
-from tests.tiny_models import tiny_llama, tiny_qwen3
-from tests.trainer.reference import ReferencePolicy, random_batch
+from tests.trainer.reference import ReferencePolicy
 from trainer import checkpoint
 from trainer.config import EngineName, TrainerConfig
 from trainer.engines import load_engine

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, whole
+from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
-from tests.tiny_models import tiny_llama
-from tests.trainer.ranks import plan, spawn, whole
-from tests.trainer.reference import random_batch, relative_error
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 

@@ -13,17 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.engine_ranks import random_batch, relative_error
+from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.losses import LossInputs, get_loss
 from rl.packing import PackedRow
 from rl.types import AdamParams, Datum
-from tests.tiny_models import tiny_llama, tiny_qwen3
-from tests.trainer.reference import (
-    ReferencePolicy,
-    importance_sampling,
-    random_batch,
-    random_groups,
-    relative_error,
-)
+from tests.trainer.reference import ReferencePolicy, importance_sampling, random_groups
 from trainer.config import EngineName, TrainerConfig
 from trainer.engines import ENGINES, base, load_engine, transformers_policy
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks

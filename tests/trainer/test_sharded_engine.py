@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from benchmarks.engine_ranks import LENGTHS, plan, random_batch, relative_error
+from benchmarks.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer import ranks
-from tests.trainer.reference import by_stored_name, relative_error
+from tests.trainer.reference import by_stored_name
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
@@ -119,9 +120,9 @@ def test_a_push_publishes_the_parameters(results: Results) -> None:
 
 def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
     config, many, one, _ = results
-    batch = ranks.random_batch(ranks.LENGTHS)
-    mine = [i for microbatch in ranks.plan(config, batch).microbatches[0] for i in microbatch]
-    whole = ranks.plan(TrainerConfig(model=config.model, max_tokens_per_microbatch=50), batch)
+    batch = random_batch(LENGTHS)
+    mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
+    whole = plan(TrainerConfig(model=config.model, max_tokens_per_microbatch=50), batch)
     expected = whole.restore([one["forward"].logprobs])
     entropies = whole.restore([one["forward"].entropy])
     for k, i in enumerate(mine):

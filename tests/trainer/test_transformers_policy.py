@@ -20,8 +20,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from benchmarks.engine_ranks import random_batch, relative_error
 from rl.losses import get_loss
-from tests.trainer.reference import ReferencePolicy, importance_sampling, random_batch, relative_error
+from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
+from benchmarks.engine_ranks import critic_batch, relative_error
+from benchmarks.tiny_models import tiny_critic, tiny_llama, tiny_qwen3
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum, Head
-from tests.tiny_models import tiny_critic, tiny_llama, tiny_qwen3
-from tests.trainer.reference import critic_batch, random_groups, relative_error
+from tests.trainer.reference import random_groups
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
