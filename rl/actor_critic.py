@@ -5,6 +5,7 @@ Legend: N scored tokens of one datum, T its positions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import get_args
 
 import numpy as np
@@ -81,11 +82,17 @@ def assign_credit(
 
 
 def minibatches(batch: Sequence[Datum], credit: Credit, seed: Sequence[int]) -> list[list[Datum]]:
-    """The minibatches of every epoch, each epoch in an order of its own that `seed` decides; sizes differ by one."""
+    """The minibatches of every epoch, each epoch in an order of its own that `seed` decides.
+
+    Neighbours with the same prompt stay together, so that a minibatch computes their prompt once; a minibatch has as
+    many prompts as any other, or one more.
+    """
     random = np.random.default_rng(seed)
-    orders = [random.permutation(len(batch)) for _ in range(credit.num_epochs)]
-    count = min(credit.minibatches_per_epoch, len(batch))
-    return [[batch[i] for i in part] for order in orders for part in np.array_split(order, count)]
+    groups = [list(group) for _, group in groupby(batch, key=_prompt_tokens)]
+    orders = [random.permutation(len(groups)) for _ in range(credit.num_epochs)]
+    count = min(credit.minibatches_per_epoch, len(groups))
+    parts = [part for order in orders for part in np.array_split(order, count)]
+    return [[datum for i in part for datum in groups[i]] for part in parts]
 
 
 def together(
@@ -102,3 +109,8 @@ def together(
         for name, output in (("loss", of_policy), ("critic_loss", of_critic))
     }
     return [datum for part in parts for datum in part], of_policy, losses | logprob_gap(parts[0], outputs[0][0])
+
+
+def _prompt_tokens(datum: Datum) -> tuple[int, ...]:
+    """What precedes the first scored token."""
+    return tuple(datum.tokens[: int(np.argmax(datum.weights != 0)) + 1].tolist())

@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -56,20 +57,23 @@ def test_credit_is_the_papers_sums(estimator: KLEstimator, gamma: float, gae_lam
 
 
 def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
-    batch = [text_to_datum([5], [i], "completion") for i in range(1, 11)]
+    prompts, answers = range(1, 11), range(50, 53)
+    batch = [text_to_datum([5, prompt], [answer], "completion") for prompt in prompts for answer in answers]
     credit = Credit(num_epochs=3, minibatches_per_epoch=4)
 
-    def tokens(part: list[Datum]) -> list[int]:
-        return [int(datum.loss_inputs["target_tokens"][0]) for datum in part]
+    def pairs(part: list[Datum]) -> list[tuple[int, int]]:
+        return [(int(datum.tokens[1]), int(datum.loss_inputs["target_tokens"][1])) for datum in part]
 
-    parts = [tokens(part) for part in minibatches(batch, credit, (0, 1))]
-    assert [len(part) for part in parts] == [3, 3, 2, 2] * 3
-    epochs = [[token for part in parts[i : i + 4] for token in part] for i in (0, 4, 8)]
-    assert all(Counter(epoch) == Counter(range(1, 11)) for epoch in epochs)
+    parts = [pairs(part) for part in minibatches(batch, credit, (0, 1))]
+    assert [len(part) for part in parts] == [9, 9, 6, 6] * 3
+    for part in parts:  # the answers to a prompt stay side by side
+        assert part == [(prompt, answer) for prompt, _ in part[::3] for answer in answers]
+    epochs = [[pair for part in parts[i : i + 4] for pair in part] for i in (0, 4, 8)]
+    assert all(Counter(epoch) == Counter(product(prompts, answers)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert parts == [tokens(part) for part in minibatches(batch, credit, (0, 1))]
-    assert parts != [tokens(part) for part in minibatches(batch, credit, (0, 2))]
-    assert len(minibatches(batch[:2], credit, (0, 1))) == 2 * 3  # never an empty one
+    assert parts == [pairs(part) for part in minibatches(batch, credit, (0, 1))]
+    assert parts != [pairs(part) for part in minibatches(batch, credit, (0, 2))]
+    assert len(minibatches(batch[:6], credit, (0, 1))) == 2 * 3  # never an empty one
 
 
 def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
