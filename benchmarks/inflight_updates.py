@@ -85,6 +85,7 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
     from controller.generator_handle import GeneratorHandle
     from controller.mesh import Mesh
     from controller.models import resolve_model
+    from controller.publications import Publications
     from controller.store import WeightStore
     from generator.config import GeneratorConfig
     from generator.options import generator_env
@@ -103,7 +104,8 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
             "generator", TimedGenerator, config, num_ranks=1, env=generator_env(config), log_dir=logs
         )
         try:
-            generator = GeneratorHandle(mesh, config)
+            publications = Publications()
+            generator = GeneratorHandle(mesh, config, publications)
             await generator.version()
             version = 0
             for name, result in rounds.items():
@@ -114,7 +116,8 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
                 for _ in range(num_pulls):
                     version += 1
                     await trainer.answer(trainer.rank(0).step.call_one())
-                    await trainer.answer(trainer.rank(0).publish.call_one(version))
+                    _, record = await trainer.answer(trainer.rank(0).publish.call_one(version))
+                    publications.add(record)
                     begin = time.monotonic()
                     await generator.pull_model_state_dict(version, mode="inflight", keep_prefix_cache=name == "keeping")
                     times.append((begin, time.monotonic()))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rl.weights import VersionRecord
 from trainer.weights import WeightPublisher
 
 
@@ -55,11 +56,11 @@ class TrainerRank(Actor):
             local.view(-1)[:1] += 1e-3
 
     @endpoint
-    async def publish(self, version: int) -> float:
-        """Publishes the weights; returns the seconds it took."""
+    async def publish(self, version: int) -> tuple[float, VersionRecord | None]:
+        """Publishes the weights; returns the seconds it took and, as a trainer's rank does, the version's record."""
         begin = time.perf_counter()
-        await self._publisher.publish(version, self._masters.items())
-        return time.perf_counter() - begin
+        record = await self._publisher.publish(version, self._masters.items())
+        return time.perf_counter() - begin, record
 
     @endpoint
     async def put(self, key: str) -> float:

@@ -29,6 +29,7 @@ from benchmarks.harness import Bar, print_result
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
     from controller.generator_handle import GeneratorHandle
     from controller.mesh import Mesh
+    from controller.publications import Publications
     from controller.store import WeightStore
 
 Seconds = Mapping[str, Sequence[float]]
@@ -106,6 +107,7 @@ class Meshes:
     store: "WeightStore"
     trainer: "Mesh"
     generator: "GeneratorHandle"
+    publications: "Publications"
     logs: Path
 
     async def num_bytes(self) -> int:
@@ -119,7 +121,8 @@ class Meshes:
         pids = (os.getpid(), *self.trainer.pids, *self.generator.mesh.pids, *self.store.mesh.pids)
         cpu, begin = cpu_seconds(pids), time.perf_counter()
         pushes = await self.trainer.answer(self.trainer.actors.publish.call(version))
-        seconds["push"].append(max(pushes.values()))
+        seconds["push"].append(max(took for took, _ in pushes.values()))
+        self.publications.add(next(record for _, record in pushes.values() if record is not None))
         pushed = time.perf_counter()
         await self.generator.pull_model_state_dict(version)
         seconds["pull"].append(time.perf_counter() - pushed)
@@ -137,6 +140,7 @@ async def meshes(
     from benchmarks.weight_actors import TrainerRank
     from controller.generator_handle import GeneratorHandle
     from controller.mesh import Mesh
+    from controller.publications import Publications
     from controller.store import WeightStore
     from generator.config import GeneratorConfig
 
@@ -154,9 +158,10 @@ async def meshes(
         trainer = await Mesh.spawn(
             "trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=_env(threads), log_dir=logs
         )
-        generator = await GeneratorHandle.launch(config, logs)
+        publications = Publications()
+        generator = await GeneratorHandle.launch(config, logs, publications=publications)
         try:
-            yield Meshes(store, trainer, generator, logs)
+            yield Meshes(store, trainer, generator, publications, logs)
         finally:
             await asyncio.gather(store.stop(), trainer.stop(), generator.stop())
 

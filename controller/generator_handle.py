@@ -7,6 +7,7 @@ from pathlib import Path
 
 from controller.errors import DeadlineError, MeshError
 from controller.mesh import Mesh, visible_gpus
+from controller.publications import Publications
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
 from generator.options import check_hardware, generator_env
@@ -19,19 +20,27 @@ _ALIVE_S = 10.0  # to say no more than that it lives; an overloaded host takes s
 class GeneratorHandle:
     """Implements `rl.protocols.Generator`."""
 
-    def __init__(self, mesh: Mesh, config: GeneratorConfig) -> None:
+    def __init__(self, mesh: Mesh, config: GeneratorConfig, publications: Publications) -> None:
         """Use `launch`."""
         self.mesh = mesh
+        self._publications = publications
         self.config = config
 
     @classmethod
     async def launch(
-        cls, config: GeneratorConfig, log_dir: Path, *, name: str = "generator", gpus: Sequence[int] | None = None
+        cls,
+        config: GeneratorConfig,
+        log_dir: Path,
+        *,
+        name: str = "generator",
+        gpus: Sequence[int] | None = None,
+        publications: Publications | None = None,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by default all
-        are visible. Raises ValueError, before any process starts, for a model directory that cannot be served.
+        are visible. `publications` are the trainer's; a version that is not in them is looked up in TorchStore. Raises
+        ValueError, before any process starts, for a model directory that cannot be served.
         """
         config.check_model()
         check_hardware(config)
@@ -48,7 +57,7 @@ class GeneratorHandle:
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, config)
+        return cls(mesh, config, publications or Publications())
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
@@ -85,7 +94,8 @@ class GeneratorHandle:
         the weights in use stay as they are then. Raises `MeshError` if the generator's processes are dead or hang.
         """
         check_known("mode", mode, PULL_MODES)
-        call = self.mesh.rank(0).pull_model_state_dict.call_one(version, mode, keep_prefix_cache)
+        record = self._publications.find(version)
+        call = self.mesh.rank(0).pull_model_state_dict.call_one(version, record, mode, keep_prefix_cache)
         pull = asyncio.create_task(self.mesh.answer(call))
         try:
             # A pull may take long: it waits for requests, and a large model's bytes. All it must do is live.

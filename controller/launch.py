@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from controller.publications import Publications
 from controller.replay import OfflineGenerator, OfflineGeneratorConfig
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
@@ -59,6 +60,7 @@ class Launcher:
         self._starts: list[asyncio.Task[Any]] = []
         self._store: asyncio.Task[None] | None = None
         self._pushing: str | None = None
+        self._publications = Publications()
         self._running: list[_Stoppable] = []
 
     async def __aenter__(self) -> Self:
@@ -108,7 +110,13 @@ class Launcher:
             dtype = None if generator is None else generator.dtype
             transport: WeightTransport = "auto" if generator is None else generator.weight_transport
             trainer = await TrainerHandle.launch(
-                config, dtype, self._log_dir, name=name, transport=transport, gpus=own_gpus
+                config,
+                dtype,
+                self._log_dir,
+                name=name,
+                transport=transport,
+                gpus=own_gpus,
+                publications=self._publications,
             )
             self._running.append(trainer)
             if store is not None:
@@ -147,6 +155,7 @@ class Launcher:
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
                 gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
+                publications=self._publications,
             )
 
         async def start() -> Generator:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from controller.mesh import Mesh, visible_gpus
+from controller.publications import Publications
 from rl.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, WeightTransport
@@ -25,9 +26,12 @@ T = TypeVar("T")
 class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
-    def __init__(self, mesh: Mesh, config: TrainerConfig, *, share_prefixes: bool, pushes: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, config: TrainerConfig, publications: Publications, *, share_prefixes: bool, pushes: bool
+    ) -> None:
         """Use `launch`."""
         self.mesh = mesh
+        self._publications = publications
         self._pushes = pushes
         self.config = config
         self._share_prefixes = share_prefixes
@@ -43,12 +47,14 @@ class TrainerHandle:
         name: str = "trainer",
         transport: WeightTransport = "auto",
         gpus: Sequence[int] | None = None,
+        publications: Publications | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`, with None never. `name` is in its logs' names and its
-        errors. `gpus` are the host's GPUs to use, one per rank; by default all are visible. Raises ValueError, before
-        any process starts, for a model or a layout that cannot be trained.
+        Weights are pushed in `generator_dtype` over `transport`, with None never; what is pushed is noted in
+        `publications`. `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by
+        default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot be
+        trained.
         """
         cls.check_model(config)
         mesh = await Mesh.spawn(
@@ -66,7 +72,13 @@ class TrainerHandle:
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, config, share_prefixes=all(share_prefixes), pushes=generator_dtype is not None)
+        return cls(
+            mesh,
+            config,
+            publications or Publications(),
+            share_prefixes=all(share_prefixes),
+            pushes=generator_dtype is not None,
+        )
 
     @staticmethod
     def check_model(config: TrainerConfig) -> ModelLimits:
@@ -149,7 +161,10 @@ class TrainerHandle:
                 f"push_model_state_dict: {self.mesh.name!r} was started without a generator that could pull; give "
                 "`generator=` when starting it"
             )
-        return (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
+        record = (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
+        assert record is not None
+        self._publications.add(record)
+        return record.version
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.

@@ -8,6 +8,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
 from rl.types import Completion, PullMode, SamplingParams
+from rl.weights import VersionRecord
 
 
 class VLLMGenerator(Actor):
@@ -42,12 +43,18 @@ class VLLMGenerator(Actor):
             self._calls[call_id].cancel()
 
     @concurrent_endpoint
-    async def pull_model_state_dict(self, version: int, mode: PullMode, keep_prefix_cache: bool) -> None:
-        """Takes in exactly this published version; `rl.protocols.Generator` says how."""
+    async def pull_model_state_dict(
+        self, version: int, record: VersionRecord | None, mode: PullMode, keep_prefix_cache: bool
+    ) -> None:
+        """Takes in exactly this published version; `rl.protocols.Generator` says how.
+
+        `record` is the version's, if the caller has it; TorchStore does.
+        """
         from generator.weights import find_record
 
         store = await torchstore.client()
-        record = await find_record(store, version)
+        if record is None:
+            record = await find_record(store, version)
         await self._engine.update_weights(record, store, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     @concurrent_endpoint

@@ -6,9 +6,11 @@ from the slot where that is possible.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from generator._compat import pack, packed_experts, packed_layers
 from rl.weights import VersionRecord, WeightSlot
 from rl.workers import Workers
+
+Operation = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,9 @@ class CopyPlan:
 
     def __init__(self, model: nn.Module, record: VersionRecord, recorder: CopyRecorder) -> None:
         """`recorder` was active while the model's `load_weights` took in `record`."""
-        self._model = model
+        self._modules = tuple(model.modules())
         self._layout = record.layout
-        self._addresses = _addresses(model)
+        self._addresses = _addresses(self._modules)
         self._usable = recorder.complete and all(destination.is_cpu for destination, _ in recorder.copies)
         layers = packed_layers(model)
         into: dict[int, list[tuple[torch.Tensor, _Source]]] = defaultdict(list)
@@ -76,7 +80,7 @@ class CopyPlan:
         packed = {id(layer) for layer in layers}
         plain = {
             _address(parameter)
-            for module in model.modules()
+            for module in self._modules
             for name, parameter in module.named_parameters(recurse=False)
             if id(module) not in packed or name != "weight"
         }
@@ -89,36 +93,34 @@ class CopyPlan:
             if whole is not None and _address(weight) not in plain:
                 del into[_address(weight)]  # nobody reads the plain weight then
         self._copies = [pair for pairs in into.values() for pair in pairs]
+        self._experts = packed_experts(model)
+        # What brings in a version, one stage after the other, for each slot; it is gone with the slot.
+        self._stages: WeakKeyDictionary[WeightSlot, list[Sequence[Operation]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether it can be used for this version in the model as it is now."""
-        return self._usable and record.layout == self._layout and _addresses(self._model) == self._addresses
+        return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
     def load(self, slot: WeightSlot, workers: Workers) -> None:
         """Brings what lies in `slot` into the model."""
-        workers.copy((destination, source.of(slot)) for destination, source in self._copies)
-        pack_weights(
-            self._model,
-            workers,
-            [(layer, s.of(slot) if isinstance(s, _Source) else s) for layer, s in self._packs],
-        )
+        stages = self._stages.get(slot)
+        if stages is None:
+            copies = workers.copies((destination, source.of(slot)) for destination, source in self._copies)
+            packs = _packing((layer, s.of(slot) if isinstance(s, _Source) else s) for layer, s in self._packs)
+            stages = self._stages[slot] = [copies, packs, self._experts]
+        for operations in stages:
+            workers.run(operations)
 
 
-def pack_weights(
-    model: nn.Module, workers: Workers, layers: Sequence[tuple[nn.Module, torch.Tensor]] | None = None
-) -> None:
-    """Packs what was loaded, so that the next forward pass computes with it. Does nothing on a GPU.
-
-    `layers` are the packed layers with their new weights; by default what was loaded into them.
-    """
-    if layers is None:
-        layers = [(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)]
-    workers.run(_packing(layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True))
+def pack_weights(model: nn.Module, workers: Workers) -> None:
+    """Packs what was loaded, so that the next forward pass computes with it. Does nothing on a GPU."""
+    workers.run(_packing((layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)))
     workers.run(packed_experts(model))
 
 
-def _packing(layer: nn.Module, weight: torch.Tensor) -> Any:
-    return lambda: pack(layer, weight)
+def _packing(layers: Iterable[tuple[nn.Module, torch.Tensor]]) -> list[Operation]:
+    """What packs these layers with their new weights."""
+    return [partial(pack, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
 
 
 def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
@@ -150,5 +152,6 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _addresses(model: nn.Module) -> tuple[int, ...]:
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
+def _addresses(modules: Iterable[nn.Module]) -> list[int]:
+    """Of the modules' own parameters. Takes a tenth of the time of `model.parameters()`, which looks for names."""
+    return [p.data_ptr() for module in modules for p in vars(module)["_parameters"].values() if p is not None]

@@ -103,6 +103,7 @@ class WeightLoader:
         self._slots: dict[tuple[int, int, int], WeightSlot] = {}
         self._workers = Workers()
         self._plan: CopyPlan | None = None
+        self._fitting = b""  # the layout that was found to be this model's
         packed_experts(model)  # raises for experts that cannot be loaded into
 
     def check(self, record: VersionRecord) -> None:
@@ -111,6 +112,16 @@ class WeightLoader:
             raise WeightsMismatchError(
                 f"version {record.version} was published as {record.dtype}; this generator holds {self._dtype}"
             )
+        if record.layout != self._fitting:
+            self._check_shapes(record)
+            self._fitting = record.layout
+        if record.transport == "shared_memory" and record.host != host_identity():
+            raise ValueError(
+                f"version {record.version} lies in the shared memory of another host or container; the trainer"
+                " needs weight_transport='torchstore' to reach this one"
+            )
+
+    def _check_shapes(self, record: VersionRecord) -> None:
         published = {spec.name: spec.shape for spec in record.manifest}
         problems = [
             f"{what}: {_some(names)}"
@@ -130,11 +141,6 @@ class WeightLoader:
         ]
         if problems:
             raise WeightsMismatchError(f"version {record.version} does not fit this model; {'; '.join(problems)}")
-        if record.transport == "shared_memory" and record.host != host_identity():
-            raise ValueError(
-                f"version {record.version} lies in the shared memory of another host or container; the trainer"
-                " needs weight_transport='torchstore' to reach this one"
-            )
 
     @contextlib.contextmanager
     def shared_memory(self, record: VersionRecord) -> Generator[WeightSlot]:

@@ -4,7 +4,8 @@ A slot is an anonymous file (memfd) of the process that made it. Other processes
 /proc/<pid>/fd/<fd>; the kernel frees it when the last of them is gone, so nothing is left behind however they end. A
 writer holds an exclusive `flock` from before the first byte until the header is sealed, a reader a shared one while
 it reads; the kernel drops the locks of a dead process. A reader that holds the lock and finds exactly the header that
-its record names therefore reads one whole version.
+its record names therefore reads one whole version. The tensors' digests follow the header, so that a version's record
+holds nothing that is only known when the last byte is written.
 
 This module knows tensors and files. Who publishes is in `trainer/weights.py`, who loads in `generator/weights.py`.
 """
@@ -40,7 +41,8 @@ LIVING_VERSIONS = 2
 
 _HEADER = struct.Struct("=8sqqq32s")  # magic, publication or _UNSEALED, version, size in bytes, manifest digest
 _HEADER_BYTES = 4096
-_MAGIC = b"ownloop1"
+_DIGEST_BYTES = 8
+_MAGIC = b"ownloop2"
 _UNSEALED = -1
 _POLL_S = 0.002
 
@@ -99,7 +101,7 @@ class VersionRecord:
     full_digests: bool
     """Whether the digests look at every byte or at samples."""
     digests: tuple[int, ...] = ()
-    """Of every tensor in the manifest's order: `SlotDigests` of a slot, `element_sum` where they are in TorchStore."""
+    """`element_sum` of every tensor in the manifest's order, where they are in TorchStore; a slot carries its own."""
 
     def key(self, name: str) -> str:
         """The key in TorchStore of one of its tensors."""
@@ -142,12 +144,10 @@ class Store(Protocol):
 
 
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:
-    """Lays tensors out one after the other behind the header, each aligned to a line of digests.
-
-    Raises ValueError for a name that occurs twice.
-    """
+    """Lays tensors out behind header and digests, aligned to lines of digests. ValueError for a name given twice."""
+    tensors = list(tensors)
     specs: dict[str, TensorSpec] = {}
-    offset = _HEADER_BYTES
+    offset = _HEADER_BYTES + _whole_lines(len(tensors) * _DIGEST_BYTES)
     for name, shape, dtype in tensors:
         if name in specs:
             raise ValueError(f"the tensor {name!r} occurs twice among the weights; each name may occur once")
@@ -286,13 +286,15 @@ class WeightSlot:
 
     def check_digests(self, record: VersionRecord) -> None:
         """Raises `WeightsError` naming the first tensor that is not what was published."""
-        for spec, expected, found in zip(record.manifest, record.digests, self.digests(record), strict=True):
+        published = struct.unpack_from(f"={len(record.manifest)}q", self._memory, _HEADER_BYTES)
+        for spec, expected, found in zip(record.manifest, published, self.digests(record), strict=True):
             if found != expected:
                 raise corrupted(record, spec, f"its digest is {found} instead of {expected}")
 
-    def holds_same_as(self, other: "WeightSlot") -> bool:
-        """Whether two slots of one manifest hold the same bytes behind their headers."""
-        return torch.equal(self._bytes[_HEADER_BYTES:], other._bytes[_HEADER_BYTES:])
+    def holds_same_as(self, other: "WeightSlot", manifest: Manifest) -> bool:
+        """Whether the tensors of two slots that are laid out alike are the same."""
+        begin = manifest[0].offset
+        return torch.equal(self._bytes[begin:], other._bytes[begin:])
 
     def begin_write(self, timeout_s: float) -> None:
         """Waits for readers of the previous content, then withdraws it. Raises `WeightsError` after `timeout_s`."""
@@ -303,8 +305,9 @@ class WeightSlot:
             time.sleep(_POLL_S)
         self._write_header(_UNSEALED, 0, b"")
 
-    def seal(self, record: VersionRecord) -> None:
-        """Declares the content to be that of `record` and admits readers."""
+    def seal(self, record: VersionRecord, digests: tuple[int, ...]) -> None:
+        """Declares the content to be that of `record`, with these digests, and admits readers."""
+        struct.pack_into(f"={len(record.manifest)}q", self._memory, _HEADER_BYTES, *digests)
         self._write_header(record.publication, record.version, record.layout)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -319,7 +322,7 @@ class WeightSlot:
         Raises `UnknownVersionError` if it holds, or is being given, another version by now.
         """
         if not self._try_lock(fcntl.LOCK_SH):
-            raise UnknownVersionError(f"version {record.version} is no longer kept: a newer one is taking its place")
+            raise UnknownVersionError(f"version {record.version} cannot be pulled: it or a newer one is being written")
         try:
             expected = (_MAGIC, record.publication, record.version, len(self._memory), record.layout)
             found = _HEADER.unpack_from(self._memory)

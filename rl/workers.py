@@ -33,14 +33,20 @@ class Workers:
 
     def run(self, operations: Iterable[Callable[[], object]]) -> None:
         """Runs all of them, in any order; begin with the longest. Raises what the first that fails raises."""
-        if self._pool is None:
-            for operation in operations:
-                operation()
+        operations = list(operations)
+        if self._pool is None or len(operations) < 2:
+            with torch.no_grad():
+                for operation in operations:
+                    operation()
         else:
             self._share(operations)
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies every (destination, source) of equal shapes, casting on the way. Large ones are cut along dim 0."""
+        self.run(self.copies(pairs))
+
+    def copies(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
+        """What `copy` runs, to be run as often as the tensors live."""
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for destination, source in pairs:
             num_pieces = -(-destination.nbytes // _PIECE_BYTES)
@@ -49,7 +55,7 @@ class Workers:
             else:
                 pieces.append((destination, source))
         pieces.sort(key=lambda piece: piece[0].nbytes, reverse=True)
-        self.run(_copy(destination, source) for destination, source in pieces)
+        return [_copy(destination, source) for destination, source in pieces]
 
     def _share(self, operations: Iterable[Callable[[], object]]) -> None:
         assert self._pool is not None

@@ -9,6 +9,7 @@ from monarch.actor import Actor, endpoint
 
 from rl.losses import get_loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
+from rl.weights import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Microbatch
@@ -85,12 +86,10 @@ class PolicyTrainer(Actor):
         self._engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
 
     @endpoint
-    async def push_model_state_dict(self) -> int:
-        """Publishes the current weights in the generator's dtype; returns their policy version."""
-        version = self._engine.policy_version
+    async def push_model_state_dict(self) -> VersionRecord | None:
+        """Publishes the current weights in the generator's dtype; `WeightPublisher.publish` says what it returns."""
         with self._engine.memory.phase("push_model_state_dict"):
-            await self._publisher.publish(version, self._engine.hf_parameters())
-        return version
+            return await self._publisher.publish(self._engine.policy_version, self._engine.hf_parameters())
 
     @endpoint
     async def save_checkpoint(self, path: Path, asynchronous: bool, keep_last: int | None) -> None:

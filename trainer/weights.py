@@ -5,8 +5,10 @@ No rank gathers anything: a shard goes to its rows of a slot that all ranks map 
 """
 
 import asyncio
+import contextlib
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
@@ -74,14 +76,17 @@ class WeightPublisher:
         self._slots: list[WeightSlot] = []
         self._workers: Workers | None = None
         self._publication = -1
-        self._records: tuple[VersionRecord, ...] = ()  # rank 0's: what the index in the store says
+        # Rank 0's: what the index in the store says, and the last publication with its digests.
+        self._records: tuple[VersionRecord, ...] = ()
+        self._last: tuple[VersionRecord, tuple[int, ...]] | None = None
 
-    async def publish(self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    async def publish(self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> VersionRecord | None:
         """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
 
         A collective: every rank calls it, with its own parameters. When it returns on every rank the version can be
-        pulled, and the one published before still can. Tied parameters are passed once. Warns (Python's `warnings`,
-        so in this process's log) if no parameter changed although the version did.
+        pulled, and the one published before still can. Returns its record on rank 0, which spares who pulls it the
+        look into the store. Tied parameters are passed once. Warns (Python's `warnings`, so in this process's log) if
+        no parameter changed although the version did.
 
         Raises `WeightsError` when memory is short, a reader never lets go or TorchStore fails; nothing is published
         then.
@@ -103,11 +108,12 @@ class WeightPublisher:
             full_digests=self._full_digests or slot is None,
         )
         if slot is not None:
-            record = await asyncio.to_thread(self._write_slot, slot, record, tensors)
+            await asyncio.to_thread(self._write_slot, slot, record, tensors, asyncio.get_running_loop())
         else:
             record = await self._put_tensors(record, tensors)
-        if self._rank == 0:
-            await self._put_index(record)
+            if self._rank == 0:
+                await self._announce(record)
+        return record if self._rank == 0 else None
 
     def _prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Agrees with the other ranks on the manifest and, on one host, on the slots."""
@@ -157,13 +163,18 @@ class WeightPublisher:
 
     @torch.no_grad()
     def _write_slot(
-        self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]
-    ) -> VersionRecord:
+        self,
+        slot: WeightSlot,
+        record: VersionRecord,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have.
 
-        Returns the record, on rank 0 with the digests.
+        The store is told meanwhile, in `loop`: who finds the version there before it is sealed is refused it.
         """
         specs = {spec.name: spec for spec in record.manifest}
+        announcement: Future[None] | None = None
         problem: Exception | None = None
         try:
             if self._rank == 0:
@@ -171,6 +182,9 @@ class WeightPublisher:
         except WeightsError as error:
             problem = error
         _raise_on_every_rank(problem)
+        if self._rank == 0:
+            self._records = tuple(old for old in self._records if old.slot != slot.location)
+            announcement = asyncio.run_coroutine_threadsafe(self._announce(record), loop)
         try:
             self._check_same(tensors)
             assert self._workers is not None
@@ -183,28 +197,39 @@ class WeightPublisher:
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem = error
         try:
+            if announcement is not None:
+                announcement.result()
+        except Exception as error:
+            problem = problem or error
+        try:
             _raise_on_every_rank(problem)
         except BaseException:
             slot.abandon_write()
+            if announcement is not None:
+                asyncio.run_coroutine_threadsafe(self._withdraw(record), loop).result()
             raise
         if self._rank == 0:
-            record = replace(record, digests=slot.digests(record))
-            self._warn_if_unchanged(record)
-            slot.seal(record)
-        return record
+            digests = slot.digests(record)
+            self._warn_if_unchanged(record, digests)
+            slot.seal(record, digests)
 
-    def _warn_if_unchanged(self, record: VersionRecord) -> None:
+    def _warn_if_unchanged(self, record: VersionRecord, digests: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""
-        before = self._records[-1] if self._records else None
-        if before is None or before.version == record.version or before.digests != record.digests:
+        before, digests_before = self._last or (record, digests)
+        self._last = (record, digests)
+        if before.version == record.version or digests_before != digests:
             return
-        slots = [self._slots[r.publication % LIVING_VERSIONS] for r in (before, record) if r.slot is not None]
-        if record.full_digests or slots[0].holds_same_as(slots[1]):
-            warnings.warn(
-                f"version {record.version} is published with exactly the weights of version {before.version}: no"
-                f" parameter changed in {self._dtype}",
-                stacklevel=2,
-            )
+        if record.slot is not None and not record.full_digests:
+            if before.slot == record.slot:  # a push in between failed: what to compare with is gone
+                return
+            slots = [self._slots[r.publication % LIVING_VERSIONS] for r in (before, record)]
+            if not slots[0].holds_same_as(slots[1], record.manifest):
+                return
+        warnings.warn(
+            f"version {record.version} is published with exactly the weights of version {before.version}: no"
+            f" parameter changed in {self._dtype}",
+            stacklevel=2,
+        )
 
     def _check_same(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The layout was agreed at the first push; what does not keep to it would silently leave old bytes."""
@@ -255,10 +280,10 @@ class WeightPublisher:
         digests = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
         record = replace(record, digests=digests)
         if self._rank == 0:
-            self._warn_if_unchanged(record)
+            self._warn_if_unchanged(record, digests)
         return record
 
-    async def _put_index(self, record: VersionRecord) -> None:
+    async def _announce(self, record: VersionRecord) -> None:
         """Makes the version known, and forgets the one whose place it took."""
         store = await self._get_store()
         kept = (*self._records, record)[-LIVING_VERSIONS:]
@@ -269,6 +294,12 @@ class WeightPublisher:
         dropped = [old for old in self._records if old not in kept and old.slot is None]
         self._records = kept
         await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
+
+    async def _withdraw(self, record: VersionRecord) -> None:
+        """Takes back what `_announce` said of a version that could not be written."""
+        self._records = tuple(old for old in self._records if old is not record)
+        with contextlib.suppress(Exception):  # why the push failed says more
+            await (await self._get_store()).put(INDEX_KEY, self._records)
 
     async def _get_store(self) -> Store:
         if self._store is None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.tiny_models import tiny_llama
+from controller.publications import Publications
 from controller.trainer_handle import TrainerHandle
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
@@ -66,7 +67,7 @@ class FakeMesh:
 def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
     mesh = FakeMesh(config.num_ranks)
-    return TrainerHandle(mesh, config, share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
+    return TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
 
 
 def random_batch(lengths: Sequence[int]) -> list[Datum]:
@@ -115,7 +116,7 @@ def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) ->
         data_parallel_shard=2,
     )
     mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
-    handle = TrainerHandle(mesh, config, share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    handle = TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
     output = asyncio.run(handle.forward(batch))
     shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
     assert shares[:2] == shares[2:]

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.weights import INDEX_KEY, WeightsError
+from rl.weights import INDEX_KEY, UnknownVersionError, WeightsError
 from tests.stores import FakeStore, read_slot
 from trainer.weights import WeightPublisher
 
@@ -144,6 +145,48 @@ def test_a_tensor_left_out_later_is_refused() -> None:
     fewer = {name: tensor for name, tensor in _full(1).items() if name != "plain"}
     with pytest.raises(ValueError, match=r"'plain' was \(3, 2\) and is None"):
         asyncio.run(publisher.publish(1, fewer.items()))
+
+
+class _WatchedStore(FakeStore):
+    """Says when the index is put, which may be before the weights are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.states: list[str] = []
+
+    async def put(self, key: str, value: Any) -> None:
+        if self.fails:
+            raise OSError("gone")
+        await super().put(key, value)
+        try:
+            read_slot(value[-1])
+            self.states.append("whole")
+        except UnknownVersionError:
+            self.states.append("refused")
+
+
+def test_a_version_known_before_it_is_written_is_refused_until_then_and_withdrawn_if_that_fails() -> None:
+    store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+        _assert_published(store, version, _full(version))
+    assert store.states == ["refused", "refused"]
+    with pytest.raises(ValueError, match="'plain'"):
+        asyncio.run(publisher.publish(3, [(n, t) for n, t in _full(3).items() if n != "plain"]))
+    _assert_published(store, 2, _full(2))  # 3 is not in the index, and neither is 1, whose place it was to take
+    assert [record.version for record in store.values[INDEX_KEY]] == [2]
+    store.fails = True
+    with pytest.raises(WeightsError, match="version 4 was not published: TorchStore failed: gone"):
+        asyncio.run(publisher.publish(4, _full(4).items()))
+    store.fails = False
+    asyncio.run(publisher.publish(5, _full(5).items()))
+    _assert_published(store, 5, _full(5))
+    assert [record.version for record in store.values[INDEX_KEY]] == [5]
+    asyncio.run(publisher.publish(6, _full(6).items()))
+    assert [record.version for record in store.values[INDEX_KEY]] == [5, 6]
+    assert read_slot(store.values[INDEX_KEY][0]).keys() == _full(5).keys()
 
 
 def test_torchstore_keeps_two_versions() -> None:
