@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine_ranks import LENGTHS, plan, random_batch, relative_error
 from benchmarks.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer import ranks
-from tests.trainer.reference import by_stored_name
+from tests.trainer.reference import ReferencePolicy, by_stored_name
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
@@ -74,6 +74,20 @@ def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(relative_error(actual[name], expected[name]) for name in expected)
 
 
+def worst_after_steps(many: dict[str, Any], one: dict[str, Any], what: str) -> float:
+    """`worst` without the few elements whose first gradient is nothing but rounding: Adam makes a whole step of it."""
+    kept: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+    num_left_out = 0
+    for name, gradient in one["gradients"].items():
+        rounding = (gradient != 0) & (gradient.abs() < 1e-5 * gradient.square().mean().sqrt())
+        num_left_out += int(rounding.sum())
+        for tensors, results in zip(kept, (many, one), strict=True):
+            tensors[name] = results[what][name].masked_fill(rounding, 0.0)
+    assert many[what].keys() == kept[0].keys()
+    assert num_left_out < 10
+    return worst(*kept)
+
+
 def test_gradients_equal_those_of_one_rank(results: Results) -> None:
     _, many, one, _ = results
     assert worst(many["gradients"], one["gradients"]) <= 1e-5
@@ -89,7 +103,7 @@ def test_loss_that_raises_on_one_rank_raises_on_all_and_changes_nothing(results:
 def test_steps_equal_those_of_one_rank(results: Results) -> None:
     config, many, one, _ = results
     np.testing.assert_allclose(many["grad_norms"], one["grad_norms"], rtol=1e-5)
-    assert worst(many["parameters"], one["parameters"]) <= 1e-5 * slack(config)
+    assert worst_after_steps(many, one, "parameters") <= 1e-5 * slack(config)
 
 
 def test_checkpoint_restores_bitwise(results: Results) -> None:
@@ -115,16 +129,17 @@ def test_a_push_publishes_the_parameters(results: Results) -> None:
     config, many, one, _ = results
     for of_layout in (many, one):
         assert worst(of_layout["published"], of_layout["parameters"]) == 0
-    assert worst(many["published"], one["published"]) <= 1e-5 * slack(config)
+    assert worst_after_steps(many, one, "published") <= 1e-5 * slack(config)
 
 
 def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
-    config, many, one, _ = results
+    config, many, _, directory = results
     batch = random_batch(LENGTHS)
+    exported = ReferencePolicy(directory / "many" / "export")
     mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
-    whole = plan(TrainerConfig(model=config.model, max_tokens_per_microbatch=50), batch)
-    expected = whole.restore([one["forward"].logprobs])
-    entropies = whole.restore([one["forward"].entropy])
     for k, i in enumerate(mine):
-        np.testing.assert_allclose(many["forward"].logprobs[k], expected[i], atol=1e-4 * slack(config))
-        np.testing.assert_allclose(many["forward"].entropy[k], entropies[i], atol=1e-4 * slack(config))
+        scored = batch[i].weights != 0
+        with torch.no_grad():
+            logprobs, entropy = exported.logprobs(batch[i]).numpy(), exported.entropy(batch[i]).numpy()
+        np.testing.assert_allclose(many["forward"].logprobs[k], np.where(scored, logprobs, 0), atol=1e-4)
+        np.testing.assert_allclose(many["forward"].entropy[k], np.where(scored, entropy, 0), atol=1e-4)
