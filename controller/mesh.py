@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 # Monarch reads these once, when it is imported.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process after 1 s, not 10 s
-# A controller that an overloaded host keeps from running for a while must not be taken for dead by its own meshes.
+# A controller that an overloaded host keeps from running for a while must not be taken for dead by its own meshes; one
+# that is dead takes them along at once.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
 import monarch.actor
