@@ -81,11 +81,13 @@ async def measure(repeats: int, threads: int, dtype: str) -> tuple[Seconds, int]
     from benchmarks.weight_actors import StateDictReader
     from controller.mesh import Mesh
     from controller.models import resolve_model
+    from trainer.actor import trainer_env
+    from trainer.config import TrainerConfig
 
     model = resolve_model("smollm2-135m-instruct")
     seconds: dict[str, list[float]] = defaultdict(list)
     async with meshes(model, dtype, threads) as processes:
-        arguments, env = (model, getattr(torch, dtype)), _env(threads)
+        arguments, env = (model, getattr(torch, dtype)), trainer_env(TrainerConfig(num_threads=threads))
         reader = await Mesh.spawn("reader", StateDictReader, *arguments, num_ranks=1, env=env, log_dir=processes.logs)
         try:
             for version in range(1, repeats + 2):
@@ -143,6 +145,8 @@ async def meshes(
     from controller.publications import Publications
     from controller.store import WeightStore
     from generator.config import GeneratorConfig
+    from trainer.actor import trainer_env
+    from trainer.config import TrainerConfig
 
     config = GeneratorConfig(
         model=model,
@@ -155,9 +159,8 @@ async def meshes(
     with tempfile.TemporaryDirectory() as folder:
         logs, arguments = Path(folder), (model, getattr(torch, dtype))
         store = await WeightStore.launch(logs)
-        trainer = await Mesh.spawn(
-            "trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=_env(threads), log_dir=logs
-        )
+        env = trainer_env(TrainerConfig(num_threads=threads))
+        trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=env, log_dir=logs)
         publications = Publications()
         generator = await GeneratorHandle.launch(config, logs, publications=publications)
         try:
@@ -170,10 +173,6 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     """CPU time that these processes have used, to 10 ms."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(user) + int(system) for user, system in ((f[11], f[12]) for f in fields)) / os.sysconf("SC_CLK_TCK")
-
-
-def _env(threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 if __name__ == "__main__":
