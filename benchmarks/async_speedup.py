@@ -103,7 +103,7 @@ class Measured:
 def main() -> None:
     """Runs the benchmark and prints its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="4 steps: too few to learn from, so no bar on the reward")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory in the place of the random model")
     options = parser.parse_args()

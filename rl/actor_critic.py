@@ -31,6 +31,7 @@ class Credit:
     kl_estimator: KLEstimator = "k1"
     """k1 is InstructGPT's penalty; k3 never rewards a token for being less probable than the reference has it."""
     gamma: float = 1.0
+    """What a reward one token later counts for."""
     gae_lambda: float = 1.0
     """1: advantages without bias, right for a reward at the end. Less: the critic's word for what follows."""
     num_epochs: int = 1
