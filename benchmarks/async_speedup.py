@@ -9,7 +9,8 @@ two cores, large enough for a step to compute for about as long as a slow answer
 `grpo`'s trainer and generator take turns on all cores; those of `grpo_async`, which work at the same time, have half of
 them each. Steps per hour are between the ends of the first step and of the last; evaluation is not among them. Bars:
 `grpo_async` makes 1.5 times as many, no token is older than the bound, and its final reward on held-out problems is not
-worse (the 95 % interval of the difference, paired by problem, reaches 0).
+worse (the 95 % interval of the difference, paired by problem, reaches 0). By default both train until they have
+converged; with fewer steps `grpo_async` is behind by about as many as its tokens lag.
 """
 
 import argparse

@@ -30,8 +30,9 @@ def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
         folder.mkdir()
         totals += _run(context, folder, random.Random(schedule))
     assert totals["torn"] == 0
-    assert totals["whole"] > 10 * NUM_SCHEDULES
-    assert totals["published"] > 5 * NUM_SCHEDULES
+    # How many depends on how busy the host is; so many show that the kills fell among pushes and pulls.
+    assert totals["whole"] > 3 * NUM_SCHEDULES
+    assert totals["published"] > 3 * NUM_SCHEDULES
     assert _left_behind(before) == set()
     print(dict(totals))
 
