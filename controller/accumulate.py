@@ -19,7 +19,7 @@ from rl.metrics import PhaseClock, merge_outputs
 from rl.normalizers import token_mean
 from rl.recording import RunFolder
 from rl.rollouts import group_to_data
-from rl.schedules import adapted_to_kl
+from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 MAX_BATCHES_PER_STEP = 16  # a step ends after so many rollout batches, whatever they held
@@ -44,12 +44,13 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
     source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+    highest = warmup(constant(config.learning_rate), config.warmup_steps)
 
     report.phase("starting trainer and generator")
     async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
         first_step = await checkpoints.resume()
-        learning_rate: float = checkpoints.values.get("learning_rate", config.learning_rate)
+        learning_rate: float = checkpoints.values.get("learning_rate", highest(0))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
 
         for step in range(first_step, config.num_steps + 1):
@@ -77,7 +78,7 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
             with clock("forward"):
                 latest = batch[-len(outputs[-1].logprobs) :]
                 kl = kl_from_sampler(latest, (await trainer.forward(latest)).logprobs)
-                learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=config.learning_rate)
+                learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
             with clock("push"):
                 version = await trainer.push_model_state_dict()
             with clock("pull"):

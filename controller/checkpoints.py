@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.errors import TrainingStoppedError
+from controller.loop_config import LoopConfig
 from controller.report import EQUAL_REWARDS, Report
-from rl.checks import check_at_least
 from rl.protocols import Trainer
 from rl.recording import LOOP_FILE, write_json
 
@@ -30,23 +30,21 @@ _ADVICE = (
 class Checkpoints:
     """One run's checkpoints, of all its trainers together.
 
-    checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+    checkpoints = Checkpoints(report, config, policy=trainer)
     for step in range(await checkpoints.resume(), config.num_steps + 1):
         ...
         await checkpoints.after_step(step)
     """
 
-    def __init__(self, report: Report, every: int, keep: int, **trainers: Trainer) -> None:
-        """Saves after every `every`-th step and the last one, or never for 0; the newest `keep` stay.
+    def __init__(self, report: Report, config: LoopConfig, **trainers: Trainer) -> None:
+        """Saves when `checkpoint_every` says so, and keeps the newest `keep_checkpoints`.
 
         While a checkpoint is written one of those it is to join has gone already, but never the only one.
         """
-        check_at_least(0, checkpoint_every=every)
-        check_at_least(1, keep_checkpoints=keep)
         self._report = report
         self._folder = report.folder
-        self._every = every
-        self._keep = keep
+        self._every = config.checkpoint_every
+        self._keep = config.keep_checkpoints
         self._trainers = trainers
         self.values: Mapping[str, Any] = {}
         """What the loop gave to `after_step` with the checkpoint that `resume` took up; JSON types."""

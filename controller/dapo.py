@@ -59,7 +59,7 @@ async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
 
     report.phase("starting trainer and generator")
     async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
         first_step = await checkpoints.resume()
         next_problem: int = checkpoints.values.get("next_problem", 0)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())

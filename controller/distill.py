@@ -34,8 +34,6 @@ class DistillConfig(RolloutLoopConfig):
     teacher_trainer: TrainerConfig
     """How the teacher is laid out. It is only asked for log-probs, and holds neither gradients nor optimizer state."""
     samples_per_prompt: int
-    warmup_steps: int = 0
-    """First steps, over which the learning rate rises in a straight line."""
     discount: float = 0.0
     """0: a token answers for its own divergence only; 1: for that of all that follow."""
 
@@ -44,7 +42,6 @@ class DistillConfig(RolloutLoopConfig):
         RolloutLoopConfig.__post_init__(self)
         check_at_least(1, samples_per_prompt=self.samples_per_prompt)
         check_fraction(discount=self.discount)
-        warmup(constant(self.learning_rate), self.warmup_steps)
 
 
 async def run(config: DistillConfig, folder: RunFolder, console: Console) -> None:
@@ -67,7 +64,7 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
             launcher.trainer(teacher_model, config.teacher_trainer, name="teacher"),
             launcher.generator(rollouts.model, config.generator),
         )
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
         first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):

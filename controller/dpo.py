@@ -21,7 +21,7 @@ from rl.data_sources import Preferences
 from rl.metrics import PhaseClock
 from rl.recording import RunFolder
 from rl.rendering import Renderer
-from rl.schedules import constant, linear, warmup
+from rl.schedules import linear, warmup
 from rl.types import Datum
 
 
@@ -33,8 +33,6 @@ class DPOConfig(LoopConfig):
     """A source of pairs, training and held-out: `rl.data_sources` has a JSONL file and an environment."""
     pairs_per_step: int
     """Preference pairs that a step learns from; every one counts the same."""
-    warmup_steps: int = 0
-    """First steps, over which the learning rate rises in a straight line."""
     loss: str = "dpo"
     """A row of `rl.preferences.PAIR_LOSSES`."""
     beta: float = 0.1
@@ -46,7 +44,6 @@ class DPOConfig(LoopConfig):
         """Raises ValueError naming the field, the value and what is accepted."""
         LoopConfig.__post_init__(self)
         check_at_least(1, pairs_per_step=self.pairs_per_step)
-        warmup(constant(self.learning_rate), self.warmup_steps)
         check_known("loss", self.loss, pairs.PAIR_LOSSES)
         check_above_zero(beta=self.beta)
 
@@ -70,7 +67,7 @@ async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
         report.phase("asking the reference about every pair")
         batches = itertools.chain([heldout], map(batch_of, range(1, config.num_steps + 1)))
         of_heldout, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
 
         for step in range(await checkpoints.resume(), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:

@@ -13,7 +13,6 @@ from controller.loop_config import GroupLoopConfig
 from controller.report import Report
 from controller.rollout_source import RolloutSource
 from rl.advantages import ADVANTAGES
-from rl.checks import check_at_least
 from rl.metrics import PhaseClock, num_completion_tokens
 from rl.recording import RunFolder
 from rl.rollouts import group_to_data
@@ -24,14 +23,6 @@ from rl.schedules import constant, warmup
 class GRPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
-    warmup_steps: int = 0
-    """First steps, over which the learning rate rises in a straight line."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        GroupLoopConfig.__post_init__(self)
-        check_at_least(0, warmup_steps=self.warmup_steps)
-
 
 async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
@@ -41,7 +32,7 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
 
     report.phase("starting trainer and generator")
     async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
         first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):

@@ -49,7 +49,7 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
 
     report.phase("starting trainer and generator")
     async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
         first_step = await checkpoints.resume()
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)

@@ -26,6 +26,8 @@ class LoopConfig:
     """Optimizer steps of the run; one that is resumed counts from its beginning."""
     learning_rate: float
     """The peak of the loop's schedule."""
+    warmup_steps: int = 0
+    """First steps, over which the learning rate rises to it in a straight line."""
     grad_clip_norm: float = 1.0
     """Norm that a step's gradient is scaled down to where it is larger, after normalisation; 0 switches it off."""
     num_heldout: int = 200
@@ -49,7 +51,7 @@ class LoopConfig:
             evaluate_every=self.evaluate_every,
             keep_checkpoints=self.keep_checkpoints,
         )
-        check_at_least(0, checkpoint_every=self.checkpoint_every)
+        check_at_least(0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps)
         self.adam(self.learning_rate)
 
     def adam(self, learning_rate: float) -> AdamParams:

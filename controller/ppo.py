@@ -1,7 +1,6 @@
 """PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference: a token's advantage is what nobody expected.
 
-Copy this page to write your own loop. The critic is a trainer whose model ends in a value; the reference one that is
-only asked for log-probs, and each token's KL to it is taken off its reward.
+Copy this page to write your own loop. `warmup_steps` are the policy's: time for the critic to learn what to expect.
 """
 
 import asyncio
@@ -21,6 +20,7 @@ from rl.metrics import PhaseClock
 from rl.normalizers import token_mean
 from rl.recording import RunFolder
 from rl.rollouts import rollout_to_datum, with_tokens
+from rl.schedules import constant, warmup
 from rl.types import ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 
@@ -52,6 +52,7 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains policy and critic and reports every step. Every process it starts has ended when it returns or raises."""
     report = Report(folder, console, config.num_steps)
     source = RolloutSource(config, report)
+    learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     report.phase("starting trainer, critic, reference and generator")
     async with Launcher(report.log_dir) as launcher:
         trainer, critic, reference, generator = await asyncio.gather(
@@ -60,8 +61,7 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
             launcher.trainer(source.model, config.trainer, name="reference"),
             launcher.generator(source.model, config.generator),
         )
-        every, keep = config.checkpoint_every, config.keep_checkpoints
-        checkpoints = Checkpoints(report, every, keep, policy=trainer, critic=critic)
+        checkpoints = Checkpoints(report, config, policy=trainer, critic=critic)
         first_step = await checkpoints.resume()
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
@@ -83,7 +83,7 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                         critic_step = critic.forward_backward(part, "value", config.critic_loss_config)
                         outputs.append(await asyncio.gather(policy_step, critic_step))
                     with clock("optim_step"):
-                        policy_step = trainer.optim_step(config.adam(config.learning_rate), token_mean(part))
+                        policy_step = trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(part))
                         critic_step = critic.optim_step(config.adam(config.critic_learning_rate), token_mean(part))
                         updates.append((await asyncio.gather(policy_step, critic_step))[0])
                 with clock("push"):

@@ -34,8 +34,6 @@ class SFTConfig(LoopConfig):
     """Examples that a step learns from; every one of their tokens counts the same."""
     final_learning_rate: float = 0.0
     """Where the cosine ends that starts at `learning_rate`."""
-    warmup_steps: int = 0
-    """First steps, over which the learning rate rises in a straight line."""
     weight_decay: float = 0.0
     """AdamW's, decoupled from the gradient."""
     train_on: TrainOn = "completion"
@@ -47,7 +45,7 @@ class SFTConfig(LoopConfig):
         """Raises ValueError naming the field, the value and what is accepted."""
         LoopConfig.__post_init__(self)
         check_at_least(1, examples_per_step=self.examples_per_step)
-        warmup(cosine(self.learning_rate, self.final_learning_rate, self.num_steps), self.warmup_steps)
+        cosine(self.learning_rate, self.final_learning_rate, self.num_steps)
         replace(self.adam(0.0), weight_decay=self.weight_decay)
 
 
@@ -66,7 +64,7 @@ async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     report.phase("starting trainer")
     async with Launcher(report.log_dir) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        checkpoints = Checkpoints(report, config.checkpoint_every, config.keep_checkpoints, policy=trainer)
+        checkpoints = Checkpoints(report, config, policy=trainer)
 
         for step in range(await checkpoints.resume(), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:

@@ -11,11 +11,13 @@ import pytest
 from controller.checkpoints import Checkpoints
 from controller.console import Console
 from controller.errors import TrainingStoppedError
+from controller.loop_config import LoopConfig
 from controller.report import EQUAL_REWARDS, Report
 from rl.metrics import PhaseClock
 from rl.protocols import Trainer
 from rl.recording import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
+from trainer.config import TrainerConfig
 
 
 class FileTrainer:
@@ -50,7 +52,15 @@ def _checkpoints(
 ) -> tuple[Checkpoints, Report, io.StringIO]:
     stream = io.StringIO()
     report = Report(RunFolder(path, {}, resume=resume), Console(stream), total)
-    return Checkpoints(report, every, keep, **cast(dict[str, Trainer], trainers)), report, stream
+    config = LoopConfig(
+        model="",
+        trainer=TrainerConfig(),
+        num_steps=total,
+        learning_rate=0.0,
+        checkpoint_every=every,
+        keep_checkpoints=keep,
+    )
+    return Checkpoints(report, config, **cast(dict[str, Trainer], trainers)), report, stream
 
 
 async def _train(checkpoints: Checkpoints, folder: RunFolder, trainer: FileTrainer, steps: range) -> None:
