@@ -8,6 +8,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
 from rl.types import Completion, PullMode, SamplingParams
+from rl.weight_directory import find_record
 from rl.weights import VersionRecord
 
 
@@ -50,8 +51,6 @@ class VLLMGenerator(Actor):
 
         `record` is the version's, if the caller has it; TorchStore does.
         """
-        from generator.weights import find_record
-
         store = await torchstore.client()
         if record is None:
             record = await find_record(store, version)

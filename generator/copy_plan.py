@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator._compat import pack, packed_experts, packed_layers
-from rl.weights import VersionRecord, WeightSlot
+from rl.weight_slot import WeightSlot
+from rl.weights import VersionRecord
 from rl.workers import Workers
 
 Operation = Callable[[], object]

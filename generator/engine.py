@@ -37,7 +37,8 @@ from generator.updates import WeightUpdates
 from generator.weights import TensorQueue, fetch_tensors
 from rl.checks import check_known
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weights import Store, VersionRecord, WeightsError
+from rl.weight_directory import Store
+from rl.weights import VersionRecord, WeightsError
 
 _IDLE_S = 60.0  # ranks that wait for a broadcast hear from rank 0 this often, or their group would time out
 _QUEUED_TENSORS = 2

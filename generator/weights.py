@@ -19,17 +19,9 @@ from torch import nn
 from generator._compat import packed_experts, packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
 from rl.digests import element_sum
-from rl.hosts import host_identity
-from rl.weights import (
-    INDEX_KEY,
-    Store,
-    VersionRecord,
-    WeightsError,
-    WeightSlot,
-    WeightsMismatchError,
-    corrupted,
-    find_version,
-)
+from rl.weight_directory import Store, check_within_reach
+from rl.weight_slot import WeightSlot
+from rl.weights import VersionRecord, WeightsError, WeightsMismatchError, corrupted
 from rl.workers import Workers
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -38,21 +30,6 @@ TensorQueue = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]
 
 _POLL_S = 0.002
 _MAX_NAMED = 5
-
-
-async def find_record(store: Store, version: int) -> VersionRecord:
-    """Looks a version up in TorchStore.
-
-    Raises `UnknownVersionError`, a ValueError, naming the versions that can be pulled, and `WeightsError` if TorchStore
-    does not answer.
-    """
-    try:
-        records: tuple[VersionRecord, ...] = await store.get(INDEX_KEY)
-    except Exception as error:  # a dead TorchStore raises what Monarch does
-        if not isinstance(error, KeyError) or "Unable to locate" not in str(error):
-            raise WeightsError(f"TorchStore did not say which versions there are: {error}") from error
-        records = ()
-    return find_version(records, version)
 
 
 async def fetch_tensors(store: Store, record: VersionRecord, tensors: TensorQueue, done: asyncio.Future[Any]) -> None:
@@ -115,11 +92,7 @@ class WeightLoader:
         if record.layout != self._fitting:
             self._check_shapes(record)
             self._fitting = record.layout
-        if record.transport == "shared_memory" and record.host != host_identity():
-            raise ValueError(
-                f"version {record.version} lies in the shared memory of another host or container; the trainer"
-                " needs weight_transport='torchstore' to reach this one"
-            )
+        check_within_reach(record)
 
     def _check_shapes(self, record: VersionRecord) -> None:
         published = {spec.name: spec.shape for spec in record.manifest}

@@ -1,10 +1,13 @@
 """A TorchStore of one process, and what was published through it."""
 
+import asyncio
 from typing import Any
 
 import torch
 
-from rl.weights import VersionRecord, WeightSlot
+from rl.weight_directory import living_versions
+from rl.weight_slot import WeightSlot
+from rl.weights import VersionRecord
 
 
 class FakeStore:
@@ -23,6 +26,11 @@ class FakeStore:
 
     async def delete(self, key: str) -> None:
         del self.values[key]
+
+
+def living(store: FakeStore) -> tuple[VersionRecord, ...]:
+    """The versions that can be pulled, oldest first; for tests that are not in an event loop."""
+    return asyncio.run(living_versions(store))
 
 
 def read_slot(record: VersionRecord) -> dict[str, torch.Tensor]:

@@ -5,10 +5,8 @@ No rank gathers anything: a shard goes to its rows of a slot that all ranks map 
 """
 
 import asyncio
-import contextlib
 import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
@@ -21,14 +19,14 @@ from torch.distributed.tensor.placement_types import Replicate
 from rl.digests import add_up, element_sum
 from rl.hosts import host_identity
 from rl.types import WeightTransport
+from rl.weight_directory import Store
+from rl.weight_slot import WeightSlot
 from rl.weights import (
     INDEX_KEY,
     LIVING_VERSIONS,
     Manifest,
-    Store,
     VersionRecord,
     WeightsError,
-    WeightSlot,
     build_manifest,
     manifest_digest,
 )
@@ -74,6 +72,7 @@ class WeightPublisher:
         self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
         self._regions: dict[str, tuple[Any, tuple[slice, ...] | None]] = {}  # of sharded ones: placements, what is ours
         self._slots: list[WeightSlot] = []
+        self._introduced: set[tuple[int, int, int] | None] = set()
         self._workers: Workers | None = None
         self._publication = -1
         # Rank 0's: what the index in the store says, and the last publication with its digests.
@@ -108,7 +107,8 @@ class WeightPublisher:
             full_digests=self._full_digests or slot is None,
         )
         if slot is not None:
-            await asyncio.to_thread(self._write_slot, slot, record, tensors, asyncio.get_running_loop())
+            await self._introduce(record)
+            await asyncio.to_thread(self._write_slot, slot, record, tensors)
         else:
             record = await self._put_tensors(record, tensors)
             if self._rank == 0:
@@ -162,19 +162,9 @@ class WeightPublisher:
         return []
 
     @torch.no_grad()
-    def _write_slot(
-        self,
-        slot: WeightSlot,
-        record: VersionRecord,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have.
-
-        The store is told meanwhile, in `loop`: who finds the version there before it is sealed is refused it.
-        """
+    def _write_slot(self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have."""
         specs = {spec.name: spec for spec in record.manifest}
-        announcement: Future[None] | None = None
         problem: Exception | None = None
         try:
             if self._rank == 0:
@@ -182,9 +172,6 @@ class WeightPublisher:
         except WeightsError as error:
             problem = error
         _raise_on_every_rank(problem)
-        if self._rank == 0:
-            self._records = tuple(old for old in self._records if old.slot != slot.location)
-            announcement = asyncio.run_coroutine_threadsafe(self._announce(record), loop)
         try:
             self._check_same(tensors)
             assert self._workers is not None
@@ -197,16 +184,9 @@ class WeightPublisher:
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             problem = error
         try:
-            if announcement is not None:
-                announcement.result()
-        except Exception as error:
-            problem = problem or error
-        try:
             _raise_on_every_rank(problem)
         except BaseException:
             slot.abandon_write()
-            if announcement is not None:
-                asyncio.run_coroutine_threadsafe(self._withdraw(record), loop).result()
             raise
         if self._rank == 0:
             digests = slot.digests(record)
@@ -283,8 +263,21 @@ class WeightPublisher:
             self._warn_if_unchanged(record, digests)
         return record
 
+    async def _introduce(self, record: VersionRecord) -> None:
+        """Makes a slot known at the first push into it; its header says of every later one which version it holds."""
+        if record.slot in self._introduced:
+            return
+        problem: Exception | None = None
+        try:
+            if self._rank == 0:
+                await self._announce(record)
+        except WeightsError as error:
+            problem = error
+        await asyncio.to_thread(_raise_on_every_rank, problem)
+        self._introduced.add(record.slot)
+
     async def _announce(self, record: VersionRecord) -> None:
-        """Makes the version known, and forgets the one whose place it took."""
+        """Tells TorchStore, and has it forget the version that lives no longer."""
         store = await self._get_store()
         kept = (*self._records, record)[-LIVING_VERSIONS:]
         try:
@@ -294,12 +287,6 @@ class WeightPublisher:
         dropped = [old for old in self._records if old not in kept and old.slot is None]
         self._records = kept
         await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
-
-    async def _withdraw(self, record: VersionRecord) -> None:
-        """Takes back what `_announce` said of a version that could not be written."""
-        self._records = tuple(old for old in self._records if old is not record)
-        with contextlib.suppress(Exception):  # why the push failed says more
-            await (await self._get_store()).put(INDEX_KEY, self._records)
 
     async def _get_store(self) -> Store:
         if self._store is None:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl.weights import INDEX_KEY, UnknownVersionError, VersionRecord, WeightsError, WeightSlot, find_version
+from rl.weight_directory import living_versions
+from rl.weight_slot import WeightSlot
+from rl.weights import UnknownVersionError, WeightsError
 from trainer.weights import WeightPublisher
 
 NUM_TENSORS = 6
@@ -50,7 +52,7 @@ class StoreClient:
     async def get(self, key: str) -> Any:
         found, value = self._ask("get", key, None)
         if not found:
-            raise KeyError(key)
+            raise KeyError(f"Unable to locate {key}")
         return value
 
     async def delete(self, key: str) -> None:
@@ -101,6 +103,7 @@ def publish(rank: int, folder: str) -> None:
     version = 0
     try:
         while True:
+            _report(folder, f"trainer{rank}", published=version, error=None)
             version += 1
             tensors = {
                 f"t{i}": DTensor.from_local(torch.full(HALF, value(version, i)), mesh, [Shard(0)], run_check=False)
@@ -120,8 +123,11 @@ def read(folder: str, seed: int) -> None:
     store = StoreClient(f"{folder}/store")
 
     async def read_one() -> None:
-        records: tuple[VersionRecord, ...] = await store.get(INDEX_KEY)
-        record = find_version(records, records[int(torch.randint(len(records), (), generator=choose))].version)
+        records = await living_versions(store)
+        if not records:
+            await asyncio.sleep(0.002)
+            return
+        record = records[int(torch.randint(len(records), (), generator=choose))]
         assert record.slot is not None
         if record.slot not in slots:
             slots[record.slot] = WeightSlot.open(record.slot)
@@ -137,8 +143,6 @@ def read(folder: str, seed: int) -> None:
     while True:
         try:
             asyncio.run(read_one())
-        except KeyError:
-            time.sleep(0.002)  # nothing was pushed yet
         except UnknownVersionError:
             counts["refused"] += 1
         except WeightsError as error:

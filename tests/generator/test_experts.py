@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from generator.weights import find_record
+from rl.weight_directory import find_record
 from rl.weights import WeightsError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import export, greedy, moved, pull

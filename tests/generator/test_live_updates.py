@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from generator.engine import GenerationEngine
-from generator.weights import find_record
 from rl.types import Completion, SamplingParams
+from rl.weight_directory import find_record
 from rl.weights import UnknownVersionError, WeightsError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull

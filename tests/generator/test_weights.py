@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from generator.weights import find_record
 from rl.types import SamplingParams
-from rl.weights import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightSlot, WeightsMismatchError
+from rl.weight_directory import find_record
+from rl.weight_slot import WeightSlot
+from rl.weights import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_qwen3

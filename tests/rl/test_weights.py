@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from rl.hosts import available_memory_bytes, host_identity
+from rl.weight_directory import find_version
+from rl.weight_slot import WeightSlot, held_version
 from rl.weights import (
     Manifest,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
-    WeightSlot,
     build_manifest,
-    find_version,
     manifest_digest,
     slot_size,
 )
@@ -89,9 +89,12 @@ def test_the_newest_publication_of_a_version_is_found() -> None:
 
 def test_a_reader_sees_what_was_written_and_only_that_version() -> None:
     slot = WeightSlot.create(slot_size(MANIFEST))
+    assert held_version(slot.location) is None
     first = _write(slot, 1)
+    assert held_version(slot.location) == (1, 1)
     reader = WeightSlot.open(slot.location)
     with reader.reading(first):
+        assert held_version(slot.location) == (1, 1)
         assert all((reader.tensor(spec) == 1).all() for spec in MANIFEST)
         with pytest.raises(WeightsError, match=r"kept the weight slot locked for 0\.05 s"):
             slot.begin_write(timeout_s=0.05)
@@ -99,6 +102,7 @@ def test_a_reader_sees_what_was_written_and_only_that_version() -> None:
     with pytest.raises(UnknownVersionError, match="its slot holds version 2 by now"), reader.reading(first):
         pass
     slot.begin_write(timeout_s=1)
+    assert held_version(slot.location) is None
     with pytest.raises(UnknownVersionError, match="it or a newer one is being written"), reader.reading(second):
         pass
     slot.abandon_write()
@@ -189,6 +193,8 @@ def test_a_killed_writer_leaves_a_slot_that_is_refused_and_then_freed() -> None:
         reader.close()
         with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
             WeightSlot.open(location)
+        with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
+            held_version(location)
         assert not [path for path in Path("/dev/shm").iterdir() if "ownloop" in path.name]
     finally:
         _end(writer)

@@ -10,8 +10,7 @@ import torch
 from benchmarks.engine_ranks import LENGTHS, plan, random_batch, spawn, whole
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum
-from rl.weights import INDEX_KEY
-from tests.stores import FakeStore, read_slot
+from tests.stores import FakeStore, living, read_slot
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.weights import WeightPublisher
@@ -80,7 +79,7 @@ def published(engine: Engine) -> dict[str, torch.Tensor]:
     """What a push of the engine's parameters leaves for generators; on rank 0."""
     store = FakeStore()
     asyncio.run(WeightPublisher(torch.float32, store=store).publish(3, engine.hf_parameters()))
-    return read_slot(store.values[INDEX_KEY][-1]) if store.values else {}
+    return read_slot(living(store)[-1]) if store.values else {}
 
 
 def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:

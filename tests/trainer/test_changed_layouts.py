@@ -13,7 +13,7 @@ from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, w
 from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
 from rl.types import AdamParams
-from rl.weights import INDEX_KEY, WeightSlot
+from tests.stores import FakeStore, living, read_slot
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -23,22 +23,6 @@ LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 PIPELINE = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
 FSDP = {"data_parallel_shard": 2}
 TENSOR = {"tensor_parallel": 2}
-
-
-class FakeStore:
-    """A dictionary with TorchStore's interface, of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    async def put(self, key: str, value: Any) -> None:
-        self.values[key] = value
-
-    async def get(self, key: str) -> Any:
-        return self.values[key]
-
-    async def delete(self, key: str) -> None:
-        del self.values[key]
 
 
 def config(model: Path, layout: dict[str, Any]) -> TrainerConfig:
@@ -61,10 +45,7 @@ def published(engine: Engine) -> dict[str, torch.Tensor]:
     asyncio.run(publisher.publish(engine.policy_version, engine.hf_parameters()))
     if dist.get_rank():
         return {}
-    record = store.values[INDEX_KEY][-1]
-    slot = WeightSlot.open(record.slot)
-    with slot.reading(record):
-        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
+    return read_slot(living(store)[-1])
 
 
 def bfloat16_logprobs(of: TrainerConfig) -> dict[str, torch.Tensor]:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.weights import INDEX_KEY, UnknownVersionError, WeightsError
-from tests.stores import FakeStore, read_slot
+from rl.weight_directory import living_versions
+from rl.weights import INDEX_KEY, WeightsError
+from tests.stores import FakeStore, living, read_slot
 from trainer.weights import WeightPublisher
 
 
@@ -31,7 +32,7 @@ def _full(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.Tensor]) -> None:
-    record = store.values[INDEX_KEY][-1]
+    record = living(store)[-1]
     assert record.version == version
     published = read_slot(record)
     assert published.keys() == expected.keys()
@@ -75,8 +76,7 @@ def _publish_shards(rank: int, store: FakeStore) -> None:
         asyncio.run(publisher.publish(version, tensors.items()))
         if rank == 0:
             _assert_published(store, version, full)
-            living = [record.version for record in store.values[INDEX_KEY]]
-            assert living == [v for v in (version - 1, version) if v > 0]
+            assert [record.version for record in living(store)] == [v for v in (version - 1, version) if v > 0]
     # What one rank cannot write, no rank publishes, and nobody waits for anybody.
     longer = distribute_tensor(torch.zeros(13, 5), mesh, [Shard(0)])
     wrong = {**tensors, "rows": longer} if rank == 0 else tensors
@@ -130,12 +130,12 @@ def test_fsdp_times_tensor_parallel(tmp_path: Path) -> None:
 def test_one_rank_publishes_plain_tensors_and_reuses_its_slots() -> None:
     store = FakeStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
-    slots: set[tuple[int, int, int]] = set()
+    slots: set[tuple[int, int, int] | None] = set()
     for version in range(5):
         full = _full(version)
         asyncio.run(publisher.publish(version, ((name, nn.Parameter(tensor)) for name, tensor in full.items())))
         _assert_published(store, version, full)
-        slots.add(store.values[INDEX_KEY][-1].slot)
+        slots.add(living(store)[-1].slot)
     assert len(slots) == 2
 
 
@@ -148,45 +148,65 @@ def test_a_tensor_left_out_later_is_refused() -> None:
 
 
 class _WatchedStore(FakeStore):
-    """Says when the index is put, which may be before the weights are written."""
+    """Says what could be pulled when the index was put."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fails = False
-        self.states: list[str] = []
+        self.living: list[list[int]] = []
 
     async def put(self, key: str, value: Any) -> None:
         if self.fails:
             raise OSError("gone")
         await super().put(key, value)
-        try:
-            read_slot(value[-1])
-            self.states.append("whole")
-        except UnknownVersionError:
-            self.states.append("refused")
+        self.living.append([record.version for record in await living_versions(self)])
 
 
-def test_a_version_known_before_it_is_written_is_refused_until_then_and_withdrawn_if_that_fails() -> None:
+def _living(store: FakeStore) -> list[int]:
+    """The versions that can be pulled; each is whole."""
+    records = living(store)
+    for record in records:
+        for name, tensor in _full(record.version).items():
+            assert torch.equal(read_slot(record)[name], tensor.to(torch.bfloat16))
+    return [record.version for record in records]
+
+
+def test_a_slot_is_introduced_once_and_says_itself_which_version_it_holds() -> None:
     store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2, 3, 4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+        assert _living(store) == [v for v in (version - 1, version) if v > 0]
+    assert store.living == [[], [1]]  # TorchStore heard of two slots, before there was anything in them
+    store.fails = True
+    asyncio.run(publisher.publish(5, _full(5).items()))
+    assert _living(store) == [4, 5]
+
+
+def test_a_push_that_fails_leaves_the_version_before() -> None:
+    store = FakeStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
     for version in (1, 2):
         asyncio.run(publisher.publish(version, _full(version).items()))
-        _assert_published(store, version, _full(version))
-    assert store.states == ["refused", "refused"]
     with pytest.raises(ValueError, match="'plain'"):
         asyncio.run(publisher.publish(3, [(n, t) for n, t in _full(3).items() if n != "plain"]))
-    _assert_published(store, 2, _full(2))  # 3 is not in the index, and neither is 1, whose place it was to take
-    assert [record.version for record in store.values[INDEX_KEY]] == [2]
-    store.fails = True
-    with pytest.raises(WeightsError, match="version 4 was not published: TorchStore failed: gone"):
-        asyncio.run(publisher.publish(4, _full(4).items()))
-    store.fails = False
+    assert _living(store) == [2]  # the place of 1 was to be that of 3
+    asyncio.run(publisher.publish(4, _full(4).items()))
+    assert _living(store) == [4]
     asyncio.run(publisher.publish(5, _full(5).items()))
-    _assert_published(store, 5, _full(5))
-    assert [record.version for record in store.values[INDEX_KEY]] == [5]
-    asyncio.run(publisher.publish(6, _full(6).items()))
-    assert [record.version for record in store.values[INDEX_KEY]] == [5, 6]
-    assert read_slot(store.values[INDEX_KEY][0]).keys() == _full(5).keys()
+    assert _living(store) == [4, 5]
+
+
+def test_a_slot_that_torchstore_does_not_hear_of_is_introduced_later() -> None:
+    store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    store.fails = True
+    with pytest.raises(WeightsError, match="version 1 was not published: TorchStore failed: gone"):
+        asyncio.run(publisher.publish(1, _full(1).items()))
+    store.fails = False
+    for version in (2, 3, 4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    assert _living(store) == [3, 4]
 
 
 def test_torchstore_keeps_two_versions() -> None:
@@ -229,7 +249,7 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
 
 
 def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.weights.available_memory_bytes", lambda: 100)
+    monkeypatch.setattr("rl.weight_slot.available_memory_bytes", lambda: 100)
     store = FakeStore()
     short = r"weights need 0\.0 MB of shared memory and 0\.0 MB are available"
     with pytest.raises(WeightsError, match=short):
