@@ -37,6 +37,7 @@ class Report:
         self._last_evaluation: Evaluation | None = None
         self._first_measured: dict[str, Measurement] = {}
         self._last_measured: dict[str, Measurement] = {}
+        self._first_step: int | None = None  # after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
         self.skipped_in_a_row = 0
         """Optimizer steps in a row, up to the latest, that a non-finite gradient made the trainer skip."""
@@ -122,6 +123,7 @@ class Report:
         if not evaluation.groups:
             return
         self._first_evaluation = self._first_evaluation or evaluation
+        self._first_step = step if self._first_step is None else self._first_step
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
         self._log_intervals(step, evaluation.intervals)
@@ -132,6 +134,7 @@ class Report:
     def measured(self, step: int, **measured: Measurement) -> None:
         """What was measured on held-out data after a number of steps, the most telling first."""
         self._first_measured = {**measured, **self._first_measured}
+        self._first_step = step if self._first_step is None else self._first_step
         self._last_measured = measured
         self._console.measurements(_label(step), measured)
         self._log_intervals(step, {name: measurement.interval for name, measurement in measured.items()})
@@ -167,7 +170,8 @@ class Report:
         if first is not None and last is not None:
             reward = _change("reward", first.reward, last.reward, last.gain_over(first))
             changes.append(f"{reward}, {len(last.groups)} problems)")
-        return f"Held-out {'; '.join(changes)} {took}." if changes else f"Finished {took}."
+        what = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"  # a resumed run
+        return f"{what} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}

@@ -76,6 +76,14 @@ def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
     assert (folder.path / "reward.png").exists()
 
 
+def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
+    report, _, stream = _report(tmp_path)
+    for step, right in ((4, 3), (8, 9)):
+        report.evaluation(step, Evaluation(groups=tuple(_group(float(i < right)) for i in range(10))))
+    report.finish()
+    assert "Since step 4, held-out reward went from 0.300 to 0.900 (change +0.600" in stream.getvalue()
+
+
 def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
     report, folder, stream = _report(tmp_path)
     report.step_without_signal(3, PhaseClock(), [_group(1, 1)])

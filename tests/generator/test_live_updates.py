@@ -1,6 +1,7 @@
 """New weights while requests run: what was sampled before stays, what follows is the new weights' own."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,24 @@ from trainer.weights import WeightPublisher
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
 
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Makes every step take so long that a test sees requests run, however busy the host is."""
+    step = GenerationEngine._step  # pyright: ignore[reportPrivateUsage]
+
+    def slow_step(engine: GenerationEngine) -> None:
+        time.sleep(0.005)
+        step(engine)
+
+    monkeypatch.setattr(GenerationEngine, "_step", slow_step)
+
+
 async def _started(engine: GenerationEngine, num_tokens: int = 5) -> None:
     """Waits until every running request has sampled some tokens."""
     states: dict[str, Any] = engine._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
-    while not states or any(s.detokenizer.num_output_tokens() < num_tokens for s in list(states.values())):
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not states or any(s.detokenizer.num_output_tokens() < num_tokens for s in list(states.values())):
+            await asyncio.sleep(0.001)
 
 
 def _spans(completion: Completion) -> dict[int, int]:
