@@ -1,7 +1,7 @@
 """The pushing side of weight synchronisation: every trainer rank casts its own shards into the published version.
 
 No rank gathers anything: a shard goes to its rows of a slot that all ranks map (one host), or to TorchStore as it is
-(any hosts). What a slot is and why a reader never sees two versions at once is in `rl/weights.py`.
+(any hosts). What a slot is and why a reader never sees two versions at once is in `rl/weight_slot.py`.
 """
 
 import asyncio

@@ -97,6 +97,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
         group_size=4,
         tokens_per_step=150,
         learning_rate=1e-4,
+        warmup_steps=1,
         kl_target=1e-8,
         evaluate_every=3,
         checkpoint_every=1,
@@ -107,7 +108,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     assert [row["policy_version"] for row in steps] == [1, 2, 3]
     assert all(2 <= row["rollout_batches"] <= 8 for row in steps)
 
-    learning_rate, engine = config.learning_rate, EngineTrainer(model, per_microbatch=100)
+    learning_rate, engine = config.learning_rate / 2, EngineTrainer(model, per_microbatch=100)
     for row in steps:
         step = int(row["step"])
         groups = _recorded_groups(run, step)
@@ -128,7 +129,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
         theirs = _parameters(engine)
         assert max(float((ours[name] - before[name]).abs().max()) for name in ours) > 20 * TOLERANCE
         assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= TOLERANCE
-    assert steps[-1]["learning_rate"] < config.learning_rate  # the target is far below what such steps bring about
+    assert steps[-1]["learning_rate"] < config.learning_rate / 2  # the target is far below what such steps bring about
 
 
 def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
         prompts_per_step=16,
         samples_per_prompt=4,
         learning_rate=2e-3,
+        warmup_steps=3,
         critic_learning_rate=5e-3,
         credit=Credit(kl_coef=0.02, minibatches_per_epoch=4, num_epochs=2),
         critic_loss_config={"clip_range": 0.0},
@@ -177,6 +179,7 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     )
     steps, evaluations = _run(ppo, config, tmp_path / "run")
     assert [row["policy_version"] for row in steps] == [8 * step for step in range(1, 13)]
+    assert [row["learning_rate"] for row in steps] == pytest.approx([0.5e-3, 1e-3, 1.5e-3] + [2e-3] * 9)
     assert abs(steps[0]["kl_reference"]) < 1e-6  # policy and reference are one
     assert steps[-1]["kl_reference"] > 0.01
     assert (steps[0]["value_mean"], steps[0]["explained_variance"]) == (0, 0)  # a critic that knows nothing yet
@@ -220,6 +223,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)
     for wrong, message in (
         ({"group_size": 1}, r"group_size is 1; it must be at least 2"),
+        ({"warmup_steps": -1}, r"warmup_steps is -1; it must be at least 0"),
         ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),
         ({"kl_target": -1.0}, r"kl_target is -1.0; it must be above 0"),
         ({"advantage": "group_men"}, r"advantage is 'group_men', which is not known; did you mean 'group_mean'"),
