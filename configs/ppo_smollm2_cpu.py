@@ -10,19 +10,19 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> PPOConfig:
-    """Policy, critic and generator take turns on the cores; the answers to one prompt share its tokens in a step."""
+    """Policy and critic always work at the same time, a core each; a slow policy lets the critic keep up with it."""
     dtype = cpu_dtype()
     return PPOConfig(
         model="smollm2-135m-instruct",
         env=LargestNumber(),
-        trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
-        critic=TrainerConfig(head="value", compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=1, max_tokens_per_microbatch=2048),
+        critic=TrainerConfig(head="value", compute_dtype=dtype, num_threads=1, max_tokens_per_microbatch=2048),
         generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=8),
-        num_steps=20,
+        num_steps=24,
         prompts_per_step=16,
         samples_per_prompt=8,
-        learning_rate=4e-6,
+        learning_rate=2e-6,
         warmup_steps=8,
         critic_learning_rate=1e-4,
         credit=Credit(kl_coef=0.02, minibatches_per_epoch=8),
