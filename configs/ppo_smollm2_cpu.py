@@ -19,7 +19,7 @@ def recipe() -> PPOConfig:
         critic=TrainerConfig(head="value", compute_dtype=dtype, num_threads=1, max_tokens_per_microbatch=2048),
         generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=8),
-        num_steps=24,
+        num_steps=20,
         prompts_per_step=16,
         samples_per_prompt=8,
         learning_rate=2e-6,
@@ -28,5 +28,5 @@ def recipe() -> PPOConfig:
         credit=Credit(kl_coef=0.02, minibatches_per_epoch=8),
         critic_loss_config={"clip_range": 0.0},
         num_heldout=128,
-        evaluate_every=8,
+        evaluate_every=10,
     )
