@@ -12,14 +12,14 @@ LINE_BYTES = 64
 """Every tensor in a slot begins at a multiple of this, and zeros follow it up to the next."""
 
 _MODULUS = 1 << 64
-_SAMPLED_LINES = 32
+_SAMPLED_LINES = 64
 _SPREAD = 40503  # 2^16 / golden ratio: spreads samples over the width of a row whatever that is
 
 
 class SlotDigests:
     """Checksums of the tensors of a slot: sums of their 64-bit words, modulo 2^64.
 
-    Sampled, they look at 32 lines of 64 bytes of a tensor above 2 KiB, spread over all of it, so that every rank's
+    Sampled, they look at 64 lines of 64 bytes of a tensor above 4 KiB, spread over all of it, so that every rank's
     shard is in it. A single wrong word elsewhere goes unnoticed; full, none does.
     """
 
