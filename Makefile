@@ -23,7 +23,7 @@ setup: ## create or update .venv; every other target does so first
 	@requirements/setup.sh $(DEVICE)
 
 train: setup ## train a language model with GRPO; ARGS="--num-steps 5" overrides the recipe
-	@exec $(BIN)/python -m controller.cli run $(RECIPE) $(ARGS)
+	@exec $(BIN)/python -m controller.commands.cli run $(RECIPE) $(ARGS)
 
 test: setup ## run the tests; ARGS="-k name" picks some
 	@exec env $(PYTEST) -m "not slow" $(ARGS)

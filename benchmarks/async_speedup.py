@@ -31,15 +31,15 @@ import numpy as np
 from benchmarks.even_words import EvenWords, even
 from benchmarks.harness import Bar, print_result
 from benchmarks.tiny_models import tiny_llama
-from controller import grpo, grpo_async
-from controller.console import Console
-from controller.grpo import GRPOConfig
-from controller.grpo_async import GRPOAsyncConfig
-from controller.output import CapturedOutput
+from controller.commands.output import CapturedOutput
+from controller.loops import grpo, grpo_async
+from controller.loops.grpo import GRPOConfig
+from controller.loops.grpo_async import GRPOAsyncConfig
+from controller.runs.console import Console
 from generator.config import GeneratorConfig
 from rl.envs.procedural import TextProblem
-from rl.evaluation import Interval, bootstrap
-from rl.recording import RunFolder
+from rl.rollouts.evaluation import Interval, bootstrap
+from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.tiny_models import VOCAB_SIZE
-from rl.batching import BatchPlan, plan_batch
+from rl.data.batching import BatchPlan, plan_batch
 from rl.types import Datum
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine

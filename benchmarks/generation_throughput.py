@@ -58,9 +58,9 @@ async def measure(options: argparse.Namespace, max_tokens: int) -> dict[str, lis
     """Tokens per second of each, and cores that this process keeps busy, in every round after a first short one."""
     # After the mesh, because what imports Monarch first configures it.
     from benchmarks.offline_actor import OfflineGenerator
-    from controller.generator_handle import GeneratorHandle
-    from controller.mesh import Mesh
-    from controller.models import resolve_model
+    from controller.meshes.generator_handle import GeneratorHandle
+    from controller.meshes.mesh import Mesh
+    from controller.runs.models import resolve_model
     from generator.config import GeneratorConfig
     from rl.types import SamplingParams
 

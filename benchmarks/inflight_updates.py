@@ -82,11 +82,11 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
 
     from benchmarks.timed_generator import TimedGenerator
     from benchmarks.weight_actors import TrainerRank
-    from controller.generator_handle import GeneratorHandle
-    from controller.mesh import Mesh
-    from controller.models import resolve_model
-    from controller.publications import Publications
-    from controller.store import WeightStore
+    from controller.meshes.generator_handle import GeneratorHandle
+    from controller.meshes.mesh import Mesh
+    from controller.meshes.store import WeightStore
+    from controller.meshes.version_records import Publications
+    from controller.runs.models import resolve_model
     from generator.config import GeneratorConfig
     from generator.options import generator_env
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.engine_ranks import random_batch, relative_error, spawn, whole
 from benchmarks.harness import Bar, print_result
 from benchmarks.tiny_models import tiny_llama, tiny_qwen3
-from rl.batching import plan_batch
+from rl.data.batching import plan_batch
 from rl.losses import get_loss
 from rl.types import Datum
 from trainer.config import TrainerConfig

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Bar, print_result
-from controller.console import Console
-from controller.output import CapturedOutput
-from controller.recipes import find_recipe, load_recipe
+from controller.commands.output import CapturedOutput
+from controller.commands.recipes import find_recipe, load_recipe
+from controller.runs.console import Console
 
 PHASES = ("generate", "score", "pack", "forward_backward", "optim_step", "push", "pull")
 
@@ -56,8 +56,8 @@ def main() -> None:
 
 def measure(recipe: str, num_steps: int) -> list[dict[str, float]]:
     """The metrics of `num_steps` steps of a recipe, after a first one that is left out."""
-    from controller.grpo import run
-    from rl.recording import RunFolder
+    from controller.loops.grpo import run
+    from rl.runs.folder import RunFolder
 
     with CapturedOutput() as output, tempfile.TemporaryDirectory() as folder:
         config: Any = load_recipe(find_recipe(recipe))

@@ -64,7 +64,7 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
         from benchmarks.reference_trainers import ReferenceTrainer
 
         return ReferenceTrainer(model, cpu_dtype(), packed=name == "packed", max_tokens=MAX_TOKENS).step
-    from rl.batching import plan_batch
+    from rl.data.batching import plan_batch
     from rl.losses import get_loss
     from trainer.config import TrainerConfig
     from trainer.engines import load_engine
@@ -110,7 +110,7 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
 
     Returns the share of forward_backward's time that passed outside of the engine.
     """
-    from controller.trainer_handle import TrainerHandle
+    from controller.meshes.trainer_handle import TrainerHandle
 
     loop = asyncio.new_event_loop()
     logs = Path(tempfile.mkdtemp(prefix="ownloop-benchmark-"))
@@ -179,7 +179,7 @@ def main() -> None:
     options = parser.parse_args()
     longest, repeats = (128, 1) if options.quick else (512, options.repeats)
 
-    from controller.models import resolve_model
+    from controller.runs.models import resolve_model
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig
 

@@ -35,16 +35,16 @@ from numpy.typing import NDArray
 from benchmarks.harness import REPOSITORY, Bar, print_result
 from benchmarks.trl_environment import trl_python
 from benchmarks.trl_trainer import Settings
-from controller.console import Console
-from controller.grpo import GRPOConfig, run
-from controller.models import resolve_model
-from controller.output import CapturedOutput
-from controller.recipes import find_recipe, load_recipe
+from controller.commands.output import CapturedOutput
+from controller.commands.recipes import find_recipe, load_recipe
+from controller.loops.grpo import GRPOConfig, run
+from controller.runs.console import Console
+from controller.runs.models import resolve_model
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
-from rl.evaluation import bootstrap
-from rl.recording import RunFolder
-from rl.rendering import Renderer
+from rl.rollouts.evaluation import bootstrap
+from rl.rollouts.rendering import Renderer
+from rl.runs.folder import RunFolder
 from rl.types import AdamParams
 from trainer.actor import trainer_env
 

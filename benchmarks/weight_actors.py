@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rl.weights import VersionRecord
-from trainer.weights import WeightPublisher
+from rl.weights.manifest import VersionRecord
+from trainer.push import WeightPublisher
 
 
 class TrainerRank(Actor):

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 from benchmarks.harness import Bar, print_result
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.generator_handle import GeneratorHandle
-    from controller.mesh import Mesh
-    from controller.publications import Publications
-    from controller.store import WeightStore
+    from controller.meshes.generator_handle import GeneratorHandle
+    from controller.meshes.mesh import Mesh
+    from controller.meshes.store import WeightStore
+    from controller.meshes.version_records import Publications
 
 Seconds = Mapping[str, Sequence[float]]
 
@@ -79,8 +79,8 @@ async def measure(repeats: int, threads: int, dtype: str) -> tuple[Seconds, int]
     import torch
 
     from benchmarks.weight_actors import StateDictReader
-    from controller.mesh import Mesh
-    from controller.models import resolve_model
+    from controller.meshes.mesh import Mesh
+    from controller.runs.models import resolve_model
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig
 
@@ -140,10 +140,10 @@ async def meshes(
     import torch
 
     from benchmarks.weight_actors import TrainerRank
-    from controller.generator_handle import GeneratorHandle
-    from controller.mesh import Mesh
-    from controller.publications import Publications
-    from controller.store import WeightStore
+    from controller.meshes.generator_handle import GeneratorHandle
+    from controller.meshes.mesh import Mesh
+    from controller.meshes.store import WeightStore
+    from controller.meshes.version_records import Publications
     from generator.config import GeneratorConfig
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig

@@ -1,6 +1,6 @@
 """Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, learns to spell words backward."""
 
-from controller.accumulate import AccumulateConfig
+from controller.loops.accumulate import AccumulateConfig
 from generator.config import GeneratorConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams

@@ -1,6 +1,6 @@
 """Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers in steps of equal tokens."""
 
-from controller.accumulate import AccumulateConfig
+from controller.loops.accumulate import AccumulateConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype

@@ -1,6 +1,6 @@
 """Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, learns to spell words backward with DAPO."""
 
-from controller.dapo import DAPOConfig
+from controller.loops.dapo import DAPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams

@@ -1,6 +1,6 @@
 """Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, with DAPO."""
 
-from controller.dapo import DAPOConfig
+from controller.loops.dapo import DAPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype

@@ -1,6 +1,6 @@
 """Eight CUDA GPUs of 80 GB: a small Qwen3 model, `--model DIRECTORY`, learns from a large one, `--teacher`."""
 
-from controller.distill import DistillConfig
+from controller.loops.distill import DistillConfig
 from generator.config import GeneratorConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams

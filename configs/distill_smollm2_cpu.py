@@ -5,7 +5,7 @@ The teacher is what the recipe `sft_smollm2_cpu` exports; make it first:
     ownloop run sft_smollm2_cpu --name teacher
 """
 
-from controller.distill import DistillConfig
+from controller.loops.distill import DistillConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype

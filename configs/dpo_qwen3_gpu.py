@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from controller.dpo import DPOConfig
-from rl.data_sources import JsonlPreferences
+from controller.loops.dpo import DPOConfig
+from rl.data.sources import JsonlPreferences
 from trainer.config import TrainerConfig
 
 

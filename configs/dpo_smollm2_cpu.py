@@ -1,7 +1,7 @@
 """Two CPU cores, 8 GiB: SmolLM2-135M-Instruct learns to prefer the largest of four numbers, in minutes."""
 
-from controller.dpo import DPOConfig
-from rl.data_sources import EnvPreferences
+from controller.loops.dpo import DPOConfig
+from rl.data.sources import EnvPreferences
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype
 from trainer.config import TrainerConfig

@@ -1,6 +1,6 @@
 """Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, learns to spell backward, asynchronously."""
 
-from controller.grpo_async import GRPOAsyncConfig
+from controller.loops.grpo_async import GRPOAsyncConfig
 from generator.config import GeneratorConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams

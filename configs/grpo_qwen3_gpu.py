@@ -1,6 +1,6 @@
 """Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, learns to spell words backward."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams

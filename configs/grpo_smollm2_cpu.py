@@ -1,6 +1,6 @@
 """Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in minutes."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype

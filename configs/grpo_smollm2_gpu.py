@@ -1,6 +1,6 @@
 """One CUDA GPU of 16 GB: SmolLM2-135M-Instruct learns to tell the largest of six three-digit numbers."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
 from rl.types import SamplingParams

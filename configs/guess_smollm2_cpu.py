@@ -1,6 +1,6 @@
 """Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns a game of several turns, guessing a number from hints."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.guess_number import GuessNumber
 from rl.hardware import cpu_dtype

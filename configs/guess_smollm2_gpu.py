@@ -1,6 +1,6 @@
 """One CUDA GPU of 16 GB: SmolLM2-135M-Instruct learns to guess one of 16 numbers from hints, in several turns."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.guess_number import GuessNumber
 from rl.types import SamplingParams

@@ -1,8 +1,8 @@
 """Eight CUDA GPUs of 80 GB: a Qwen3 model, given by `--model DIRECTORY`, and a critic learn to spell words backward."""
 
-from controller.ppo import PPOConfig
+from controller.loops.ppo import PPOConfig
 from generator.config import GeneratorConfig
-from rl.actor_critic import Credit
+from rl.algorithms.actor_critic import Credit
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig

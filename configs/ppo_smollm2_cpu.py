@@ -1,8 +1,8 @@
 """Two CPU cores, 16 GiB: SmolLM2-135M-Instruct and a critic learn to tell the largest of four numbers."""
 
-from controller.ppo import PPOConfig
+from controller.loops.ppo import PPOConfig
 from generator.config import GeneratorConfig
-from rl.actor_critic import Credit
+from rl.algorithms.actor_critic import Credit
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype
 from rl.types import SamplingParams

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from controller.sft import SFTConfig
-from rl.data_sources import JsonlExamples
+from controller.loops.sft import SFTConfig
+from rl.data.sources import JsonlExamples
 from trainer.config import TrainerConfig
 
 

@@ -1,7 +1,7 @@
 """Two CPU cores, 8 GiB: SmolLM2-135M-Instruct is told the largest of four numbers until it knows, in minutes."""
 
-from controller.sft import SFTConfig
-from rl.data_sources import EnvExamples
+from controller.loops.sft import SFTConfig
+from rl.data.sources import EnvExamples
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype
 from trainer.config import TrainerConfig

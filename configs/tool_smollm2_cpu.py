@@ -1,6 +1,6 @@
 """Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to calculate with Python as its tool, a line at a time."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.hardware import cpu_dtype

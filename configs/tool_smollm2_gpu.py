@@ -1,6 +1,6 @@
 """One CUDA GPU of 16 GB: SmolLM2-135M-Instruct learns to calculate with Python as its tool, with larger numbers."""
 
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.types import SamplingParams

@@ -8,8 +8,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
 from rl.types import Completion, PullMode, SamplingParams
-from rl.weight_directory import find_record
-from rl.weights import VersionRecord
+from rl.weights.manifest import VersionRecord
+from rl.weights.registry import find_record
 
 
 class VLLMGenerator(Actor):

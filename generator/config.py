@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl.hf_model import SUPPORTED_ARCHITECTURES
+from rl.hf_config import SUPPORTED_ARCHITECTURES
 from rl.types import SamplingParams, WeightTransport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator._compat import pack, packed_experts, packed_layers
-from rl.weight_slot import WeightSlot
-from rl.weights import VersionRecord
-from rl.workers import Workers
+from rl.weights.buffer import WeightSlot
+from rl.weights.copy_threads import Workers
+from rl.weights.manifest import VersionRecord
 
 Operation = Callable[[], object]
 

@@ -33,12 +33,12 @@ from generator._compat import patch_cpu
 from generator.config import GeneratorConfig, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.options import engine_options
+from generator.pull import TensorQueue, fetch_tensors
 from generator.updates import WeightUpdates
-from generator.weights import TensorQueue, fetch_tensors
 from rl.checks import check_known
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weight_directory import Store
-from rl.weights import VersionRecord, WeightsError
+from rl.weights.manifest import VersionRecord, WeightsError
+from rl.weights.registry import Store
 
 _IDLE_S = 60.0  # ranks that wait for a broadcast hear from rank 0 this often, or their group would time out
 _QUEUED_TENSORS = 2

@@ -15,8 +15,8 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator.weights import Backup, TensorQueue, WeightLoader, queued_tensors
-from rl.weights import VersionRecord, WeightsError
+from generator.pull import Backup, TensorQueue, WeightLoader, queued_tensors
+from rl.weights.manifest import VersionRecord, WeightsError
 
 
 def _nothing() -> None:

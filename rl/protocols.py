@@ -1,7 +1,7 @@
 """All that a controller script sees: `Trainer`, `Generator`, `Env`. Anything with these methods can stand in.
 
 Every method raises `ValueError` for a caller's mistake, naming field, value and what is accepted, with all state as it
-was; a process that died raises `controller.errors.MeshError`.
+was; a process that died raises `controller.meshes.errors.MeshError`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

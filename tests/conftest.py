@@ -21,6 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Directory of SmolLM2-135M-Instruct; converted on first use, which takes some seconds."""
-    from controller.models import resolve_model
+    from controller.runs.models import resolve_model
 
     return resolve_model("smollm2-135m-instruct")

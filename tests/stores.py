@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from rl.weight_directory import living_versions
-from rl.weight_slot import WeightSlot
-from rl.weights import VersionRecord
+from rl.weights.buffer import WeightSlot
+from rl.weights.manifest import VersionRecord
+from rl.weights.registry import living_versions
 
 
 class FakeStore:

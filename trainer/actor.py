@@ -9,11 +9,11 @@ from monarch.actor import Actor, endpoint
 
 from rl.losses import get_loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
-from rl.weights import VersionRecord
+from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Microbatch
-from trainer.weights import WeightPublisher
+from trainer.push import WeightPublisher
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that a generator may serve."""

@@ -6,10 +6,10 @@ from typing import Any
 from rl.checks import check_known
 from rl.losses.base import Loss, custom_loss
 from rl.losses.critic import value
+from rl.losses.cross_entropy import cross_entropy
 from rl.losses.inputs import LossInputs
 from rl.losses.policy_gradient import cispo, dro, gspo, importance_sampling, ppo
 from rl.losses.shared import ENTROPY_OPTIONS, IMPORTANCE_OPTIONS, KL_OPTIONS
-from rl.losses.supervised import cross_entropy
 
 __all__ = ["LOSSES", "Loss", "LossInputs", "get_loss"]
 

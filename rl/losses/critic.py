@@ -16,7 +16,7 @@ def value(
     """sum w/2 max((V - R)^2, (clip(V, v - clip_range, v + clip_range) - R)^2), with R = `returns`, v = `old_values`.
 
     `values` [S] is V, the head's output; `old_values` are what the head said when the rollout was made, and `returns`
-    what `rl.gae.gae` made of them. PPO's value loss as in OpenAI baselines' `ppo2`
+    what `rl.advantages.gae.gae` made of them. PPO's value loss as in OpenAI baselines' `ppo2`
     (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, detail 9): V gains nothing by moving
     further than `clip_range` in one rollout. 0 switches clipping off.
     """

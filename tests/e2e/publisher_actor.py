@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl.types import WeightTransport
-from trainer.weights import WeightPublisher
+from trainer.push import WeightPublisher
 
 
 def perturbed(directory: Path, seed: int) -> Mapping[str, torch.Tensor]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.even_words import EvenWords
-from controller import dapo
-from controller.console import Console
-from controller.dapo import DAPOConfig
+from controller.loops import dapo
+from controller.loops.dapo import DAPOConfig
+from controller.runs.console import Console
 from rl.envs.procedural import TextProblem
-from rl.recording import RunFolder
+from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 
 pytestmark = pytest.mark.e2e

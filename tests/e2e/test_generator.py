@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.errors import MeshError
-from controller.generator_handle import GeneratorHandle
+from controller.meshes.errors import MeshError
+from controller.meshes.generator_handle import GeneratorHandle
 from generator.config import GeneratorConfig
 from rl.types import SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.errors import DeadlineError
-from controller.generator_handle import GeneratorHandle
-from controller.generator_router import GeneratorRouter
-from controller.launch import launch
-from controller.processes import descendants
+from controller.commands.processes import descendants
+from controller.meshes.errors import DeadlineError
+from controller.meshes.generator_handle import GeneratorHandle
+from controller.meshes.generator_router import GeneratorRouter
+from controller.meshes.launch import launch
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS

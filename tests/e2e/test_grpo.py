@@ -22,7 +22,17 @@ SMALL = (
 
 def _ownloop(runs: Path, *options: str) -> subprocess.Popen[str]:
     """A run in a session of its own, whose processes can be counted when it is over."""
-    command = [sys.executable, "-m", "controller.cli", "run", "grpo_smollm2_cpu", "--runs", str(runs), "--name", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "controller.commands.cli",
+        "run",
+        "grpo_smollm2_cpu",
+        "--runs",
+        str(runs),
+        "--name",
+        "run",
+    ]
     return subprocess.Popen(
         [*command, *SMALL, *options],
         stdout=subprocess.PIPE,

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from benchmarks.even_words import EvenWords, even
-from controller import grpo, grpo_async
-from controller.console import Console
-from controller.errors import TrainingStoppedError
-from controller.grpo import GRPOConfig
-from controller.grpo_async import GRPOAsyncConfig
-from controller.replay import replayed
+from controller.commands.replay import replayed
+from controller.loops import grpo, grpo_async
+from controller.loops.grpo import GRPOConfig
+from controller.loops.grpo_async import GRPOAsyncConfig
+from controller.meshes.errors import TrainingStoppedError
+from controller.runs.console import Console
 from rl.protocols import Env
-from rl.recording import RunFolder
+from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 
 pytestmark = pytest.mark.e2e

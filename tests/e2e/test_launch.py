@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.errors import MeshError
-from controller.launch import Launcher
-from controller.processes import descendants
+from controller.commands.processes import descendants
+from controller.meshes.errors import MeshError
+from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.types import AdamParams, Datum, SamplingParams
 from tests.generator.served_models import served_llama

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from controller.errors import DeadlineError, MeshError
-from controller.mesh import Mesh
+from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.mesh import Mesh
 from tests.e2e.toy_actor import Toy
 
 pytestmark = pytest.mark.e2e
 
 CONTROLLER = """
 import asyncio, pathlib, sys
-from controller.mesh import Mesh
+from controller.meshes.mesh import Mesh
 from tests.e2e.toy_actor import Toy
 
 async def main():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from controller.launch import Launcher
-from controller.parity import Comparison, compare, explain, measure_parity
+from controller.commands.parity import Comparison, compare, explain, measure_parity
+from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rl.comparison import is_timing
-from rl.recording import read_metrics
+from rl.runs.comparison import is_timing
+from rl.runs.folder import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -27,7 +27,7 @@ OPTIONS = ("--checkpoint-every", "3", "--evaluate-every", "6", "--num-steps")
 
 def _ownloop(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OWNLOOP_TINY_MODEL": str(tmp_path / "model")}
-    command = [sys.executable, "-m", "controller.cli", "run", *arguments]
+    command = [sys.executable, "-m", "controller.commands.cli", "run", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 

@@ -14,20 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.even_words import EvenWords
 from benchmarks.tiny_models import VOCAB_SIZE
-from controller import accumulate, distill, ppo
-from controller.accumulate import AccumulateConfig
-from controller.console import Console
-from controller.distill import DistillConfig
-from controller.loop_config import RolloutLoopConfig
-from controller.ppo import PPOConfig
+from controller.loops import accumulate, distill, ppo
+from controller.loops.accumulate import AccumulateConfig
+from controller.loops.distill import DistillConfig
+from controller.loops.ppo import PPOConfig
+from controller.runs.console import Console
+from controller.runs.loop_config import RolloutLoopConfig
 from generator.config import GeneratorConfig
-from rl.actor_critic import Credit
-from rl.advantages import ADVANTAGES
-from rl.normalizers import token_mean
-from rl.recording import RunFolder
-from rl.rollouts import group_to_data
+from rl.advantages.group_relative import ADVANTAGES
+from rl.algorithms.actor_critic import Credit
+from rl.data.supervised import text_to_datum
+from rl.losses.reduction import token_mean
+from rl.rollouts.episodes import group_to_data
+from rl.runs.folder import RunFolder
 from rl.schedules import adapted_to_kl
-from rl.supervised import text_to_datum
 from rl.types import AdamParams, Completion, Group, Rollout, SamplingParams, Turn
 from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.engine_ranks import LENGTHS, plan, random_batch, relative_error
-from controller.launch import Launcher
+from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.losses import get_loss
 from rl.protocols import Generator, Trainer

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.engine_ranks import random_batch
 from benchmarks.tiny_models import tiny_llama
-from controller.trainer_handle import TrainerHandle
+from controller.meshes.trainer_handle import TrainerHandle
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams
 from tests.trainer.reference import ReferencePolicy, importance_sampling

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.errors import MeshError
+from controller.meshes.errors import MeshError
 from rl.types import Completion, SamplingParams
-from rl.weights import Transport, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.manifest import Transport, UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
 from tests.e2e.weight_meshes import (
     PROMPTS,

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from benchmarks.even_words import EvenWords
-from controller.grpo import GRPOConfig
+from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama

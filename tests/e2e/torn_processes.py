@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl.weight_directory import living_versions
-from rl.weight_slot import WeightSlot
-from rl.weights import UnknownVersionError, WeightsError
-from trainer.weights import WeightPublisher
+from rl.weights.buffer import WeightSlot
+from rl.weights.manifest import UnknownVersionError, WeightsError
+from rl.weights.registry import living_versions
+from trainer.push import WeightPublisher
 
 NUM_TENSORS = 6
 HALF = (64, 300)
@@ -33,7 +33,7 @@ def value(version: int, index: int) -> float:
 
 
 class StoreClient:
-    """`rl.weights.Store` over a socket to `serve_store`."""
+    """`rl.weights.manifest.Store` over a socket to `serve_store`."""
 
     def __init__(self, address: str) -> None:
         deadline = time.monotonic() + 5

@@ -77,5 +77,5 @@ def test_engine_args_have_the_last_word(tmp_path: Path) -> None:
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:
-    source = "import sys, controller.generator_handle; assert 'vllm' not in sys.modules"
+    source = "import sys, controller.meshes.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)

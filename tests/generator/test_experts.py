@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.weight_directory import find_record
-from rl.weights import WeightsError
+from rl.weights.manifest import WeightsError
+from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import export, greedy, moved, pull
 from tests.generator.served_models import served_qwen3_moe
 from tests.stores import FakeStore
-from trainer.weights import WeightPublisher
+from trainer.push import WeightPublisher
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,13 +12,13 @@ import torch
 
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
-from rl.weight_directory import find_record
-from rl.weights import UnknownVersionError, WeightsError
+from rl.weights.manifest import UnknownVersionError, WeightsError
+from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
-from trainer.weights import WeightPublisher
+from trainer.push import WeightPublisher
 
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
@@ -169,7 +169,7 @@ def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
             await publisher.publish(version, moved(directory, version).items())
         running = [asyncio.create_task(engine.generate(prompt, LONG, 1)) for prompt in PROMPTS[:2]]
         with monkeypatch.context() as no_memory:
-            no_memory.setattr("generator.weights.pack_weights", _fail)
+            no_memory.setattr("generator.pull.pack_weights", _fail)
             await failing(running, 2, MemoryError)
         for task in running:
             with pytest.raises(WeightsError, match="incomplete since a failed update"):

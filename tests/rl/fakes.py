@@ -10,7 +10,7 @@ class WordRenderer:
     """A word is a token: its length. Enough of a renderer for rollouts."""
 
     def __init__(self, max_model_len: int | None = None) -> None:
-        """See `rl.rendering.Renderer`."""
+        """See `rl.rollouts.rendering.Renderer`."""
         self.max_model_len = max_model_len
 
     def encode(self, prompt: object) -> tuple[int, ...]:

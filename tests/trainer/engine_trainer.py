@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl.batching import validate_batch
+from rl.data.batching import validate_batch
 from rl.losses import get_loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig

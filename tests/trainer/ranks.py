@@ -13,7 +13,7 @@ from rl.types import AdamParams, Datum
 from tests.stores import FakeStore, living, read_slot
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.weights import WeightPublisher
+from trainer.push import WeightPublisher
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
 

@@ -9,8 +9,8 @@ from trainer.engines.model_check import check_model
 
 ENGINES: Mapping[str, str] = {
     "torchtitan": "trainer.engines.titan.engine:TitanEngine",
-    "fsdp2": "trainer.engines.fsdp2:Fsdp2Engine",
-    "fsdp1": "trainer.engines.fsdp1:Fsdp1Engine",
+    "fsdp2": "trainer.engines.hf.fsdp2:Fsdp2Engine",
+    "fsdp1": "trainer.engines.hf.fsdp1:Fsdp1Engine",
 }
 
 

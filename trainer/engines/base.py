@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rl.data.packing import PackedRow
 from rl.losses import Loss
-from rl.packing import PackedRow
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.engines.memory import PeakMemory
 
@@ -66,7 +66,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def shares_prefixes(self) -> bool:
-        """Whether datums of a micro-batch that begin alike cost their common tokens once; see `rl/packing.py`."""
+        """Whether datums of a micro-batch that begin alike cost their common tokens once; see `rl/data/packing.py`."""
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl.envs.jsonl import JsonlReward
-from rl.rollouts import rollout_groups
+from rl.rollouts.episodes import rollout_groups
 from rl.types import SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 

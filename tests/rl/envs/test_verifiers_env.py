@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rl.check_env import check_env
+from rl.envs.check import check_env
 from rl.envs.verifiers_env import VerifiersEnv
-from rl.rollouts import rollout_groups
+from rl.rollouts.episodes import rollout_groups
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 

@@ -19,7 +19,7 @@ from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
-from rl.packing import Document
+from rl.data.packing import Document
 from trainer.engines.titan.context import ContextMasks, Share, context_masks, document_mask
 
 # Mean tokens per call below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.

@@ -20,10 +20,10 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
 from trainer.engines.hf_config import HFModelConfig
-from trainer.engines.ranks import DTYPES
+from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.titan.attention import choose_inner_attention
-from trainer.engines.titan.models import build_spec, load_weights, share_rope_cache
 from trainer.engines.titan.pipeline import Pipeline
+from trainer.engines.titan.specs import build_spec, load_weights, share_rope_cache
 
 
 class BuiltModel(NamedTuple):

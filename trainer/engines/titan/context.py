@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.packing import Document
+from rl.data.packing import Document
 from trainer.config import TrainerConfig
 
 # Positions that a block mask describes together, on a GPU.

@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl.data.packing import PackedRow, pad_row
 from rl.losses import Loss
-from rl.packing import PackedRow, pad_row
 from rl.types import ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
 from trainer.engines.hf_config import read_hf_config
 from trainer.engines.model_check import describe_model
-from trainer.engines.outputs import OutputCollector
-from trainer.engines.ranks import choose_device, init_process_group
+from trainer.engines.pytorch.engine import TorchEngine
+from trainer.engines.pytorch.outputs import OutputCollector
+from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.titan.attention import attention_masks, shared_attention_masks, shares_prefixes
 from trainer.engines.titan.build import build_model
 from trainer.engines.titan.context import Share, gather_scored, row_multiple, share_row
 from trainer.engines.titan.experts import split_experts
-from trainer.engines.titan.models import named_parameters, share_rope_cache
 from trainer.engines.titan.pipeline import StageInputs
-from trainer.engines.torch_engine import TorchEngine
+from trainer.engines.titan.specs import named_parameters, share_rope_cache
 
 
 class TitanEngine(TorchEngine):

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from trainer.config import TrainerConfig
-from trainer.engines.ranks import DTYPES
+from trainer.engines.pytorch.ranks import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 
-from trainer.engines.logprobs import logprobs_and_entropy, values
+from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 
 
 class LogprobHead(Linear):

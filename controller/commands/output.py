@@ -1,0 +1,70 @@
+"""Keeps the terminal for the console: what libraries print, in this process, goes to a log file.
+
+Redirects the file descriptors, so that native libraries are caught too. The processes of a mesh do the same for
+themselves (`controller.meshes.mesh`).
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+
+class CapturedOutput:
+    """Standard output and error of this process, sent elsewhere for as long as the block lasts.
+
+        with CapturedOutput() as output:
+            import noisy_library
+            output.move_to(run.logs / "controller.log")
+            print("for the user", file=output.terminal)
+
+    What is caught before `move_to` names a file is held in a temporary one, and lost if the block ends before.
+    """
+
+    terminal: TextIO
+    """The real standard output."""
+    errors: TextIO
+    """The real standard error."""
+
+    def __enter__(self) -> "CapturedOutput":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._saved = (os.dup(1), os.dup(2))
+        self.terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+        self.errors = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+b", prefix="ownloop-")
+        self._redirect(self._log.fileno())
+        return self
+
+    def move_to(self, file: Path) -> None:
+        """Appends to `file` from now on, and what was caught so far first."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._log.flush()
+        target = file.open("a+b")
+        self._log.seek(0)
+        shutil.copyfileobj(self._log, target)
+        target.flush()
+        self._redirect(target.fileno())
+        self._log.close()
+        self._log = target
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, saved in enumerate(self._saved, start=1):
+            os.dup2(saved, number)
+            os.close(saved)
+        self.terminal.close()
+        self.errors.close()
+        self._log.close()
+
+    @staticmethod
+    def _redirect(descriptor: int) -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)

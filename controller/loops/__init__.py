@@ -1,0 +1,1 @@
+"""The training loops, one page each. Copy one to write your own."""

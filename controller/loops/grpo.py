@@ -1,0 +1,62 @@
+"""GRPO (https://arxiv.org/abs/2402.03300), on-policy: sample groups, learn from them once, push the weights, repeat.
+
+Copy this page to write your own loop. Unlike the paper it has no KL term, since every token is trained on once, by the
+policy that sampled it, and the loss is averaged over the tokens of the step (DAPO, https://arxiv.org/abs/2503.14476).
+"""
+
+from dataclasses import dataclass
+
+from controller.meshes.launch import launch
+from controller.runs.checkpoints import Checkpoints
+from controller.runs.console import Console
+from controller.runs.loop_config import GroupLoopConfig
+from controller.runs.report import Report
+from controller.runs.rollout_source import RolloutSource
+from rl.advantages.group_relative import ADVANTAGES
+from rl.algorithms.metrics import PhaseClock, num_completion_tokens
+from rl.rollouts.episodes import group_to_data
+from rl.runs.folder import RunFolder
+from rl.schedules import constant, warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOConfig(GroupLoopConfig):
+    """A recipe of this loop."""
+
+
+async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
+    """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
+    report = Report(folder, console, config.num_steps)
+    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+    learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
+
+    report.phase("starting trainer and generator")
+    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
+        checkpoints = Checkpoints(report, config, policy=trainer)
+        first_step = await checkpoints.resume()
+        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+        for step in range(first_step, config.num_steps + 1):
+            if (step - 1) % config.evaluate_every == 0:
+                report.evaluation(step - 1, await source.evaluate(generator))
+            clock = PhaseClock()
+            with clock("generate"):
+                groups = await source.sample(generator, step, config.group_size)
+            batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+            if batch:
+                with clock("forward_backward"):
+                    output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                with clock("optim_step"):
+                    adam = config.adam(learning_rate(step - 1))
+                    update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
+                with clock("push"):
+                    version = await trainer.push_model_state_dict()
+                with clock("pull"):
+                    await generator.pull_model_state_dict(version)
+                report.step(step, clock, groups, batch, output, update)
+            else:
+                report.step_without_signal(step, clock, groups)
+            await checkpoints.after_step(step)
+
+        report.evaluation(config.num_steps, await source.evaluate(generator))
+        await trainer.export_hf(report.model_dir)
+    report.finish()

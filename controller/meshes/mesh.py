@@ -1,0 +1,175 @@
+"""One Monarch actor mesh: its processes, their environment and logs, how they fail and how they end.
+
+Everything Monarch-specific about processes is here; the handles built on a `Mesh` say what its actors do.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Monarch reads these once, when it is imported.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process after 1 s, not 10 s
+# A controller that an overloaded host keeps from running for a while must not be taken for dead by its own meshes; one
+# that is dead takes them along at once.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
+from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint, this_host
+from monarch.spmd import setup_torch_elastic_env_async
+
+from controller.meshes.errors import DeadlineError, MeshError
+
+T = TypeVar("T")
+
+_LOG_FILE = "OWNLOOP_LOG_FILE"
+_STOP_TIMEOUT_S = 5.0
+_LOG_TAIL_LINES = 20
+
+
+class _Process(Actor):
+    """Answers for the operating-system process that a rank lives in."""
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def _redirect_output() -> None:
+    """Sends this process's standard output and error, native libraries' included, to its log file."""
+    log = os.open(os.environ[_LOG_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _ignore_unhandled_fault(failure: MeshFailure) -> None:
+    """Keeps the controller alive when a process dies; the call that needed it raises `MeshError`."""
+    print(failure.report(), flush=True)
+
+
+class Mesh:
+    """The processes of one role, one actor in each.
+
+    `actors` is the Monarch actor mesh; every call to it goes through `answer`, which turns Monarch's errors into ours:
+
+        mesh = await Mesh.spawn("generator", VLLMGenerator, config, num_ranks=1, env={}, log_dir=run.logs)
+        version = await mesh.answer(mesh.rank(0).version.call_one())
+    """
+
+    def __init__(self, name: str, procs: Any, actors: Any, pids: tuple[int, ...], log_files: tuple[Path, ...]) -> None:
+        """Use `spawn`."""
+        self.name = name
+        self.actors = actors
+        self.pids = pids
+        self.log_files = log_files
+        self._procs = procs
+        self._stopped = False
+
+    @classmethod
+    async def spawn(
+        cls, name: str, actor: type[Actor], *args: Any, num_ranks: int, env: Mapping[str, str], log_dir: Path
+    ) -> "Mesh":
+        """Starts `num_ranks` processes on this host, each with `actor(*args)` in it.
+
+        `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+        MASTER_PORT are set before the actor is made. What a process prints goes to `<log_dir>/<name>-<rank>.log`. An
+        exception in the actor's constructor is raised by the first call to it.
+        """
+        monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
+        log_dir.mkdir(parents=True, exist_ok=True)
+        log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
+
+        def bootstrap_command(point: Any) -> BootstrapCommand:
+            return default_bootstrap_cmd().with_env({**env, _LOG_FILE: str(log_files[point.rank])})
+
+        procs = this_host().spawn_procs(
+            per_host={"gpus": num_ranks}, bootstrap=_redirect_output, bootstrap_command=bootstrap_command, name=name
+        )
+        processes = procs.spawn(f"{name}_process", _Process)
+        mesh = cls(name, procs, None, (), log_files)
+        try:
+            mesh.pids = tuple((await mesh.answer(processes.pid.call())).values())
+            await setup_torch_elastic_env_async(procs)
+            mesh.actors = procs.spawn(name, actor, *args)
+        except BaseException:
+            await mesh.stop()
+            raise
+        return mesh
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return len(self.log_files)
+
+    def rank(self, index: int) -> Any:
+        """The actor of one rank, to be called with `.call_one`."""
+        return self.actors.slice(gpus=index)
+
+    async def answer(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """Awaits a call to this mesh's actors.
+
+        Raises the exception that the actor raised, `MeshError` when a process of the mesh has died, and `DeadlineError`
+        when there is no answer within `timeout_s` seconds.
+        """
+        try:
+            return await asyncio.wait_for(_as_coroutine(call), timeout_s)
+        except ActorError as error:
+            error.exception.add_note(f"raised in a process of {self.name!r}:\n{error.exception_formatted}")
+            raise error.exception from None
+        except SupervisionError as error:
+            raise MeshError(self.name, f"a process died: {error}", self.log_files, self.log_tail()) from None
+        except TimeoutError:
+            reason = f"no answer within {timeout_s:g} s"
+            raise DeadlineError(self.name, reason, self.log_files, self.log_tail()) from None
+
+    def log_tail(self, num_lines: int = _LOG_TAIL_LINES) -> str:
+        """The last lines of every process's log."""
+        tails: list[str] = []
+        for path in self.log_files:
+            lines = path.read_text(errors="replace").splitlines()[-num_lines:] if path.exists() else []
+            tails.append("\n".join([f"[{path.name}]", *lines]))
+        return "\n".join(tails)
+
+    async def stop(self) -> None:
+        """Ends every process: asks first, kills what is left after a few seconds. May be called again."""
+        if self._stopped:
+            return
+        self._stopped = True
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(_as_coroutine(self._procs.stop()), _STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends every process that is still there, at once."""
+        self._stopped = True
+        for pid in self.pids:
+            if _is_child(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def visible_gpus(gpus: Sequence[int] | None) -> dict[str, str]:
+    """Environment of a mesh that may see these GPUs alone; rank i then finds its own at index i. None hides nothing."""
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    """Monarch's futures are awaitable but neither coroutines nor asyncio futures, which `wait_for` requires."""
+    return await awaitable
+
+
+def _is_child(pid: int) -> bool:
+    """Whether `pid` is a child of this process, and not another's that was given the same number since."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return int(status.rpartition(")")[2].split()[1]) == os.getpid()

@@ -1,0 +1,90 @@
+"""TorchStore for one run: the directory of published weights, and their carrier where no memory is shared.
+
+Trainer and generator processes find it through Monarch by TorchStore's own name; nothing is handed to them.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torchstore
+from monarch.actor import endpoint, get_or_spawn_controller
+from torchstore.api import DEFAULT_TORCHSTORE_NAME
+from torchstore.controller import Controller, StorageInfo
+from torchstore.storage_volume import StorageVolume
+from torchstore.transport.pipe import Request
+
+from controller.meshes.mesh import Mesh
+
+
+class AsyncController(Controller):
+    """TorchStore's directory actor with all of its endpoints asynchronous.
+
+    TorchStore 0.1.2 mixes synchronous and asynchronous endpoints in one actor, which Monarch refuses since 0.2
+    ("Controller mixes both async and sync endpoints").
+
+    Remove when TorchStore's own `Controller` can be spawned; `tests/controller/meshes/test_store.py` fails then.
+    """
+
+    @endpoint
+    async def get_controller_strategy(self) -> torchstore.TorchStoreStrategy:
+        """How keys are spread over volumes."""
+        return _method(Controller.get_controller_strategy)(self)
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
+        """The volumes that hold a key."""
+        return _method(Controller.locate_volumes)(self, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
+        """A volume holds a key now."""
+        _method(Controller.notify_put)(self, key, request, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        """All keys, or those that begin with `prefix`."""
+        return _method(Controller.keys)(self, prefix)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        """A volume no longer holds a key."""
+        _method(Controller.notify_delete)(self, key, storage_volume_id)
+
+
+def _method(of_endpoint: Any) -> Any:
+    """The plain function under an `@endpoint`."""
+    return of_endpoint._method
+
+
+class WeightStore:
+    """A running TorchStore with one storage volume in a process of its own. One at a time in a controller."""
+
+    def __init__(self, mesh: Mesh, directory: Any) -> None:
+        """Use `launch`."""
+        self.mesh = mesh
+        self._directory = directory
+
+    @classmethod
+    async def launch(cls, log_dir: Path) -> "WeightStore":
+        """Starts the volume's process and the directory. Raises RuntimeError if this controller already has a store."""
+        env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+        strategy = torchstore.SingletonStrategy()
+        mesh = await Mesh.spawn("store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir)
+        try:
+            directory = await get_or_spawn_controller(DEFAULT_TORCHSTORE_NAME, AsyncController)
+            await mesh.answer(
+                directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors)
+            )
+        except BaseException:
+            await mesh.stop()
+            raise
+        return cls(mesh, directory)
+
+    async def stop(self) -> None:
+        """Forgets every key and ends the process. May be called again."""
+        torchstore.reset_client()
+        with contextlib.suppress(Exception):  # the process may be dead already
+            await self.mesh.answer(self._directory.teardown.call(), timeout_s=5)
+        await self.mesh.stop()

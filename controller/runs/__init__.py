@@ -1,0 +1,1 @@
+"""What every loop needs around its algorithm: configuration, reporting, checkpoints, models."""

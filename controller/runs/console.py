@@ -1,0 +1,188 @@
+"""What a user sees of a run: a progress bar, a line per step, evaluations, samples and one sentence at the end.
+
+On a terminal the bar is live; elsewhere every event is a plain line. Knows the names of the metrics, computes none.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+import rich.console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rl.rollouts.evaluation import Evaluation, Measurement
+from rl.types import Group
+
+_PLAIN_WIDTH = 160
+_MAX_SAMPLE_CHARACTERS = 600
+
+
+class _RichConsole(rich.console.Console):
+    """Leaves it to the command line what happens when nobody reads any more; rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises BrokenPipeError, out of the print that failed."""
+        raise BrokenPipeError("nobody reads the output any more")
+
+
+class Console:
+    """Writes to one stream, the terminal as a rule; which `controller.commands.output` keeps free of anything else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """`stream` is live when it is a terminal."""
+        self._live = stream.isatty()
+        width = None if self._live else _PLAIN_WIDTH
+        self._rich = _RichConsole(file=stream, highlight=False, width=width, soft_wrap=not self._live)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._rich,
+            transient=True,
+            disable=not self._live,
+            redirect_stdout=False,  # what anybody else prints is not for the terminal
+            redirect_stderr=False,
+        )
+        self._task: TaskID | None = None
+        self._started = time.monotonic()
+
+    def phase(self, text: str) -> None:
+        """Says what is going on when there is no step to show yet, or between steps."""
+        if self._live:
+            self._show(text)
+        else:
+            self._print(Text(f"[{self._clock()}] {text}"))
+
+    def step(self, metrics: Mapping[str, float], total_steps: int) -> None:
+        """One finished step. `metrics["step"]` counts finished steps; names that are missing are left out."""
+        done = int(metrics["step"])
+        self._print(step_line(metrics, total_steps))
+        self._show("training", done, total_steps)
+
+    def evaluation(self, label: str, evaluation: Evaluation) -> None:
+        """Reward on held-out problems; `label` says when ("before", "after 10 steps")."""
+        for name, interval in evaluation.intervals.items():
+            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
+            line.append(f"{interval.mean:.3f}", style="bold green")
+            line.append(f"  95 % interval [{interval.low:.3f}, {interval.high:.3f}], {len(evaluation.groups)} problems")
+            self._print(line)
+
+    def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
+        """What was measured on held-out data, by name; `label` as in `evaluation`."""
+        for name, measurement in measured.items():
+            interval = measurement.interval
+            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
+            line.append(f"{interval.mean:.4g}", style="bold green")
+            line.append(f"  95 % interval [{interval.low:.4g}, {interval.high:.4g}], {len(measurement.values)} items")
+            self._print(line)
+
+    def samples(self, groups: Sequence[Group]) -> None:
+        """The first rollout of each group: prompt, completion, reward."""
+        for number, group in enumerate(groups, start=1):
+            if not group.rollouts:
+                continue
+            rollout = group.rollouts[0]
+            self._print(Text(f"sample {number}, reward {rollout.reward:.2f}", style="bold"))
+            self._print(Text(_indent("prompt      ", group.prompt), style="dim"))
+            self._print(Text(_indent("completion  ", rollout.text)))
+
+    def warn(self, text: str) -> None:
+        """Something went wrong and the run goes on."""
+        self._print(Text(f"warning: {text}", style="yellow"))
+
+    def done(self, sentence: str) -> None:
+        """The last word; takes the bar away."""
+        self.close()
+        self._print(Text(sentence, style="bold"))
+
+    def close(self) -> None:
+        """Takes the bar away. What is printed afterwards is plain."""
+        self._progress.stop()
+
+    def _show(self, description: str, done: int | None = None, total: int | None = None) -> None:
+        """Puts the bar on the screen with this text; without `done` its position stays."""
+        if not self._live:
+            return
+        if self._task is None:
+            self._task = self._progress.add_task(description, total=None, count="")
+            self._progress.start()
+        self._progress.update(self._task, description=description)
+        if done is not None:
+            self._progress.update(self._task, completed=done, total=total, count=f"{done}/{total}")
+
+    def _print(self, text: Text) -> None:
+        self._rich.print(text)
+
+    def _clock(self) -> str:
+        """Minutes and seconds since this console was made."""
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        return f"{minutes:02d}:{seconds:02d}"
+
+
+_SECONDS = (
+    ("generate", "generate"),
+    ("wait", "wait"),
+    ("pack", "pack"),
+    ("forward", "forward"),
+    ("forward_backward", "train"),
+    ("optim_step", "optimize"),
+    ("critic", "critic"),
+    ("push", "push"),
+    ("pull", "pull"),
+    ("evaluate", "evaluate"),
+)
+"""Phase of a step -> its word on the line, in the order in which they happen."""
+
+
+def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
+    """Everything of one step that a user watches, on one line."""
+    line = Text(f"{int(metrics['step']):>{len(str(total_steps))}}/{total_steps}")
+    if "reward_mean" in metrics:
+        line.append("  reward ")
+        line.append(_number(metrics["reward_mean"], ".3f"), style="bold green")
+        line.append(f"±{_number(metrics.get('reward_std', math.nan), '.2f')}")
+    _append(line, metrics, "loss", "loss", "+.4f")
+    _append(line, metrics, "grad", "grad_norm", ".3g")
+    _append(line, metrics, "lr", "learning_rate", ".2g")
+    _append(line, metrics, "gap", "logprob_gap_mean", ".4f")
+    _append(line, metrics, "lag", "lag_mean", ".2f")
+    rates = [
+        _number(metrics[f"{side}_tokens_per_s"], ".0f")
+        for side in ("generation", "training")
+        if f"{side}_tokens_per_s" in metrics
+    ]
+    if rates:
+        line.append(f"  tok/s {'/'.join(rates)}")
+    seconds = [(word, metrics[f"seconds_{phase}"]) for phase, word in _SECONDS if f"seconds_{phase}" in metrics]
+    if "seconds_step" in metrics:
+        line.append(f"  {_number(metrics['seconds_step'], '.1f')} s", style="cyan")
+    if seconds:
+        phases = " ".join(f"{word} {_number(value, '.1f')}" for word, value in seconds)
+        line.append(f" ({phases})", style="dim")
+    return line
+
+
+def _append(line: Text, metrics: Mapping[str, float], label: str, name: str, form: str) -> None:
+    """Adds one labelled number, in red when it is not finite."""
+    if name in metrics:
+        value = metrics[name]
+        line.append(f"  {label} ")
+        line.append(_number(value, form), style="" if math.isfinite(value) else "bold red")
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+def _indent(label: str, text: str) -> str:
+    """`text` behind a label, its further lines indented as far, its end cut off when it is very long."""
+    text = text.strip()
+    if len(text) > _MAX_SAMPLE_CHARACTERS:
+        text = text[:_MAX_SAMPLE_CHARACTERS] + " ..."
+    return "  " + label + text.replace("\n", "\n  " + " " * len(label))

@@ -1,0 +1,103 @@
+"""What the recipes of all loops have in common; each loop adds its own fields."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from controller.runs.preflight import check_sampled_distribution
+from generator.config import GeneratorConfig
+from rl.advantages.group_relative import ADVANTAGES
+from rl.checks import check_at_least, check_known
+from rl.envs.check import require_env
+from rl.losses import get_loss
+from rl.protocols import Env
+from rl.types import AdamParams, SamplingParams
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """Of every loop."""
+
+    model: str
+    """A local Hugging Face directory, or a name that `controller.runs.models` knows."""
+    trainer: TrainerConfig
+    """How the model is laid out over processes, and how it computes."""
+    num_steps: int
+    """Optimizer steps of the run; one that is resumed counts from its beginning."""
+    learning_rate: float
+    """The peak of the loop's schedule."""
+    warmup_steps: int = 0
+    """First steps, over which the learning rate rises to it in a straight line."""
+    grad_clip_norm: float = 1.0
+    """Norm that a step's gradient is scaled down to where it is larger, after normalisation; 0 switches it off."""
+    num_heldout: int = 200
+    """Held-out problems (examples, pairs) of an evaluation: always the same, and never among the training data."""
+    evaluate_every: int = 10
+    """Steps from one evaluation to the next; the first is before the first step, the last one after the last."""
+    checkpoint_every: int = 0
+    """Steps from one checkpoint to the next, the last step's included; 0 for none. A run goes on from its newest one;
+    the trained model is exported in any case."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay on disk; each holds the parameters and the optimizer's state in float32."""
+    seed: int = 0
+    """Decides which training data come, and how they are sampled."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_at_least(
+            1,
+            num_steps=self.num_steps,
+            num_heldout=self.num_heldout,
+            evaluate_every=self.evaluate_every,
+            keep_checkpoints=self.keep_checkpoints,
+        )
+        check_at_least(0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps)
+        self.adam(self.learning_rate)
+
+    def adam(self, learning_rate: float) -> AdamParams:
+        """The optimizer's parameters for a step with this learning rate."""
+        return AdamParams(learning_rate=learning_rate, grad_clip_norm=self.grad_clip_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLoopConfig(LoopConfig):
+    """Of a loop that samples what it learns from."""
+
+    env: Env
+    """Where problems come from, and what rewards the answers."""
+    generator: GeneratorConfig
+    """How the sampled model is laid out over processes, and in which dtype."""
+    sampling: SamplingParams
+    """Of training rollouts."""
+    prompts_per_step: int
+    """Problems that a step samples rollouts of."""
+    heldout_samples: int = 1
+    """Answers to each held-out problem: one greedy, or several sampled ones with pass@k; training sees none of it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError as the base does."""
+        LoopConfig.__post_init__(self)  # super() does not know a class with slots
+        require_env(self.env)
+        check_at_least(1, prompts_per_step=self.prompts_per_step, heldout_samples=self.heldout_samples)
+        check_sampled_distribution(self.sampling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoopConfig(RolloutLoopConfig):
+    """Of a loop that compares the rollouts of one prompt."""
+
+    group_size: int
+    """Rollouts of each prompt, at least 2: an advantage is relative to its group."""
+    advantage: str = "group_mean_std"
+    """How a group's rewards become advantages, by its name in `rl.advantages.group_relative.ADVANTAGES`."""
+    loss: str = "importance_sampling"
+    """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
+    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    """The loss's options, and those that all policy losses share (`rl.losses.shared`), by name."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError as the base does."""
+        RolloutLoopConfig.__post_init__(self)
+        check_at_least(2, group_size=self.group_size)
+        check_known("advantage", self.advantage, ADVANTAGES)
+        get_loss(self.loss, self.loss_config)

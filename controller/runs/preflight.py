@@ -1,0 +1,53 @@
+"""What a loop checks before it starts any process; shared, so that a loop stays one page."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from generator.config import GeneratorConfig
+from rl.hf_config import inspect_model
+from rl.protocols import Problem
+from rl.rollouts.rendering import Renderer
+from rl.types import Datum, SamplingParams
+
+
+def check_sampled_distribution(sampling: SamplingParams) -> None:
+    """Raises ValueError for rollouts from another distribution than the one whose log-probs the trainer computes.
+
+    The generator's log-probs are those of what it sampled from; at another temperature, or with a cut-off tail, the
+    ratio of trainer to generator would be off from the first step.
+    """
+    whole: Mapping[str, tuple[float, float]] = {
+        "temperature": (sampling.temperature, 1.0),
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, -1),
+    }
+    for name, (value, accepted) in whole.items():
+        if value != accepted:
+            raise ValueError(
+                f"sampling.{name} is {value}; training rollouts need {accepted}, the distribution that is trained"
+            )
+
+
+def check_prompts_fit(
+    renderer: Renderer, problems: Iterable[Problem], generator: GeneratorConfig, sampling: SamplingParams
+) -> None:
+    """Raises ValueError for the first prompt that leaves no room for its completion in the generator's context."""
+    room = generator.max_model_len - sampling.max_tokens
+    for problem in problems:
+        length = len(renderer.encode(problem.prompt))
+        if length > room:
+            raise ValueError(
+                f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "
+                f"generator's context of {generator.max_model_len} tokens (max_model_len) has room for {room}"
+            )
+
+
+def check_texts_fit(max_tokens: int, model: Path, heldout: Sequence[Datum]) -> None:
+    """Raises ValueError for texts that the model's context does not hold, and when none is left to measure on."""
+    context = inspect_model(model).max_context
+    if not 1 < max_tokens <= context:
+        raise ValueError(
+            f"max_tokens is {max_tokens}; it must be between 2 and the model's context of {context} tokens"
+        )
+    if not heldout:
+        raise ValueError(f"max_tokens is {max_tokens}; every held-out text is longer, so that nothing can be measured")

@@ -1,0 +1,221 @@
+"""What a loop says as it goes: one call per step, one per evaluation, one at the end.
+
+Turns the values of a step into metrics, and writes them where a user looks: the console, `metrics.jsonl`,
+`rollouts.jsonl` and `reward.png`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from controller.runs.console import Console
+from rl.algorithms.metrics import PhaseClock, logprob_gap, num_completion_tokens, per_token, rollout_metrics
+from rl.rollouts.evaluation import Evaluation, Interval, Measurement
+from rl.runs.folder import RunFolder
+from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
+
+_NUM_SAMPLES = 3
+# What the trainer and its loss report: sums over the scored tokens, and what is no sum.
+_PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy")
+_AS_THEY_ARE = ("ratio_max", "seconds_engine_max")
+
+
+EQUAL_REWARDS = "in every group all rewards were equal"
+"""Why a step of rollouts has nothing to learn from."""
+
+
+class Report:
+    """One run's reporting. Steps count from 1; step 0 is the model as it came."""
+
+    def __init__(self, folder: RunFolder, console: Console, total_steps: int) -> None:
+        """`total_steps` is the length of the progress bar."""
+        self.folder = folder
+        self.total_steps = total_steps
+        self._console = console
+        self._start = time.monotonic()
+        self._first_evaluation: Evaluation | None = None
+        self._last_evaluation: Evaluation | None = None
+        self._first_measured: dict[str, Measurement] = {}
+        self._last_measured: dict[str, Measurement] = {}
+        self._first_step: int | None = None  # after which held-out data were first measured
+        self._last_groups: Sequence[Group] = ()
+        self.skipped_in_a_row = 0
+        """Optimizer steps in a row, up to the latest, that a non-finite gradient made the trainer skip."""
+        self.without_signal_in_a_row = 0
+        """Steps in a row, up to the latest, that had nothing to learn from."""
+        self.why_without_signal = EQUAL_REWARDS
+        """Of the latest of them."""
+
+    @property
+    def log_dir(self) -> Path:
+        """Where processes log."""
+        return self.folder.logs
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the trained model goes, in Hugging Face's format."""
+        return self.folder.path / "model"
+
+    def resume(self) -> None:
+        """Counts again what a run that goes on had counted, from the steps that its folder holds."""
+        self.skipped_in_a_row = self.without_signal_in_a_row = 0
+        for row in self.folder.metrics():
+            self._count(row)
+
+    def phase(self, text: str) -> None:
+        """Says what is going on where there is no step to show."""
+        self._console.phase(text)
+
+    def step(
+        self,
+        step: int,
+        clock: PhaseClock,
+        groups: Sequence[Group],
+        batch: Sequence[Datum],
+        output: ForwardBackwardOutput,
+        update: OptimStepOutput,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """One finished step: what was sampled (nothing, if it was not), what was trained on and what came of it.
+
+        `metrics` are the loop's own, and take the place of those of the same name.
+        """
+        training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
+        generation_s = clock.seconds("generate")
+        if update.skipped:
+            self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
+        sampled_tokens = num_completion_tokens(groups)
+        self._write_step(
+            step,
+            groups,
+            {
+                **(rollout_metrics(groups) if groups else {}),
+                "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"]),
+                **per_token(output.metrics, _PER_TOKEN),
+                **{name: output.metrics[name] for name in _AS_THEY_ARE if name in output.metrics},
+                **update.metrics,
+                "grad_norm": update.grad_norm,
+                "learning_rate": update.learning_rate,
+                "policy_version": float(update.policy_version),
+                "skipped": float(update.skipped),
+                **logprob_gap(batch, output),
+                **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
+                "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
+                **clock.metrics(),
+                **(metrics or {}),
+            },
+        )
+
+    def step_without_signal(
+        self,
+        step: int,
+        clock: PhaseClock,
+        groups: Sequence[Group] = (),
+        why: str = EQUAL_REWARDS,
+    ) -> None:
+        """A step in which there was nothing to learn: every group's rewards were all equal, or what else it was."""
+        self.why_without_signal = why
+        self._console.warn(f"step {step} made no update: {why}")
+        self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Reward on held-out problems after a number of steps; nothing is said of a run that has none."""
+        if not evaluation.groups:
+            return
+        self._first_evaluation = self._first_evaluation or evaluation
+        self._first_step = step if self._first_step is None else self._first_step
+        self._last_evaluation = evaluation
+        self._console.evaluation(_label(step), evaluation)
+        self._log_intervals(step, evaluation.intervals)
+        self.folder.log_rollouts(step, evaluation.groups, split="heldout")
+        self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
+        self._plot()
+
+    def measured(self, step: int, **measured: Measurement) -> None:
+        """What was measured on held-out data after a number of steps, the most telling first."""
+        self._first_measured = {**measured, **self._first_measured}
+        self._first_step = step if self._first_step is None else self._first_step
+        self._last_measured = measured
+        self._console.measurements(_label(step), measured)
+        self._log_intervals(step, {name: measurement.interval for name, measurement in measured.items()})
+        self._plot()
+
+    def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
+        row = {"step": float(step)}
+        for name, interval in intervals.items():
+            row |= {
+                f"heldout_{name}": interval.mean,
+                f"heldout_{name}_low": interval.low,
+                f"heldout_{name}_high": interval.high,
+            }
+        self.folder.log_metrics(row)
+
+    def finish(self) -> None:
+        """The reward curve, three samples, and the sentence that says what the run achieved."""
+        self._plot()
+        self._console.samples(self._last_groups[:_NUM_SAMPLES])
+        self._console.done(self._summary())
+
+    def _summary(self) -> str:
+        minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
+        took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
+        changes = [
+            _change(
+                name, self._first_measured[name].interval, last.interval, last.change_since(self._first_measured[name])
+            )
+            + f", {len(last.values)} items)"
+            for name, last in self._last_measured.items()
+        ]
+        first, last = self._first_evaluation, self._last_evaluation
+        if first is not None and last is not None:
+            reward = _change("reward", first.reward, last.reward, last.gain_over(first))
+            changes.append(f"{reward}, {len(last.groups)} problems)")
+        what = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"  # a resumed run
+        return f"{what} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
+
+    def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
+        row = {"step": float(step), **metrics}
+        self._count(row)
+        self.folder.log_metrics(row)
+        timings = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
+        self.folder.log_rollouts(step, groups, timings=timings)
+        self._warn_of_failures(f"step {step}", groups)
+        self._console.step(row, self.total_steps)
+        self._last_groups = groups
+
+    def _count(self, row: Mapping[str, float]) -> None:
+        """A row of the metrics: a step that made an update or skipped one, a step without signal, or an evaluation."""
+        if "skipped" in row:
+            self.without_signal_in_a_row = 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+        elif "seconds_step" in row:
+            self.without_signal_in_a_row += 1
+
+    def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
+        """Says how many rollouts the environment cost, and what the first of them died of."""
+        failures = [failure for group in groups for failure in group.failures]
+        if failures:
+            total = len(failures) + sum(len(group.rollouts) for group in groups)
+            self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
+
+    def _plot(self) -> None:
+        from rl.runs.plot import plot_curve  # matplotlib, which a mistake in a recipe should not have to wait for
+
+        metrics, folder = self.folder.metrics(), self.folder.path
+        if self._first_evaluation is not None:
+            plot_curve(metrics, folder / "reward.png", folder.name)
+        for name in self._last_measured:
+            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=name)
+
+
+def _label(step: int) -> str:
+    """When an evaluation was made."""
+    return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
+
+
+def _change(name: str, first: Interval, last: Interval, change: Interval) -> str:
+    """What became of a held-out number; the parenthesis is left open for what it was measured on."""
+    return (
+        f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
+        f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}]"
+    )

@@ -1,0 +1,1 @@
+"""What only one algorithm needs, and the metrics of a step."""

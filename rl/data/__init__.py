@@ -1,0 +1,1 @@
+"""From examples and rollouts to micro-batches of packed rows."""

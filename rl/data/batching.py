@@ -1,0 +1,176 @@
+"""Cutting a batch into micro-batches of packed rows, sharing it out over data-parallel ranks, and putting results back.
+
+Pure functions of NumPy arrays. Legend: T tokens of a datum, L tokens of a packed row, S scored positions of a row
+(those of non-zero weight).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl.data.packing import PrefixGroup, group_by_prefix
+from rl.types import Datum
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Which rank computes which datum in which of its micro-batches."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each rank, for each micro-batch, the indices of its datums. Every rank has equally many micro-batches; those
+    of a rank that has less to do are empty."""
+
+    def split(self, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
+        """For each rank, for each micro-batch, its datums."""
+        return [[[batch[i] for i in microbatch] for microbatch in rank] for rank in self.microbatches]
+
+    def restore(self, results: Sequence[Sequence[Result]]) -> tuple[Result, ...]:
+        """Takes each rank's results, one per datum in the order of its micro-batches, to the order of the batch."""
+        placed: dict[int, Result] = {}
+        for rank, of_rank in zip(self.microbatches, results, strict=True):
+            indices = [i for microbatch in rank for i in microbatch]
+            placed.update(zip(indices, of_rank, strict=True))
+        return tuple(placed[i] for i in range(len(placed)))
+
+
+def plan_batch(
+    batch: Sequence[Datum], *, num_ranks: int, max_tokens_per_microbatch: int, share_prefixes: bool
+) -> BatchPlan:
+    """Shares datums out over ranks and packs each share into micro-batches, both balanced by tokens.
+
+    With `share_prefixes`, datums that begin alike stay together and count their common tokens once, as a packed row
+    does. No micro-batch exceeds the budget, except one that holds a single datum longer than it.
+    """
+    lengths = [len(datum.tokens) for datum in batch]
+    groups = group_by_prefix(batch) if share_prefixes else [PrefixGroup(0, (i,)) for i in range(len(batch))]
+    fair_share = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
+    units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, fair_share)]
+    sizes = [unit.num_tokens(lengths) for unit in units]
+    shares = _balance(sizes, range(len(units)), num_ranks)
+    packed = [_pack(sizes, share, max_tokens_per_microbatch) for share in shares]
+    most = max(len(rank) for rank in packed)
+    return BatchPlan(
+        microbatches=tuple(
+            (*(tuple(i for u in bin_ for i in units[u].members) for bin_ in rank), *[()] * (most - len(rank)))
+            for rank in packed
+        )
+    )
+
+
+def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, fair_share: int) -> list[PrefixGroup]:
+    """Even parts of a group, each with the prefix of its own, of at most `budget` tokens where that is possible.
+
+    A part has at most `fair_share` tokens beside the prefix, so that a large group does not unbalance the ranks.
+    """
+    own = [lengths[i] - group.prefix for i in group.members]
+    room = max(1, min(budget - group.prefix, fair_share))
+    target = -(-sum(own) // -(-sum(own) // room)) if sum(own) else 0
+    parts: list[PrefixGroup] = []
+    members: list[int] = []
+    size = 0
+    for i, tokens in zip(group.members, own, strict=True):
+        if members and (size + tokens > room or size >= target):
+            parts.append(PrefixGroup(group.prefix, tuple(members)))
+            members, size = [], 0
+        members.append(i)
+        size += tokens
+    return [*parts, PrefixGroup(group.prefix, tuple(members))]
+
+
+def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
+    """Largest first, each into the emptiest bin: at most 4/3 of the best possible fullest bin (Graham 1969)."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = np.zeros(num_bins, dtype=np.int64)
+    for i in sorted(indices, key=lambda i: (-sizes[i], i)):
+        emptiest = int(loads.argmin())
+        bins[emptiest].append(i)
+        loads[emptiest] += sizes[i]
+    return [tuple(reversed(members)) for members in bins]
+
+
+def _pack(sizes: Sequence[int], share: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Balanced micro-batches of one rank's share, as few as the budget allows a balanced split to have."""
+    if not share:
+        return []
+    num_bins = max(1, -(-sum(sizes[i] for i in share) // budget))
+    while True:
+        bins = [members for members in _balance(sizes, share, num_bins) if members]
+        if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
+            return bins
+        num_bins += 1
+
+
+def validate_batch(
+    batch: Sequence[Datum], *, required_inputs: Sequence[str] = (), vocab_size: int, max_seq_len: int
+) -> None:
+    """Raises ValueError naming the datum and the field of the first thing that no trainer could compute with.
+
+    `required_inputs` are names the loss needs beside `target_tokens`.
+    """
+    if len(batch) == 0:
+        raise ValueError("batch is empty; it must hold at least one Datum")
+    names = batch[0].loss_inputs.keys()
+    for i, datum in enumerate(batch):
+        _check_array(f"batch[{i}].tokens", datum.tokens, integer=True)
+        if not 1 <= len(datum.tokens) <= max_seq_len:
+            raise ValueError(
+                f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"
+            )
+        _check_token_ids(f"batch[{i}].tokens", datum.tokens, vocab_size)
+        for name in ("target_tokens", *required_inputs):
+            if name not in datum.loss_inputs:
+                raise ValueError(f"batch[{i}].loss_inputs lacks {name!r}; it has {sorted(datum.loss_inputs)}")
+        if datum.loss_inputs.keys() != names:
+            raise ValueError(
+                f"batch[{i}].loss_inputs has {sorted(datum.loss_inputs)}; batch[0].loss_inputs has {sorted(names)}, "
+                "and all datums of a batch must have the same"
+            )
+        for name, array in datum.loss_inputs.items():
+            field = f"batch[{i}].loss_inputs[{name!r}]"
+            _check_array(field, array, integer=name == "target_tokens")
+            if len(array) != len(datum.tokens):
+                raise ValueError(f"{field} has length {len(array)}; batch[{i}].tokens has length {len(datum.tokens)}")
+        _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
+
+
+def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
+        shape = getattr(array, "shape", None)
+        raise ValueError(
+            f"{field} is a {type(array).__name__} of shape {shape}; a NumPy array of one dimension is expected"
+        )
+    if integer and array.dtype != np.int64:
+        raise ValueError(f"{field} has dtype {array.dtype}; int64 is expected")
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{field} has dtype {array.dtype}; numbers are expected")
+    if not np.isfinite(array).all():
+        first = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise ValueError(f"{field}[{first}] is {array[first]}; every value must be finite")
+
+
+def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> None:
+    outside = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(outside):
+        first = int(outside[0])
+        raise ValueError(f"{field}[{first}] is {array[first]}; token ids are between 0 and {vocab_size - 1}")
+
+
+def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of parts of a batch -> of the whole: sums, except names that end in `_max` or `_min`."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name.endswith("_max"):
+                merged[name] = max(merged[name], value)
+            elif name.endswith("_min"):
+                merged[name] = min(merged[name], value)
+            else:
+                merged[name] += value
+    return merged

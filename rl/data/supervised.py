@@ -1,0 +1,57 @@
+"""From texts that somebody else wrote to what the trainer learns from."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from rl.checks import check_known
+from rl.data.sources import Example
+from rl.protocols import Trainer
+from rl.rollouts.evaluation import Measurement
+from rl.rollouts.rendering import Renderer
+from rl.types import Datum
+
+TrainOn = Literal["completion", "all"]
+
+
+def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], train_on: TrainOn) -> Datum:
+    """The sequence prompt + completion, shifted by one, with weight 1 where it is learned and 0 elsewhere.
+
+    Legend: P prompt tokens, N completion tokens, T = P + N - 1. "completion" scores the last N positions, "all" every
+    one. Raises ValueError without a prompt token, from which the first of the completion is predicted.
+    """
+    if len(prompt_tokens) == 0:
+        raise ValueError("the prompt has no tokens; a first token has nothing to be predicted from")
+    sequence = np.array([*prompt_tokens, *completion_tokens], dtype=np.int64)
+    num_tokens = len(sequence) - 1
+    scored = np.arange(num_tokens) >= (len(prompt_tokens) - 1 if train_on == "completion" else 0)
+    return Datum(
+        tokens=sequence[:-1], loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)}
+    )
+
+
+def examples_to_data(
+    renderer: Renderer, examples: Sequence[Example], *, train_on: TrainOn, max_tokens: int
+) -> list[Datum]:
+    """One datum per example, in order; those of more than `max_tokens` tokens are left out, never cut short.
+
+    Raises ValueError for a `train_on` that is not known.
+    """
+    check_known("train_on", train_on, get_args(TrainOn))
+    encoded = [
+        (renderer.encode(example.prompt), renderer.encode_completion(example.completion)) for example in examples
+    ]
+    return [
+        text_to_datum(prompt, completion, train_on)
+        for prompt, completion in encoded
+        if len(prompt) + len(completion) <= max_tokens
+    ]
+
+
+async def heldout_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
+    """Cross-entropy per token of each datum of positive weights, weighted by its number of scored tokens."""
+    output = await trainer.forward(batch)
+    num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)
+    sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in output.logprobs]
+    return Measurement(values=-np.array(sums) / num_tokens, weights=num_tokens)

@@ -1,0 +1,271 @@
+"""From problems to scored groups, and from groups to what the trainer learns from.
+
+All problems of a step are in flight at once, and every rollout goes on by itself after its first turn; the generator
+batches what there is. Tokens go in and tokens come out: what the model sampled is never tokenised again.
+"""
+
+import asyncio
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl.protocols import Done, Episode, Generator, Observation, Problem
+from rl.rollouts.guard import EnvironmentFailedError, call_environment
+from rl.rollouts.recorded import RecordedProblem
+from rl.rollouts.rendering import Renderer, prompt_text
+from rl.types import Completion, Datum, Group, Rollout, SamplingParams, Turn
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_TIME_LIMIT_S = 60.0
+
+T = TypeVar("T")
+
+
+async def rollout_groups(
+    generator: Generator,
+    renderer: Renderer,
+    problems: Sequence[Problem],
+    sampling: SamplingParams,
+    num_samples: int,
+    *,
+    time_limit_s: float = _TIME_LIMIT_S,
+) -> list[Group]:
+    """The groups of these problems, in their order, all in flight at once; see `rollout_group`.
+
+    With a seed in `sampling`, problem i uses the seeds from seed + i * num_samples on: no two completions share one.
+    """
+
+    def one(index: int, problem: Problem) -> Coroutine[Any, Any, Group]:
+        seed = None if sampling.seed is None else sampling.seed + index * num_samples
+        seeded = replace(sampling, seed=seed)
+        return rollout_group(generator, renderer, problem, seeded, num_samples, time_limit_s=time_limit_s)
+
+    return await _all([one(index, problem) for index, problem in enumerate(problems)])
+
+
+async def rollout_group(
+    generator: Generator,
+    renderer: Renderer,
+    problem: Problem,
+    sampling: SamplingParams,
+    num_samples: int,
+    *,
+    time_limit_s: float = _TIME_LIMIT_S,
+) -> Group:
+    """`num_samples` attempts at one problem, single-turn or of as many turns as its episodes want.
+
+    `sampling.max_tokens` is of each turn. An episode that the context has no room for ends as truncated, with the
+    reward that its last observation names. A call of the environment that raises, takes more than `time_limit_s`
+    seconds or returns what it must not costs that rollout, and `Group.failures` says so. What the generator raises is
+    raised, and ends the other rollouts. A recorded problem is its group: nothing is sampled.
+    """
+    if isinstance(problem, RecordedProblem):
+        return problem.group
+    player = _Player(generator, renderer, sampling, time_limit_s)
+    try:
+        prompt = problem.prompt
+        tokens = renderer.encode(prompt)
+        if player.room(len(tokens)) < sampling.max_tokens:
+            raise ValueError(
+                f"its prompt of {len(tokens)} tokens leaves no room for max_tokens {sampling.max_tokens} in a context "
+                f"of {renderer.max_model_len} (max_model_len)"
+            )
+    except Exception as error:  # the environment's doing, whatever it is
+        failures = (f"problem {problem.id!r}: {type(error).__name__}: {error}",) * num_samples
+        return Group(problem_id=problem.id, prompt="", rollouts=(), failures=failures)
+    text = prompt_text(prompt)
+    completions = await generator.generate(tokens, sampling, num_samples)
+    first_turns = [Turn(prompt_tokens=tokens, completion=completion, prompt=text) for completion in completions]
+    played = await _all([player.play(problem, i, turn) for i, turn in enumerate(first_turns)])
+    return Group(
+        problem_id=problem.id,
+        prompt=text,
+        rollouts=tuple(rollout for rollout in played if isinstance(rollout, Rollout)),
+        failures=tuple(failure for failure in played if isinstance(failure, str)),
+    )
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The sampling seed of a step of a run: far enough apart for 2^20 completions a step."""
+    return (seed << 40) + (step << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class _Player:
+    """Plays episodes to their end."""
+
+    generator: Generator
+    renderer: Renderer
+    sampling: SamplingParams
+    time_limit_s: float
+
+    async def play(self, problem: Problem, sample: int, first: Turn) -> Rollout | str:
+        """The rollout that begins with this turn, or what the environment did wrong."""
+        try:
+            return await self._play(problem, sample, first)
+        except EnvironmentFailedError as error:
+            return f"problem {problem.id!r}: {error}"
+
+    def room(self, num_tokens: int) -> int:
+        """Tokens that the context has left after so many."""
+        context = self.renderer.max_model_len
+        return sys.maxsize if context is None else context - num_tokens
+
+    async def _play(self, problem: Problem, sample: int, first: Turn) -> Rollout:
+        turns, waited_s = [first], 0.0
+        sequence = [*first.prompt_tokens, *first.completion.tokens]
+        chat = not isinstance(problem.prompt, str)
+        episode: Episode = await call_environment(problem.start, time_limit_s=self.time_limit_s)
+        while True:
+            asked = time.perf_counter()
+            reply = await call_environment(episode.reply, turns[-1].completion.text, time_limit_s=self.time_limit_s)
+            waited_s += time.perf_counter() - asked
+            reward = checked_reward(reply)
+            if isinstance(reply, Done):
+                metrics = {name: float(value) for name, value in reply.metrics.items()}
+                return Rollout(turns=tuple(turns), reward=reward, metrics=metrics, environment_s=waited_s)
+            tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
+            sequence += tokens
+            room = self.room(len(sequence))
+            if room < 1:
+                return Rollout(turns=tuple(turns), reward=reward, out_of_context=True, environment_s=waited_s)
+            sampling = replace(
+                self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
+            )
+            (completion,) = await self.generator.generate(sequence, sampling, 1)
+            turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(reply.messages)))
+            sequence += completion.tokens
+
+    def _encode_reply(self, reply: Observation, answer: Completion, *, chat: bool) -> tuple[int, ...]:
+        """The tokens of an observation. Raises `EnvironmentFailedError` if it has none."""
+        if chat == isinstance(reply.messages, str):
+            forms = ("text", "messages")
+            raise EnvironmentFailedError(f"its prompt is {forms[chat]} and its observation {forms[not chat]}")
+        try:
+            return self.renderer.encode_reply(reply.messages, answer.tokens)
+        except Exception as error:  # what a chat template refuses, or is no message at all
+            raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
+
+    def _seed(self, sample: int, turn: int) -> int | None:
+        """Of a later turn: it depends on the sample's own seed and the turn alone, whatever else is in flight."""
+        if self.sampling.seed is None:
+            return None
+        key = f"{self.sampling.seed + sample}/{turn}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2
+
+
+def checked_reward(reply: Any) -> float:
+    """The reward in a reply of the environment. Raises `EnvironmentFailedError` for what is no reply, or no number."""
+    if not isinstance(reply, Observation | Done):
+        raise EnvironmentFailedError(f"it replied with a {type(reply).__name__}; an Observation or a Done is expected")
+    for name, value in {"reward": reply.reward, **(reply.metrics if isinstance(reply, Done) else {})}.items():
+        if not _is_finite_float32(value):
+            raise EnvironmentFailedError(f"its {name} is {value!r}; it must be a finite number")
+    return float(reply.reward)
+
+
+def _is_finite_float32(number: Any) -> bool:
+    """Whether it is a number, and one that is still finite where it is computed with."""
+    try:
+        return math.isfinite(number) and abs(float(number)) <= _MAX_FLOAT32
+    except (TypeError, ValueError, OverflowError):  # not a number; an array; an integer beyond any float
+        return False
+
+
+async def _all(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first failure cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(awaitable) for awaitable in awaitables]
+        return [task.result() for task in started]
+    except BaseExceptionGroup as errors:
+        failure = errors.exceptions[0]
+    raise failure
+
+
+def group_to_data(
+    group: Group,
+    advantage: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    *,
+    keep: Callable[[Rollout], bool] = lambda _rollout: True,
+) -> list[Datum]:
+    """One Datum per rollout that `keep` keeps; every rollout counts in the advantages of the others.
+
+    Rollouts without a sampled token are left out, and so is a group whose advantages are all 0, or of which failures
+    have left fewer than two: they have no gradient.
+    """
+    if group.failures and len(group.rollouts) < 2:
+        return []  # nothing is left to compare with
+    advantages = advantage(group.rewards)
+    if not advantages.any():
+        return []
+    return [
+        rollout_to_datum(rollout, a)
+        for rollout, a in zip(group.rollouts, advantages, strict=True)
+        if rollout.num_sampled_tokens and keep(rollout)
+    ]
+
+
+def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
+    """The rollouts of all groups in which the model sampled something, in order."""
+    return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
+
+
+def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) -> Datum:
+    """The sequence of all turns, shifted by one; the sampled tokens carry the weight and the advantage.
+
+    `advantage` is the rollout's, or one for each of its sampled tokens [N]. Legend: T + 1 tokens of all turns, of which
+    N were sampled. If none was, nothing is scored, and T is the length of the prompt.
+    Raises ValueError for a prompt without tokens and for advantages of another length.
+    """
+    if not rollout.turns[0].prompt_tokens:
+        raise ValueError("the rollout's prompt has no tokens; a first token has nothing to be predicted from")
+    if np.shape(advantage) not in ((), (rollout.num_sampled_tokens,)):
+        raise ValueError(
+            f"advantage has shape {np.shape(advantage)}; it must be one number, or one for each of the rollout's "
+            f"{rollout.num_sampled_tokens} sampled tokens"
+        )
+    sequence: list[int] = []
+    sampled: list[bool] = []
+    for turn in rollout.turns:
+        sequence += (*turn.prompt_tokens, *turn.completion.tokens)
+        sampled += [False] * len(turn.prompt_tokens) + [True] * len(turn.completion.tokens)
+    if not any(sampled):  # what stands after a prompt that nothing follows is never scored
+        sequence.append(sequence[-1])
+        sampled.append(False)
+    tokens, scored = np.array(sequence, dtype=np.int64), np.array(sampled[1:])
+    logprobs, advantages = np.zeros((2, len(scored)), dtype=np.float32)
+    logprobs[scored] = [logprob for turn in rollout.turns for logprob in turn.completion.logprobs]
+    advantages[scored] = advantage
+    return Datum(
+        tokens=tokens[:-1],
+        loss_inputs={
+            "target_tokens": tokens[1:],
+            "weights": scored.astype(np.float32),
+            "logprobs": logprobs,
+            "advantages": advantages,
+        },
+    )
+
+
+def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:
+    """The batch with more loss inputs, each a sequence of one [T] per datum.
+
+    batch = with_inputs(batch, reference_logprobs=(await reference.forward(batch)).logprobs)
+
+    Raises ValueError for an input that does not have one array per datum.
+    """
+    for name, arrays in inputs.items():
+        if len(arrays) != len(batch):
+            raise ValueError(f"{name} has {len(arrays)} arrays; the batch has {len(batch)} datums")
+    return [
+        replace(datum, loss_inputs={**datum.loss_inputs, **{name: arrays[i] for name, arrays in inputs.items()}})
+        for i, datum in enumerate(batch)
+    ]

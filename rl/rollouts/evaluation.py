@@ -1,0 +1,167 @@
+"""Reward on held-out problems, with the uncertainty that comes from having only so many of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl.protocols import Generator, Problem
+from rl.rollouts.episodes import rollout_groups
+from rl.rollouts.rendering import Renderer
+from rl.types import Group, SamplingParams
+
+_NUM_RESAMPLES = 10_000
+_SEED = 1 << 61  # beyond any of training
+_RESAMPLED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An estimate with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+_UNKNOWN = Interval(mean=math.nan, low=math.nan, high=math.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One pass over the held-out problems."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[P] mean reward of each problem that the environment did not fail altogether."""
+        return np.array([group.rewards.mean() for group in self._scored])
+
+    @property
+    def reward(self) -> Interval:
+        """Mean reward over the problems; NaN if the environment failed them all."""
+        return bootstrap(self.rewards) if self._scored else _UNKNOWN
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to a problem, those that the environment failed included."""
+        return max((len(group.rollouts) + len(group.failures) for group in self.groups), default=0)
+
+    @property
+    def intervals(self) -> Mapping[str, Interval]:
+        """`reward`; and of several answers to a problem `pass_at_<k>`, for powers of two and for all of them."""
+        several = self.num_samples if self.num_samples > 1 else 0
+        ks = sorted({2**i for i in range(several.bit_length())} | {several}) if several else []
+        return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}}
+
+    def pass_at(self, k: int, *, solved: float = 1.0) -> Interval:
+        """Probability that of k answers to a problem at least one has a reward of at least `solved`.
+
+        The unbiased estimate from n answers of which c are right, 1 - C(n - c, k) / C(n, k), averaged over the
+        problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. A problem of which failures of the
+        environment have left fewer than k answers is left out. Raises ValueError when k is not between 1 and the
+        number of answers to a problem.
+        """
+        if not 1 <= k <= self.num_samples:
+            raise ValueError(
+                f"k is {k}; it must be between 1 and the number of answers to a problem, {self.num_samples}"
+            )
+        rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
+        return bootstrap(np.array(rates)) if rates else _UNKNOWN
+
+    def gain_over(self, before: "Evaluation") -> Interval:
+        """Mean change of reward since an evaluation of the same problems, paired by problem.
+
+        A problem that the environment failed altogether in either is left out. Raises ValueError when the problems are
+        not the same, in the same order.
+        """
+        ours, theirs = ([group.problem_id for group in e.groups] for e in (self, before))
+        if ours != theirs:
+            raise ValueError(
+                f"gain_over compares evaluations of the same problems; these have {len(ours)} and {len(theirs)} "
+                f"problems, of which {len({*ours} & {*theirs})} are in both"
+            )
+        pairs = zip(self.groups, before.groups, strict=True)
+        gains = [new.rewards.mean() - old.rewards.mean() for new, old in pairs if new.rollouts and old.rollouts]
+        return bootstrap(np.array(gains)) if gains else _UNKNOWN
+
+    @property
+    def _scored(self) -> list[Group]:
+        return [group for group in self.groups if group.rollouts]
+
+
+async def evaluate(
+    generator: Generator,
+    renderer: Renderer,
+    problems: Sequence[Problem],
+    sampling: SamplingParams,
+    num_samples: int = 1,
+) -> Evaluation:
+    """Attempts at each problem under the generator's current weights; see `heldout_sampling` for `sampling`."""
+    return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
+
+
+def heldout_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
+    """How held-out problems are sampled, and how often each, as `evaluate` takes it.
+
+    One answer is greedy. Several are sampled as in training, with the same seeds in every evaluation; training never
+    uses those seeds (`rl.rollouts.episodes.step_seed`).
+    """
+    once = num_samples == 1
+    return replace(sampling, temperature=0.0) if once else replace(sampling, seed=_SEED), num_samples
+
+
+def _pass_at(k: int, right: NDArray[np.bool_]) -> float:
+    """From which of n answers are right, as exact integers."""
+    num_wrong = len(right) - int(right.sum())
+    return 1 - math.comb(num_wrong, k) / math.comb(len(right), k)
+
+
+def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> Interval:
+    """Mean of [P] values with the percentile bootstrap's 95 % interval (Efron and Tibshirani 1993, chapter 13).
+
+    With `weights` [P], all above 0, the weighted mean. The resampling is seeded: the same values always have the same
+    interval. Raises ValueError for no values, and for one that is not finite.
+    """
+    if len(values) == 0:
+        raise ValueError("bootstrap needs at least one value")
+    if not np.isfinite(values).all():
+        raise ValueError(f"bootstrap was given {values[~np.isfinite(values)][0]}; every value must be finite")
+    random = np.random.default_rng(0)
+    at_once = max(_RESAMPLED_AT_ONCE // len(values), 1)  # so that many problems do not take gigabytes
+    counts = [min(at_once, _NUM_RESAMPLES - start) for start in range(0, _NUM_RESAMPLES, at_once)]
+    picks = (random.integers(len(values), size=(count, len(values))) for count in counts)
+    if weights is None:
+        means = np.concatenate([values[pick].mean(axis=1) for pick in picks])
+    else:
+        products = values * weights
+        means = np.concatenate([products[pick].sum(axis=1) / weights[pick].sum(axis=1) for pick in picks])
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Interval(mean=float(np.average(values, weights=weights)), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Something measured on held-out data other than reward: a loss, an accuracy, a divergence."""
+
+    values: NDArray[np.float64]
+    """[P] one per held-out item."""
+    weights: NDArray[np.float64] | None = None
+    """[P] how much each item counts, above 0: its number of tokens, for a mean over tokens. None: all the same."""
+
+    @property
+    def interval(self) -> Interval:
+        """Mean over the items."""
+        return bootstrap(self.values, self.weights)
+
+    def change_since(self, before: "Measurement") -> Interval:
+        """Mean change since a measurement of the same items, paired by item. Raises ValueError for other items."""
+        if len(self.values) != len(before.values):
+            raise ValueError(
+                f"change_since compares measurements of the same items; these have {len(self.values)} and "
+                f"{len(before.values)}"
+            )
+        return bootstrap(self.values - before.values, self.weights)

@@ -1,0 +1,228 @@
+"""What a run leaves on disk: one folder with its configuration, metrics, rollouts and logs, readable while it grows.
+
+    runs/<name>/config.json       the configuration, as given
+                recipe.json       the recipe it came from, for `ownloop run --resume`
+                metrics.jsonl     one line per step
+                rollouts.jsonl    one line per rollout
+                reward.png        see rl/runs/plot.py
+                checkpoints/      see controller/runs/checkpoints.py
+                logs/             what processes and libraries print
+
+Every line is complete when it is written, and a line that a killed process left unfinished is dropped when the run is
+resumed. JSON has no NaN, so numbers that are not finite are stored as null. One process at a time writes to a folder.
+"""
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from rl.rollouts.serialization import group_rows
+from rl.types import Group
+
+CONFIG_FILE = "config.json"
+LOOP_FILE = "loop.json"
+"""In a checkpoint's directory, written before anything else: the step, and `trainers`, the names of what it holds."""
+_MIN_FREE_BYTES = 256 * 2**20
+
+
+class RunFolder:
+    """One run's folder. Making it checks that it can be written, so that a run does not fail at its first step."""
+
+    def __init__(
+        self, path: Path, config: object, *, resume: bool = False, min_free_bytes: int = _MIN_FREE_BYTES
+    ) -> None:
+        """Creates the folder and writes `config` (a dataclass) to it; with `resume`, goes on in the folder of a run.
+
+        Raises ValueError when `path` holds something else or another run, cannot be written, belongs to another
+        `RunFolder` that is still there, in whatever process, or its disk has less than `min_free_bytes` left.
+        """
+        self.path = path.absolute()
+        self.resumed = resume
+        """Whether the folder was there already, so that a loop goes on where its last checkpoint left off."""
+        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
+        _check_free_to_use(self.path, is_run=is_run, resume=resume)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free
+            if free < min_free_bytes:
+                raise ValueError(
+                    f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
+                )
+            self._lock = (self.path / ".lock").open("w")  # goes with this object, or with its process
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for lines in (self.metrics_file, self.rollouts_file):
+                _drop_unfinished_line(lines)
+            write_json(self.path / CONFIG_FILE, config)
+        except BlockingIOError:
+            raise ValueError(
+                f"run folder {path} is in use by another run, in this process or another; end that first"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
+
+    @property
+    def logs(self) -> Path:
+        """Where processes and libraries log."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go; made by who writes the first."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts_file(self) -> Path:
+        """One JSON object per rollout, with the tokens, log-probs and versions of each of its turns."""
+        return self.path / "rollouts.jsonl"
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Appends one step."""
+        _append(self.metrics_file, [{**metrics, "time": time.time()}])
+
+    def log_rollouts(
+        self, step: int, groups: Sequence[Group], *, split: str = "train", timings: Mapping[str, float] | None = None
+    ) -> None:
+        """Appends every rollout of these groups. `timings` are the seconds of the phases that produced them."""
+        _append(
+            self.rollouts_file,
+            [
+                {"step": step, "split": split, **row, "timings": {**(timings or {}), **row["timings"]}}
+                for group in groups
+                for row in group_rows(group)
+            ],
+        )
+
+    def lengths(self) -> dict[str, int]:
+        """Bytes of every file that grows by lines, once they are on the disk."""
+        for file in self._line_files:
+            with file.open("a") as stream:
+                os.fsync(stream.fileno())
+        return {file.name: file.stat().st_size for file in self._line_files}
+
+    def cut_back(self, lengths: Mapping[str, int]) -> None:
+        """Drops every line that was written after `lengths` was taken; a file it does not name becomes empty.
+
+        Raises ValueError when a file is shorter than it was: somebody else has changed it.
+        """
+        for file in self._line_files:
+            length = lengths.get(file.name, 0)
+            size = file.stat().st_size if file.exists() else 0
+            if size < length:
+                raise ValueError(f"{file} has {size} bytes; it had {length} when the last checkpoint was saved")
+            if size > length:
+                os.truncate(file, length)
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step goes."""
+        return self.checkpoints / f"step-{step:05d}"
+
+    def complete_checkpoints(self) -> list[Path]:
+        """The directories that hold all of a checkpoint, in the order of their steps."""
+        return complete_checkpoints(self.checkpoints)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Every step logged so far, in order; numbers that were not finite come back as NaN."""
+        return read_metrics(self.metrics_file)
+
+    def saved(self) -> str:
+        """What the folder holds now, in a few words."""
+        parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
+        complete = self.complete_checkpoints()
+        if complete:
+            parts.append(f"{len(complete)} checkpoint{'s' * (len(complete) > 1)}, the last {complete[-1].name}")
+        else:
+            parts.append("no checkpoint")
+        return f"{', '.join(parts)} in {self.path}"
+
+    @property
+    def _line_files(self) -> tuple[Path, ...]:
+        return self.metrics_file, self.rollouts_file
+
+
+def read_metrics(file: Path) -> list[dict[str, float]]:
+    """The steps of a metrics.jsonl, without a last line that is still being written. No file is no steps."""
+    if not file.exists():
+        return []
+    text = file.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    steps: list[dict[str, float | None]] = [json.loads(line) for line in lines]
+    return [{name: math.nan if value is None else value for name, value in step.items()} for step in steps]
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """What `RunFolder.complete_checkpoints` says, of the directory of a run's checkpoints."""
+    steps: dict[Path, int] = {}
+    for file in directory.glob(f"step-*/{LOOP_FILE}"):
+        loop = json.loads(file.read_text(encoding="utf-8"))
+        if all((file.parent / name).is_dir() for name in loop["trainers"]):
+            steps[file.parent] = loop["step"]
+    return sorted(steps, key=lambda path: steps[path])
+
+
+def write_json(file: Path, value: object) -> None:
+    """Writes a file of JSON so that a reader, and a run after a crash, sees all of it or none."""
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(to_json(value), indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def to_json(value: Any) -> Any:
+    """`value` in JSON types: dataclasses become objects, paths strings, what is not finite null, the rest its text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return to_json(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in cast("Sequence[Any]", value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if callable(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return str(value)
+
+
+def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
+    """Raises ValueError unless `path` is a run to resume or nothing yet."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run folder {path} is a file; name a new folder")
+    if resume and not is_run:
+        raise ValueError(f"run folder {path} holds no run to resume")
+    if not resume and is_run:
+        raise ValueError(f"run folder {path} already holds a run; name a new folder")
+    if not is_run and path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"run folder {path} exists and is not a run's; name a new or empty folder")
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the rows with one call, so that a reader sees whole lines."""
+    text = "".join(json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _drop_unfinished_line(file: Path) -> None:
+    """Cuts off what follows the last line end."""
+    if file.exists():
+        with file.open("rb+") as stream:
+            stream.truncate(stream.read().rfind(b"\n") + 1)

@@ -1,0 +1,80 @@
+"""The picture of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+_TRAIN = "#4477aa"  # Paul Tol's "bright" scheme, which the colour-blind can tell apart
+_HELDOUT = "#cc3311"
+
+
+def plot_curve(
+    metrics: Sequence[Mapping[str, float]],
+    file: Path,
+    title: str,
+    *,
+    name: str = "reward",
+    training: str = "reward_mean",
+) -> None:
+    """Draws one metric of a run's steps (see `rl.runs.folder.read_metrics`) as a PNG, with what there is of it.
+
+    Training: each step's `training` as a dot, and their moving average. Held-out: `heldout_<name>` with its 95 %
+    interval. A row may hold either or both.
+    """
+    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    trained = _columns(metrics, "step", training)
+    if trained.size:
+        steps, mean = trained
+        window = max(1, min(len(steps) // 4, 5))
+        alpha = 0.45 if window > 1 else 1.0
+        axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
+        if window > 1:
+            label = f"training, mean of {window} steps"
+            axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
+    heldout = _columns(metrics, "step", *(f"heldout_{name}{end}" for end in ("", "_low", "_high")))
+    if heldout.size:
+        steps, mean, low, high = heldout
+        axes.errorbar(
+            steps,
+            mean,
+            yerr=np.clip([mean - low, high - mean], 0, None),
+            fmt="s-",
+            color=_HELDOUT,
+            markersize=5,
+            linewidth=1.2,
+            capsize=3,
+            label="held-out, 95 % interval",
+            zorder=3,
+        )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(name.replace("_", " "))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if trained.size or heldout.size:
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    canvas.print_png(str(file))
+
+
+def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
+    """[len(names), rows] of the rows that have all these names with finite values."""
+    rows = [
+        [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
+    ]
+    return np.array(rows, dtype=np.float64).T
+
+
+def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """[N] mean of the `window` values around each; of those that there are, near the ends."""
+    kernel = np.ones(window)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")

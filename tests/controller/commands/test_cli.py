@@ -1,0 +1,237 @@
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from controller.commands.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override
+
+RECIPE = Path(__file__).with_name("toy_recipe.py")
+ROOT = Path(__file__).parents[3]
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line as a user starts it."""
+    return [sys.executable, "-m", "controller.commands.cli", *arguments]
+
+
+def ownloop(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One finished command, started elsewhere than in the checkout."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command(*arguments), cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def start(cwd: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
+    """A run that goes on until it is stopped, and the process it started."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = command("run", str(RECIPE), "--name", "a", "--mode", mode)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(arguments, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    file = cwd / "runs" / "a" / "pid"
+    end = time.monotonic() + 30
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process, int(file.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_run_from_start_to_end(tmp_path: Path) -> None:
+    result = ownloop(tmp_path, "run", str(RECIPE), "--num-steps", "7")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["2/7  reward 0.500±nan", "That was all."]
+    assert result.stderr == ""
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("toy_recipe-0-")
+    assert json.loads((folder / "config.json").read_text())["num_steps"] == 7
+    assert "noise from Python" in (folder / "logs" / "controller.log").read_text()
+    assert "noise from a child" in (folder / "logs" / "controller.log").read_text()
+    assert not is_alive(int((folder / "pid").read_text()))
+
+
+def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None:
+    result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a", "--mode", "crash")
+    assert result.returncode == 1
+    assert "error: RuntimeError: boom" in result.stderr
+    assert "Traceback" not in result.stderr
+    log = tmp_path / "runs" / "a" / "logs" / "controller.log"
+    assert str(log) in result.stderr
+    assert "Traceback" in log.read_text()
+    assert not is_alive(int((tmp_path / "runs" / "a" / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [
+        ("sleep", signal.SIGINT, 130),
+        ("sleep", signal.SIGTERM, 143),
+        ("block", signal.SIGINT, 130),
+        ("no-cancel", signal.SIGTERM, 143),
+    ],
+)
+def test_a_signal_ends_every_process_within_ten_seconds(
+    mode: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    process, child = start(tmp_path, mode)
+    began = time.monotonic()
+    # As a terminal does it: the signal goes to the whole process group.
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=15)
+    assert time.monotonic() - began < 10
+    assert process.returncode == code
+    assert "interrupted; saved: metrics and rollouts of 1 steps" in errors
+    assert not is_alive(child)
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    process, child = start(tmp_path, "no-cancel")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=15)
+    assert time.monotonic() - began < 4
+    assert process.returncode == 130
+    assert "saved" in errors
+    assert not is_alive(child)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "grpo_smolm2_cpu"), "error: recipe is 'grpo_smolm2_cpu', which is not known"),
+        (("run", "missing.py"), "error: there is no recipe file missing.py"),
+        (("run", str(RECIPE), "--num-step", "3"), "error: unknown option --num-step; did you mean '--num-steps'?"),
+        (("run", str(RECIPE), "--optimizer.lr", "3"), "error: unknown option --optimizer.lr"),
+        (("run", str(RECIPE), "--num-steps", "x"), "error: Error parsing --num-steps: invalid literal"),
+        (("run", str(RECIPE), "--num-steps"), "error: Missing value for argument '--num-steps'"),
+        (("run", str(RECIPE), "--optimizer.learning-rate", "nan"), "error: Optimizer.learning_rate is nan; it must be"),
+        (("run", str(RECIPE), "--optimizer.learning-rate=-1"), "error: Optimizer.learning_rate is -1.0; it must be"),
+        (("run", str(RECIPE), "surplus"), "error: Unrecognized options: surplus"),
+        (("run",), "error: the following arguments are required: RECIPE"),
+        (("train",), "error: argument COMMAND: invalid choice: 'train'"),
+        (
+            ("run", str(RECIPE), "--replay", "gone"),
+            "error: --replay is for loops that sample rollouts; ToyConfig has no",
+        ),
+        (("run", "grpo_smollm2_cpu", "--replay", "gone"), "error: the recording "),
+        (
+            ("run", "accumulate_smollm2_cpu", "--replay", "gone"),
+            "error: --replay is for loops with one rollout batch a step",
+        ),
+        (
+            ("run", "grpo_async_smollm2_cpu", "--max-policy-lag", "-1"),
+            "error: max_policy_lag is -1; it must be at least 0",
+        ),
+        (("compare", "a", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
+        (("list", "--all"), "error: unexpected argument --all"),
+        (("model", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = ownloop(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
+    result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a")
+    assert result.returncode == 2
+    assert "already holds a run" in result.stderr
+
+
+def test_a_mistake_that_the_loop_finds(tmp_path: Path) -> None:
+    result = ownloop(tmp_path, "run", str(RECIPE), "--mode", "other")
+    assert "ToyConfig.mode is 'other'" in result.stderr
+
+
+def test_help_and_list_do_not_load_the_stack() -> None:
+    code = (
+        "import sys\nfrom controller.commands.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as stop: assert not stop.code\n"
+        "assert not {'torch', 'monarch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    for arguments in (["--help"], ["list"], ["show", str(RECIPE)]):
+        run = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert run.returncode == 0, run.stderr
+
+
+def test_show_prints_the_overridden_configuration(tmp_path: Path) -> None:
+    result = ownloop(tmp_path, "show", str(RECIPE), "--optimizer.learning_rate=0.5", "--num-steps", "9")
+    expected = {"num_steps": 9, "mode": "finish", "optimizer": {"learning_rate": 0.5}, "seed": 0}
+    assert json.loads(result.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("list",), ("show", str(RECIPE)), ("run", str(RECIPE), "--help"), ("run", str(RECIPE))]
+)
+def test_a_reader_that_goes_away_ends_it_quietly(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}  # else argparse hides that nobody reads
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(*arguments), cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    # A run says where it got to.
+    assert ("nobody reads the output any more" in errors) == ((tmp_path / "runs").exists())
+
+
+def test_help_of_a_recipe_lists_its_fields() -> None:
+    with pytest.raises(HelpRequestedError, match=r"--optimizer\.learning-rate") as help_text:
+        override(load_recipe(RECIPE), ["--help"], "ownloop run toy", describe(RECIPE))
+    assert "Any machine" in str(help_text.value)
+
+
+def test_every_recipe_says_what_it_is_for(tmp_path: Path) -> None:
+    lines = ownloop(tmp_path, "list").stdout.splitlines()
+    for line in lines:
+        name, _, description = line.partition("  ")
+        assert description.strip(), f"{name} has no docstring"
+        assert find_recipe(name).is_file()
+
+
+def test_a_terminal_gets_a_live_bar(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        command("run", str(RECIPE), "--name", "a"), cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    end = time.monotonic() + 30
+    while time.monotonic() < end and select.select([ours], [], [], 20)[0]:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait(timeout=20) == 0
+    os.close(ours)
+    text = shown.decode()
+    assert "\x1b[" in text
+    assert "That was all." in text
+    assert "noise" not in text

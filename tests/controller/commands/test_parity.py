@@ -1,0 +1,51 @@
+"""Which sentence follows from which gaps, and what is refused before a process starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from controller.commands.parity import compare_tokenizers, explain
+from tests.controller.commands.test_cli import RECIPE, ownloop
+from tests.generator.served_models import served_llama
+
+
+@pytest.mark.parametrize(
+    ("means", "stepped", "sentence"),
+    [
+        ([3e-6, 3e-6, 2e-6, 2e-6], 3e-6, "There is no gap to explain: 3.00e-06"),
+        ([0.9, 0.03, 0.03, 0.03, 1e-6], 0.03, "gap of 9.00e-01 is explained, 97% by sampling away from"),
+        ([0.9, 0.9, 0.03, 0.03, 1e-6], 0.03, "97% by the generator's weights"),
+        ([0.9, 0.4, 0.0, 0.0], 0.0, "56% by sampling away from the model's own distribution (temperature, top_p,"),
+        ([0.9, 0.4, 0.0, 0.0], 0.0, "; 44% by the generator's weights"),
+        ([0.2, 0.2, 0.2, 1e-6], 0.2, "100% by packing"),
+        ([0.03, 0.03, 0.03, 0.03, 1e-6], 0.04, "100% by the dtype: in float32 both sides agree."),
+        ([0.03, 0.03, 0.03, 0.03, 0.02], 0.04, "33% by the dtype: in float32 both sides agree; 67% by none of these."),
+        ([0.03, 0.03, 0.03, 0.03, 0.03], 0.04, "None of these explains the gap of 3.00e-02; 3.00e-02 of it stays"),
+        ([3e-6, 3e-6, 3e-6, 3e-6], 0.5, "the pulled weights are not those that the trainer has"),
+    ],
+)
+def test_the_causes_are_what_closed_the_gap(means: list[float], stepped: float, sentence: str) -> None:
+    assert sentence in explain(means, stepped)
+
+
+def test_another_tokenizer_is_named(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    other = shutil.copytree(model, tmp_path / "other")
+    assert compare_tokenizers(model, other) == []
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (sentence,) = compare_tokenizers(model, other)
+    assert sentence == f"The tokenizers of {model} and {other} read 2 tokens differently."
+
+
+def test_a_recipe_without_two_sides_is_refused(tmp_path: Path) -> None:
+    result = ownloop(tmp_path, "parity", str(RECIPE))
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: a ToyConfig has no model, trainer, generator, sampling, env: there are not two sides to compare\n"
+    )

@@ -1,0 +1,318 @@
+"""The router on replicas that answer when the test says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.generator_router import GeneratorRouter
+from rl.types import Completion, PullMode, SamplingParams
+from tests.rl.fakes import completion
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+class FakeReplica:
+    """Holds its requests until `release`, and fails all once it was killed."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.version = 0
+        self.prompts: list[tuple[int, ...]] = []
+        self.num_cancelled = 0
+        self.stopped = False
+        self.late = False
+        self.pull_problem: Exception | None = None
+        self.may_pull = asyncio.Event()
+        self.may_pull.set()
+        self._may_answer = asyncio.Event()
+        self._dead = False
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+    ) -> list[Completion]:
+        self.prompts.append(tuple(prompt_tokens))
+        try:
+            await self._may_answer.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if self._dead:
+            raise MeshError("generator", "a process died")
+        if self.late:
+            raise DeadlineError("generator", "a request took longer than 1 s")
+        return [completion(str(self.index), self.version)] * num_samples
+
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        await self.may_pull.wait()
+        if self._dead:
+            raise MeshError("generator", "a process died")
+        if self.pull_problem is not None:
+            raise self.pull_problem
+        self.version = version
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def release(self) -> None:
+        self._may_answer.set()
+
+    def kill(self) -> None:
+        self._dead = True
+        self._may_answer.set()
+
+
+class Replicas(list[FakeReplica]):
+    """Those that were started, in that order."""
+
+    problem: Exception | None = None
+
+    async def start(self, index: int) -> FakeReplica:
+        if self.problem is not None:
+            raise self.problem
+        self.append(FakeReplica(index))
+        return self[-1]
+
+
+def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replicas: int = 2, **options: Any) -> None:
+    async def main() -> None:
+        replicas = Replicas()
+        router = await GeneratorRouter.launch(replicas.start, num_replicas, **options)
+        await asyncio.wait_for(test(router, replicas), 20)
+        await router.stop()
+        assert all(replica.stopped for replica in replicas)
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def send(router: GeneratorRouter, *prompt: int, num_samples: int = 1) -> "asyncio.Task[list[Completion]]":
+    return asyncio.create_task(router.generate(prompt, SAMPLING, num_samples))
+
+
+def test_requests_go_where_the_fewest_samples_are_and_a_prompt_stays_where_it_was() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        tasks: list[asyncio.Task[list[Completion]]] = []
+        for prompt, num_samples in ((1, 8), (2, 2), (3, 2), (1, 4), (4, 1)):
+            tasks.append(send(router, prompt, num_samples=num_samples))
+            await settle()
+        assert replicas[0].prompts == [(1,), (1,)]
+        assert replicas[1].prompts == [(2,), (3,), (4,)]
+        for replica in replicas:
+            replica.release()
+        assert [len(await task) for task in tasks] == [8, 2, 2, 4, 1]
+        await router.generate((5,), SAMPLING)  # nothing is in progress any more
+        assert replicas[0].prompts[-1] == (5,)
+
+    run(test)
+
+
+def test_requests_after_a_pull_begins_are_answered_under_its_version() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.may_pull.clear()
+        pull = asyncio.create_task(router.pull_model_state_dict(3))
+        await settle()
+        assert router.states == ("pulling", "pulling")
+        requests = [send(router, prompt) for prompt in range(4)]
+        await settle()
+        assert replicas[0].prompts == replicas[1].prompts == []
+        replicas[1].may_pull.set()
+        await settle()
+        assert replicas[1].prompts == []  # one that has pulled waits for the others, so that all share the requests
+        replicas[0].may_pull.set()
+        await pull
+        await settle()
+        for replica in replicas:
+            replica.release()
+        assert {v for request in requests for c in await request for v in c.versions} == {3}
+        assert len(replicas[0].prompts) == len(replicas[1].prompts) == 2
+
+    run(test)
+
+
+def test_a_pull_whose_caller_gives_up_still_reaches_every_replica() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        replicas[1].may_pull.clear()
+        pull = asyncio.create_task(router.pull_model_state_dict(3))
+        await settle()
+        pull.cancel()
+        await settle()
+        replicas[1].may_pull.set()
+        await settle()
+        assert [replica.version for replica in replicas] == [3, 3]
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_a_version_that_none_can_take_is_the_callers_mistake() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.pull_problem = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
+        with pytest.raises(ValueError, match="version 9 cannot be pulled"):
+            await router.pull_model_state_dict(9)
+        assert router.states == ("serving", "serving")
+        with pytest.raises(ValueError, match="mode is 'drian'"):
+            await router.pull_model_state_dict(9, mode="drian")  # pyright: ignore[reportArgumentType]
+
+    run(test)
+
+
+def test_a_replica_that_alone_fails_to_pull_is_started_anew() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        replicas[1].pull_problem = RuntimeError("half of the weights")
+        await router.pull_model_state_dict(2)
+        await settle()
+        assert replicas[1].stopped
+        assert len(replicas) == 3
+        assert (replicas[2].index, replicas[2].version) == (1, 2)
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_requests_of_a_dead_replica_are_sent_again_and_its_successor_has_the_version() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(7)
+        requests = [send(router, prompt, num_samples=2) for prompt in range(8)]
+        await settle()
+        assert len(replicas[0].prompts) == 4
+        replicas[0].kill()
+        await settle()
+        assert len(replicas) == 3
+        assert replicas[2].version == 7
+        for replica in replicas[1:]:
+            replica.release()
+        answers = [await request for request in requests]
+        assert {v for samples in answers for c in samples for v in c.versions} == {7}
+        assert [len(samples) for samples in answers] == [2] * 8
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_requests_of_a_dead_replica_raise_on_demand() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        requests = [send(router, prompt) for prompt in range(2)]
+        await settle()
+        replicas[0].kill()
+        replicas[1].release()
+        with pytest.raises(MeshError, match="a process died"):
+            await requests[0]
+        assert len(await requests[1]) == 1
+        await settle()
+        assert router.states == ("serving", "serving")
+
+    run(test, on_death="raise")
+
+
+def test_a_request_under_which_replica_after_replica_dies_raises() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        for _ in range(3):
+            await settle()
+            next(replica for replica in replicas if replica.prompts and not replica.stopped).kill()
+        with pytest.raises(MeshError, match="a process died"):
+            await request
+
+    run(test)
+
+
+def test_when_none_can_be_started_again_calls_say_so() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        await settle()
+        replicas.problem = MeshError("generator", "the model is gone")
+        replicas[0].kill()
+        with pytest.raises(MeshError, match="no replica is left: generator: the model is gone"):
+            await request
+        with pytest.raises(MeshError, match="no replica is left"):
+            await router.pull_model_state_dict(1)
+
+    run(test, num_replicas=1)
+
+
+def test_a_successor_that_finds_its_version_gone_serves_from_the_next_pull_on() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(1)
+        request = send(router, 1)
+        await settle()
+        start = replicas.start
+
+        async def behind(index: int) -> FakeReplica:
+            replica = await start(index)
+            replica.pull_problem = ValueError("version 1 is no longer kept")
+            return replica
+
+        router._start = behind  # pyright: ignore[reportPrivateUsage]
+        replicas[0].kill()
+        await settle()
+        assert router.states == ("behind",)
+        replicas[1].pull_problem = None
+        replicas[1].release()
+        await router.pull_model_state_dict(3)
+        assert {v for c in await request for v in c.versions} == {3}
+
+    run(test, num_replicas=1)
+
+
+def test_a_request_that_takes_too_long_raises_and_its_replica_goes_on() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.late = True
+            replica.release()
+        with pytest.raises(DeadlineError, match="a request took longer than 1 s"):
+            await router.generate((1,), SAMPLING)
+        assert router.states == ("serving", "serving")
+        assert len(replicas) == 2
+
+    run(test)
+
+
+def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        await settle()
+        request.cancel()
+        await settle()
+        assert replicas[0].num_cancelled == 1
+
+    run(test)
+
+
+def test_what_is_started_is_stopped_when_another_cannot_be() -> None:
+    replicas = Replicas()
+
+    async def start(index: int) -> FakeReplica:
+        if index == 1:
+            raise ValueError("no such model")
+        return await replicas.start(index)
+
+    with pytest.raises(ValueError, match="no such model"):
+        asyncio.run(GeneratorRouter.launch(start, 2))
+    assert replicas[0].stopped
+
+    async def cancelled() -> None:
+        never = asyncio.Event()
+
+        async def hanging(index: int) -> FakeReplica:
+            if index == 1:
+                await never.wait()
+            return await replicas.start(index)
+
+        await asyncio.wait_for(GeneratorRouter.launch(hanging, 2), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    assert replicas[-1].stopped
+    with pytest.raises(ValueError, match="on_death is 'resent', which is not known; did you mean 'resend'"):
+        asyncio.run(GeneratorRouter.launch(start, 1, on_death="resent"))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,212 @@
+"""What the handle does around its ranks, with ranks that answer from a table: no processes, no model."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.tiny_models import tiny_llama
+from controller.meshes.trainer_handle import TrainerHandle
+from controller.meshes.version_records import Publications
+from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from trainer.config import TrainerConfig
+from trainer.engines.base import PeerError
+
+
+class FakeRank:
+    """Answers with each datum's own tokens, and keeps what it was sent, in order."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.calls: list[str] = []
+        self.microbatches: list[list[list[Datum]]] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(call_one=lambda *args: self._call(name, *args))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        self.calls.append(name)  # when it is sent, not when it is awaited
+        return self._answer(name, *args)
+
+    async def _answer(self, name: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        if name == "optim_step":
+            return OptimStepOutput(policy_version=7, learning_rate=args[0].learning_rate, grad_norm=1.0, skipped=False)
+        self.microbatches.append(args[0])
+        arrays = tuple(d.tokens.astype(np.float32) for microbatch in args[0] for d in microbatch)
+        metrics = {"loss": float(sum(map(len, arrays))), "ratio_max": float(self.index)}
+        entropy = arrays if name == "forward" and args[1] else None
+        return ForwardBackwardOutput(logprobs=arrays, entropy=entropy, metrics=metrics)
+
+
+class FakeMesh:
+    """Stands in for `controller.meshes.mesh.Mesh`."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [FakeRank(index) for index in range(num_ranks)]
+
+    def rank(self, index: int) -> FakeRank:
+        return self.ranks[index]
+
+    async def answer(self, call: Any, timeout_s: float | None = None) -> Any:
+        return await call
+
+    @property
+    def calls(self) -> int:
+        return sum(len(rank.calls) for rank in self.ranks)
+
+
+def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
+    mesh = FakeMesh(config.num_ranks)
+    return TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
+
+
+def random_batch(lengths: Sequence[int]) -> list[Datum]:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 64, length) for length in lengths]
+    ones = [np.ones(length, np.float32) for length in lengths]
+    return [
+        Datum(tokens=a, loss_inputs={"target_tokens": a, "logprobs": o, "advantages": o})
+        for a, o in zip(arrays, ones, strict=True)
+    ]
+
+
+LENGTHS = (3, 17, 5, 12, 9, 1)
+
+
+def test_each_rank_gets_its_share_and_results_come_back_in_order(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch(LENGTHS)
+    output = asyncio.run(handle.forward(batch, entropy=True))
+    assert output.entropy is not None
+    for datum, logprobs, entropy in zip(batch, output.logprobs, output.entropy, strict=True):
+        assert logprobs.tolist() == entropy.tolist() == datum.tokens.tolist()
+    assert output.metrics == {"loss": float(sum(LENGTHS)), "ratio_max": 1.0}
+    sent = [sum(len(d.tokens) for m in rank.microbatches[0] for d in m) for rank in mesh.ranks]
+    assert sum(sent) == sum(LENGTHS)
+    assert max(sent) <= 0.6 * sum(LENGTHS)
+    assert len({len(rank.microbatches[0]) for rank in mesh.ranks}) == 1
+
+
+def test_tensor_parallel_neighbours_get_the_same_and_count_once(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2, tensor_parallel=2)
+    batch = random_batch(LENGTHS)
+    output = asyncio.run(handle.forward_backward(batch, "ppo"))
+    shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert shares[0] == shares[1]
+    assert shares[2] == shares[3]
+    assert sorted(shares[0] + shares[2]) == sorted(id(d) for d in batch)
+    assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) -> None:
+    config = TrainerConfig(
+        model=tiny_llama(tmp_path / "model", tied=False),
+        max_tokens_per_microbatch=20,
+        pipeline_parallel=2,
+        data_parallel_shard=2,
+    )
+    mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
+    handle = TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    output = asyncio.run(handle.forward(batch))
+    shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert shares[:2] == shares[2:]
+    assert sorted(shares[0] + shares[1]) == sorted(id(d) for d in batch)
+    assert [logprobs.tolist() for logprobs in output.logprobs] == [d.tokens.tolist() for d in batch]
+    assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+
+    async def controller() -> None:
+        first = asyncio.create_task(handle.forward_backward(random_batch(LENGTHS), "ppo"))
+        second = asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5)))
+        third = asyncio.create_task(handle.forward(random_batch((2,))))
+        _, step, _ = await asyncio.gather(first, second, third)
+        assert step.learning_rate == 0.5
+
+    asyncio.run(controller())
+    for rank in mesh.ranks:
+        assert rank.calls == ["forward_backward", "optim_step", "forward"]
+
+
+def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch((3, 2))
+    shorter = Datum(tokens=batch[1].tokens, loss_inputs=batch[0].loss_inputs)
+    without = Datum(tokens=batch[1].tokens, loss_inputs={"target_tokens": batch[1].tokens})
+
+    def second_with(name: str, values: list[Any], dtype: str) -> list[Datum]:
+        return [batch[0], replace(batch[1], loss_inputs={**batch[1].loss_inputs, name: np.array(values, dtype)})]
+
+    for data, loss, config, message in (
+        ([], "ppo", {}, "batch is empty"),
+        (
+            [batch[0], shorter],
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['.*'\] has length 3; batch\[1\].tokens has length 2",
+        ),
+        ([without], "ppo", {}, r"batch\[0\].loss_inputs lacks 'logprobs'"),
+        (
+            second_with("advantages", [0, np.nan], "float32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['advantages'\]\[1\] is nan",
+        ),
+        (
+            second_with("logprobs", [-np.inf, 0], "float32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['logprobs'\]\[0\] is -inf",
+        ),
+        (
+            second_with("target_tokens", [1, 2], "int32"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['target_tokens'\] has dtype int32",
+        ),
+        (
+            second_with("advantages", ["a", "b"], "str"),
+            "ppo",
+            {},
+            r"batch\[1\].loss_inputs\['advantages'\] has dtype <U1",
+        ),
+        (random_batch((129,)), "ppo", {}, "between 1 and 128 tokens"),
+        (batch, "pppo", {}, "did you mean 'ppo'"),
+        (batch, "ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
+        (batch, "ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
+        (batch, "value", {}, "loss is 'value', which needs a trainer with head='value'; this trainer has head='lm'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.forward_backward(data, loss, config))
+    assert mesh.calls == 0
+    assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
+
+
+def test_the_cause_is_raised_and_not_a_peers_complaint(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    mesh.ranks[0].error, mesh.ranks[1].error = PeerError("another rank"), ArithmeticError("my own mistake")
+    with pytest.raises(ArithmeticError, match="my own mistake"):
+        asyncio.run(handle.forward_backward(random_batch(LENGTHS), "ppo"))
+
+
+def test_a_model_or_layout_that_cannot_be_trained_starts_no_process(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for config, message in (
+        (TrainerConfig(model=tmp_path / "nowhere"), "config.json"),
+        (TrainerConfig(model=model, tensor_parallel=3), "tensor_parallel is 3, which does not divide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(TrainerHandle.launch(config, "float32", tmp_path / "logs"))
+    assert not (tmp_path / "logs").exists()

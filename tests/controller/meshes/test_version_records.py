@@ -1,0 +1,79 @@
+"""What the controller remembers of published versions."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.tiny_models import tiny_llama
+from controller.meshes.generator_handle import GeneratorHandle
+from controller.meshes.trainer_handle import TrainerHandle
+from controller.meshes.version_records import Publications
+from generator.config import GeneratorConfig
+from rl.weights.manifest import VersionRecord
+from trainer.config import TrainerConfig
+
+RECORD = VersionRecord(
+    version=0,
+    publication=0,
+    manifest=(),
+    dtype=torch.float32,
+    transport="torchstore",
+    host="",
+    slot=None,
+    layout=b"",
+    full_digests=True,
+)
+
+
+def test_the_newest_record_of_the_living_versions_is_found() -> None:
+    publications = Publications()
+    assert publications.find(0) is None
+    records = [dataclasses.replace(RECORD, version=v, publication=p) for p, v in enumerate((3, 4, 4, 5))]
+    for record in records[:3]:
+        publications.add(record)
+    assert publications.find(4) is records[2]
+    assert publications.find(3) is None
+    publications.add(records[3])
+    assert [publications.find(version) for version in (4, 5, 6)] == [records[2], records[3], None]
+
+
+class FakeMesh:
+    """One rank that keeps what it is sent and answers with what it is given."""
+
+    def __init__(self, answer: Any) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+        self._answer = answer
+
+    def rank(self, index: int) -> Any:
+        async def call_one(*args: Any) -> Any:
+            self.sent.append(args)
+            return self._answer
+
+        return SimpleNamespace(
+            push_model_state_dict=SimpleNamespace(call_one=call_one),
+            pull_model_state_dict=SimpleNamespace(call_one=call_one),
+        )
+
+    async def answer(self, call: Any, timeout_s: float | None = None) -> Any:
+        return await call
+
+
+def test_a_pull_is_sent_the_record_of_what_was_pushed_and_none_of_what_was_not(tmp_path: Path) -> None:
+    model, publications = tiny_llama(tmp_path / "model"), Publications()
+    record = dataclasses.replace(RECORD, version=7)
+    pushing: Any = FakeMesh(record)
+    pulling: Any = FakeMesh(None)
+    trainer = TrainerHandle(pushing, TrainerConfig(model=model), publications, share_prefixes=False, pushes=True)
+    generator = GeneratorHandle(pulling, GeneratorConfig(model=model), publications)
+
+    async def main() -> None:
+        assert await trainer.push_model_state_dict() == 7
+        await generator.pull_model_state_dict(7)
+        await generator.pull_model_state_dict(6, mode="inflight", keep_prefix_cache=True)
+
+    asyncio.run(main())
+    assert pulling.sent == [(7, record, "drain", False), (6, None, "inflight", True)]

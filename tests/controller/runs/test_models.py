@@ -1,0 +1,127 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.tiny_models import tiny_llama
+from controller.runs import models
+from controller.runs.models import cache_directory, resolve_model
+from rl.hf_config import inspect_model
+
+BUILD = """
+import shutil, sys, time
+from controller.runs import models
+def build(directory):
+    shutil.copytree(sys.argv[2], directory, dirs_exist_ok=True)
+    print("built", flush=True)
+    time.sleep(float(sys.argv[1]))
+models._BUILDERS["toy"] = build
+print(models.resolve_model("toy"))
+"""
+ROOT = Path(__file__).parents[3]
+
+
+def start_build(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
+    """Another process that wants the model `toy`, whose making takes so long, in the cache `tmp_path / "cache"`."""
+    source = tmp_path / "source"
+    if not source.exists():
+        tiny_llama(source, tied=True)
+    env = {**os.environ, "OWNLOOP_CACHE": str(tmp_path / "cache")}
+    arguments = [sys.executable, "-c", BUILD, str(seconds), str(source)]
+    return subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_directory_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(tmp_path / "model", tied=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("model") == model
+    assert resolve_model(model) == model
+
+
+def test_a_broken_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'smollm2-135m-instruct'\?; any local directory"):
+        resolve_model("smollm2-135m")
+
+
+def test_a_path_that_is_not_there_is_not_taken_for_a_name() -> None:
+    with pytest.raises(ValueError, match="neither a local directory"):
+        resolve_model(Path("smollm2-135m-instruct"))
+
+
+def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OWNLOOP_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "ownloop"
+    monkeypatch.setenv("OWNLOOP_CACHE", str(tmp_path / "own"))
+    assert cache_directory() == tmp_path / "own"
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWNLOOP_CACHE", "/proc/ownloop")
+    with pytest.raises(ValueError, match="cannot write to the cache /proc/ownloop"):
+        resolve_model("smollm2-135m-instruct")
+
+
+def test_two_that_want_it_at_once_make_it_once(tmp_path: Path) -> None:
+    processes = [start_build(tmp_path, 1.0) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    path = str(tmp_path / "cache" / "models" / "toy")
+    assert sorted(outputs, key=len) == [[path], ["built", path]]
+
+
+def test_a_killed_build_leaves_no_half_model(tmp_path: Path) -> None:
+    first = start_build(tmp_path, 60)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "built\n"
+    first.kill()
+    first.wait()
+    first.stdout.close()
+    assert not (tmp_path / "cache" / "models" / "toy").exists()
+    second = start_build(tmp_path, 0)
+    second.communicate(timeout=60)
+    assert second.returncode == 0
+    assert sorted(path.name for path in (tmp_path / "cache" / "models").iterdir()) == ["toy", "toy.lock"]
+
+
+def test_a_builder_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("OWNLOOP_CACHE", str(tmp_path))
+    monkeypatch.setitem(models.__dict__["_BUILDERS"], "toy", build)
+    with pytest.raises(ValueError, match=r"cannot write the model to .*: No space left on device"):
+        resolve_model("toy")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["toy.lock"]
+
+
+def test_smollm2_is_a_language_model_in_bfloat16(smollm2: Path) -> None:
+    info = inspect_model(smollm2)
+    assert (info.architecture, info.tied, info.max_context, info.vocab_size) == ("LlamaForCausalLM", True, 8192, 49152)
+    assert {tensor.dtype for tensor in load_file(smollm2 / "model.safetensors").values()} == {torch.bfloat16}
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+    assert int(answer[-1]) in info.eos_token_ids
+
+
+def test_smollm2_splits_digits_as_it_was_trained(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert tokenizer.tokenize("12 +  345") == ["1", "2", "Ġ+", "ĠĠ", "3", "4", "5"]
+    assert tokenizer.decode(tokenizer.encode("12 +  345\n")) == "12 +  345\n"

@@ -1,0 +1,110 @@
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from controller.runs.console import Console
+from controller.runs.preflight import check_prompts_fit, check_sampled_distribution
+from controller.runs.report import Report
+from generator.config import GeneratorConfig
+from rl.algorithms.metrics import PhaseClock
+from rl.envs.procedural import TextProblem
+from rl.rollouts.episodes import group_to_data
+from rl.rollouts.evaluation import Evaluation
+from rl.rollouts.rendering import Renderer
+from rl.runs.folder import RunFolder
+from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
+from tests.rl.fakes import WordRenderer, completion, single_turn
+
+
+def _group(*rewards: float) -> Group:
+    rollouts = tuple(single_turn((7, 8, 9), completion("ab"), reward=r) for r in rewards)
+    return Group(problem_id="p", prompt="p", rollouts=rollouts)
+
+
+def _report(tmp_path: Path) -> tuple[Report, RunFolder, io.StringIO]:
+    stream = io.StringIO()
+    folder = RunFolder(tmp_path / "run", {})
+    return Report(folder, Console(stream), 10), folder, stream
+
+
+def _step(report: Report, step: int, *, skipped: bool = False) -> None:
+    clock = PhaseClock()
+    for phase in ("generate", "forward_backward", "optim_step"):
+        with clock(phase):
+            pass
+    batch = group_to_data(_group(1, 0), lambda rewards: rewards - rewards.mean())
+    output = ForwardBackwardOutput(
+        logprobs=tuple(np.where(d.weights != 0, -1.25, 0).astype(np.float32) for d in batch),
+        entropy=None,
+        metrics={"loss": 6.0, "num_loss_tokens": 4.0, "clipped_tokens": 1.0},
+    )
+    norm = float("nan") if skipped else 1.5
+    update = OptimStepOutput(policy_version=step, learning_rate=1e-3, grad_norm=norm, skipped=skipped)
+    report.step(step, clock, [_group(1, 0)], batch, output, update)
+
+
+def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
+    report, folder, stream = _report(tmp_path)
+    _step(report, 1)
+    (row,) = folder.metrics()
+    assert row["loss"] == 1.5  # per sampled token: two completions of two
+    assert row["clipped_tokens"] == 0.25
+    assert row["logprob_gap_mean"] == 0.25
+    assert row["ratio_mean"] == pytest.approx(np.exp(-0.25))
+    assert row["reward_mean"] == 0.5
+    assert "1/10  reward 0.500" in stream.getvalue()
+    rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
+    assert [r["reward"] for r in rollouts] == [1, 0]
+    assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
+
+
+def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
+    report, folder, stream = _report(tmp_path)
+    report.evaluation(0, Evaluation(groups=tuple(_group(float(i < 2)) for i in range(10))))
+    _step(report, 1)
+    report.evaluation(10, Evaluation(groups=tuple(_group(float(i < 9)) for i in range(10))))
+    report.finish()
+    text = stream.getvalue()
+    assert "held-out reward before training: 0.200" in text
+    assert "held-out reward after 10 steps: 0.900" in text
+    assert "Held-out reward went from 0.200 to 0.900 (change +0.700" in text
+    assert text.rstrip().endswith(f"everything is in {folder.path}.")
+    assert (folder.path / "reward.png").exists()
+
+
+def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
+    report, _, stream = _report(tmp_path)
+    for step, right in ((4, 3), (8, 9)):
+        report.evaluation(step, Evaluation(groups=tuple(_group(float(i < right)) for i in range(10))))
+    report.finish()
+    assert "Since step 4, held-out reward went from 0.300 to 0.900 (change +0.600" in stream.getvalue()
+
+
+def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
+    report, folder, stream = _report(tmp_path)
+    report.step_without_signal(3, PhaseClock(), [_group(1, 1)])
+    assert "step 3 made no update: in every group all rewards were equal" in stream.getvalue()
+    assert folder.metrics()[0]["groups_with_signal"] == 0
+
+
+def test_a_prompt_that_leaves_no_room_is_named() -> None:
+    problems = [TextProblem(id=f"{n} words", prompt="x " * n, score=len) for n in (3, 30)]
+    renderer: Any = WordRenderer()
+    generator = GeneratorConfig(max_model_len=32)
+    check_prompts_fit(cast(Renderer, renderer), problems, generator, SamplingParams(max_tokens=2))
+    with pytest.raises(
+        ValueError, match=r"'30 words' has 30 tokens; with max_tokens 3 .* 32 tokens .* has room for 29"
+    ):
+        check_prompts_fit(cast(Renderer, renderer), problems, generator, SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50}])
+def test_rollouts_from_another_distribution_are_refused(field: dict[str, Any]) -> None:
+    (name,) = field
+    with pytest.raises(ValueError, match=rf"sampling\.{name} is .* training rollouts need"):
+        check_sampled_distribution(SamplingParams(max_tokens=4, **field))
+    check_sampled_distribution(SamplingParams(max_tokens=4))

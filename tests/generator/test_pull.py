@@ -1,0 +1,245 @@
+"""A pull leaves exactly the weights that a fresh engine would have, or the old ones."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.types import SamplingParams
+from rl.weights.buffer import WeightSlot
+from rl.weights.manifest import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.registry import find_record
+from tests.generator.conftest import EngineFactory
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
+from tests.generator.served_models import served_llama, served_qwen3
+from tests.stores import FakeStore
+from trainer.push import WeightPublisher
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [served_llama, served_qwen3])
+def test_pulled_weights_equal_a_fresh_engines(
+    tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool, dtype: str, transport: Transport
+) -> None:
+    directory = family(tmp_path / "model", tied=tied)
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] == tied
+    engine, torch_dtype = build_engine(directory, dtype), getattr(torch, dtype)
+    store = FakeStore()
+    publisher = WeightPublisher(torch_dtype, transport, store=store)
+
+    async def main() -> None:
+        before = await greedy(engine)
+        for version in (1, 2, 3):
+            await publisher.publish(version, moved(directory, version).items())
+            await pull(engine, store, version)
+        after = await greedy(engine)
+        exported = export(directory, moved(directory, 3), torch_dtype, tmp_path / "exported")
+        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(build_engine(exported, dtype))]
+        assert [c.logprobs for c in after] != [c.logprobs for c in before]
+        assert {version for c in after for version in c.versions} == {3}
+        assert engine.version == 3
+
+    asyncio.run(main())
+
+
+def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
+    # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
+    engine, store = build_engine(smollm2, "bfloat16"), FakeStore()
+    weights = {name: 1.01 * tensor.float() for name, tensor in load_file(smollm2 / "model.safetensors").items()}
+
+    async def main() -> None:
+        before = await greedy(engine)
+        await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
+        await pull(engine, store, 1)
+        after = await greedy(engine)
+        fresh = build_engine(export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
+        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh)]
+        assert [c.logprobs for c in after] != [c.logprobs for c in before]
+
+    asyncio.run(main())
+
+
+def test_running_requests_finish_under_their_weights_and_later_ones_wait(
+    tmp_path: Path, build_engine: EngineFactory
+) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        await publisher.publish(4, moved(directory, 4).items())
+        sampling = SamplingParams(max_tokens=60, seed=0)
+        running = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
+        await asyncio.sleep(0.02)
+        pulling = asyncio.create_task(pull(engine, store, 4))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
+        await pulling
+        assert {v for c in await running for v in c.versions} == {0}
+        assert {v for c in await later for v in c.versions} == {4}
+        assert [c.tokens for c in await later] != [c.tokens for c in await running]
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine = build_engine(directory, "float32")
+    weights = moved(directory, 1)
+    norm = "model.norm.weight"
+    wrong: list[tuple[torch.dtype, Mapping[str, torch.Tensor], str]] = [
+        (torch.bfloat16, weights, r"published as torch\.bfloat16; this generator holds torch\.float32"),
+        (torch.float32, {n: t for n, t in weights.items() if n != norm}, r"missing: model\.norm\.weight"),
+        (torch.float32, {**weights, "lm_head.weight": torch.zeros(64, 128)}, r"not of this model: lm_head\.weight"),
+        (torch.float32, {**weights, norm: torch.zeros(64)}, r"of another shape: .*norm\.weight \(64,\) instead of"),
+    ]
+
+    async def main() -> None:
+        before = await greedy(engine)
+        for dtype, tensors, message in wrong:
+            store = FakeStore()
+            await WeightPublisher(dtype, store=store).publish(1, tensors.items())
+            with pytest.raises(WeightsMismatchError, match=message):
+                await pull(engine, store, 1)
+        assert engine.version == 0
+        assert await greedy(engine) == before
+
+    asyncio.run(main())
+
+
+def test_versions_that_are_gone_are_refused_by_name(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
+            await pull(engine, store, 1)
+        for version in (1, 2):
+            await publisher.publish(version, moved(directory, version).items())
+        stale = await find_record(store, 1)
+        await pull(engine, store, 1)  # the one before the newest is still whole
+        before = await greedy(engine)
+        await publisher.publish(3, moved(directory, 3).items())
+        with pytest.raises(UnknownVersionError, match="versions that can: 2, 3"):
+            await pull(engine, store, 1)
+        with pytest.raises(UnknownVersionError, match="its slot holds version 3 by now"):
+            await engine.update_weights(stale, store)
+        assert engine.version == 1
+        assert await greedy(engine) == before
+
+    asyncio.run(main())
+
+
+def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        before = await greedy(engine)
+        await publisher.publish(1, moved(directory, 1).items())
+        record = await find_record(store, 1)
+        assert record.slot is not None
+        slot = WeightSlot.open(record.slot, writable=True)
+        norm = slot.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
+        norm[3] += 1e-3
+        with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):
+            await pull(engine, store, 1)
+        assert engine.version == 0
+        assert await greedy(engine) == before
+        norm[3] -= 1e-3
+        await publisher.publish(2, moved(directory, 2).items())
+        await pull(engine, store, 2)
+        assert engine.version == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
+    tmp_path: Path, build_engine: EngineFactory, packed: bool
+) -> None:
+    # Matrices of 32 rows and more are packed in float32 on any processor; the last pull may have packed from a slot.
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    norm, head = "model.norm.weight", "model.embed_tokens.weight"
+
+    async def main() -> None:
+        if packed:
+            in_memory = WeightPublisher(torch.float32, "shared_memory", store=store)
+            for version in (1, 2):
+                await in_memory.publish(version, moved(directory, version).items())
+                await pull(engine, store, version)
+        old_version, before = engine.version, await greedy(engine)
+        publisher = WeightPublisher(torch.float32, "torchstore", store=store)
+        for version, name, wrong, message in (
+            (3, norm, None, r"TorchStore lost 'model\.norm\.weight' of version 3"),
+            (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its digest is"),  # pyright: ignore[reportUnknownLambdaType]
+            (5, head, lambda t: t[:-1], r"version 5 is corrupted: 'model\.embed_tokens\.weight' .*it is \(63, 128\)"),  # pyright: ignore[reportUnknownLambdaType]
+            (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
+        ):
+            await publisher.publish(version, moved(directory, version).items())
+            key = (await find_record(store, version)).key(name)
+            value = store.values.pop(key)
+            if wrong is not None:
+                store.values[key] = wrong(value)
+            with pytest.raises(WeightsError, match=message):
+                await pull(engine, store, version)
+            assert engine.version == old_version
+            assert await greedy(engine) == before
+            store.values[key] = value
+        await pull(engine, store, 6)
+        assert {v for c in await greedy(engine) for v in c.versions} == {6}
+
+    asyncio.run(main())
+
+
+def test_half_loaded_weights_are_never_sampled_from(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        for version in (1, 2):
+            await publisher.publish(version, moved(directory, version).items())
+        with monkeypatch.context() as no_memory:
+            no_memory.setattr("generator.pull.pack_weights", _fail)
+            with pytest.raises(MemoryError):
+                await pull(engine, store, 2)
+        with pytest.raises(WeightsError, match="incomplete since a failed update"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        await pull(engine, store, 1)
+        assert {v for c in await greedy(engine) for v in c.versions} == {1}
+
+    asyncio.run(main())
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
+
+
+def test_weights_of_another_host_name_the_transport_that_reaches_it(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+
+    async def main() -> None:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("trainer.push.host_identity", lambda: "another host")
+            await WeightPublisher(torch.float32, store=store).publish(1, moved(directory, 1).items())
+        assert store.values[INDEX_KEY][0].host == "another host"
+        with pytest.raises(ValueError, match="needs weight_transport='torchstore'"):
+            await pull(engine, store, 1)
+
+    asyncio.run(main())

@@ -1,0 +1,112 @@
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+
+from rl.algorithms.actor_critic import Credit, assign_credit, minibatches, together
+from rl.data.supervised import text_to_datum
+from rl.losses.shared import KLEstimator
+from rl.rollouts.episodes import with_inputs
+from rl.types import Datum, ForwardBackwardOutput
+
+Q = [[-1.0, -0.5, -2.0], [-0.1, -3.0]]
+F = [[-1.5, -0.25, -2.0], [-0.4, -2.0]]
+V = [[0.2, 0.4, 0.9], [0.1, -0.3]]
+REWARDS = [1.0, 0.0]
+
+
+def _padded(values: list[list[float]]) -> list[np.ndarray]:
+    """One position of the prompt comes first, which nothing scores."""
+    return [np.array([0, *of_datum], dtype=np.float32) for of_datum in values]
+
+
+def _batch() -> list[Datum]:
+    datums = [text_to_datum([5, 6], [7] * len(q), "completion") for q in Q]
+    return with_inputs(datums, logprobs=_padded(Q))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.8)])
+def test_credit_is_the_papers_sums(estimator: KLEstimator, gamma: float, gae_lambda: float) -> None:
+    """Against the definitions, written out: r_t, delta_t, the sum of eq. 16 of 1506.02438, then normalised."""
+    credit = Credit(kl_coef=0.1, kl_estimator=estimator, gamma=gamma, gae_lambda=gae_lambda)
+    batch, metrics = assign_credit(_batch(), REWARDS, _padded(V), _padded(F), credit)
+    advantages: list[list[float]] = []
+    to_go: list[float] = []
+    for q, f, v, reward in zip(Q, F, V, REWARDS, strict=True):
+        gaps = [a - b for a, b in zip(q, f, strict=True)]
+        kl = gaps if estimator == "k1" else [np.exp(-gap) + gap - 1 for gap in gaps]
+        r = [-0.1 * k + (reward if t == len(q) - 1 else 0) for t, k in enumerate(kl)]
+        delta = [r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0) - v[t] for t in range(len(v))]
+        advantages.append(
+            [sum((gamma * gae_lambda) ** (s - t) * delta[s] for s in range(t, len(v))) for t in range(len(v))]
+        )
+        to_go += [sum(gamma ** (s - t) * r[s] for s in range(t, len(r))) for t in range(len(r))]
+    flat = np.concatenate(advantages)
+    for datum, of_datum, v in zip(batch, advantages, V, strict=True):
+        inputs = datum.loss_inputs
+        normalised = (np.array(of_datum) - flat.mean()) / flat.std()
+        np.testing.assert_allclose(inputs["advantages"], [0, *normalised], rtol=1e-5)
+        np.testing.assert_allclose(inputs["returns"], [0, *(np.array(of_datum) + v)], rtol=1e-5)
+        np.testing.assert_allclose(inputs["old_values"], [0, *v], rtol=1e-6)
+    values = np.concatenate([np.array(v) for v in V])
+    expected = 1 - np.var(np.array(to_go) - values) / np.var(to_go)
+    assert metrics["explained_variance"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["kl_reference"] > 0
+
+
+def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
+    prompts, answers = range(1, 11), range(50, 53)
+    batch = [text_to_datum([5, prompt], [answer], "completion") for prompt in prompts for answer in answers]
+    credit = Credit(num_epochs=3, minibatches_per_epoch=4)
+
+    def pairs(part: list[Datum]) -> list[tuple[int, int]]:
+        return [(int(datum.tokens[1]), int(datum.loss_inputs["target_tokens"][1])) for datum in part]
+
+    parts = [pairs(part) for part in minibatches(batch, credit, (0, 1))]
+    assert [len(part) for part in parts] == [9, 9, 6, 6] * 3
+    for part in parts:  # the answers to a prompt stay side by side
+        assert part == [(prompt, answer) for prompt, _ in part[::3] for answer in answers]
+    epochs = [[pair for part in parts[i : i + 4] for pair in part] for i in (0, 4, 8)]
+    assert all(Counter(epoch) == Counter(product(prompts, answers)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert parts == [pairs(part) for part in minibatches(batch, credit, (0, 1))]
+    assert parts != [pairs(part) for part in minibatches(batch, credit, (0, 2))]
+    assert len(minibatches(batch[:6], credit, (0, 1))) == 2 * 3  # never an empty one
+
+
+def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
+    first, second = _batch()
+
+    def output(datum: Datum, loss: float, gap: float) -> ForwardBackwardOutput:
+        metrics = {"loss": loss, "num_loss_tokens": float(datum.num_loss_tokens)}
+        logprobs = (datum.loss_inputs["logprobs"] + np.float32(gap),)
+        return ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics=metrics)
+
+    outputs = [
+        (output(second, 6.0, 0.5), output(second, 3.0, 0.0)),
+        (output(first, 4.0, 2.0), output(first, 2.0, 0.0)),
+    ]
+    batch, merged, metrics = together([[second], [first]], outputs)
+    assert [datum is other for datum, other in zip(batch, [second, first], strict=True)] == [True, True]
+    assert [len(array) for array in merged.logprobs] == [len(datum.tokens) for datum in batch]
+    assert metrics["loss"] == pytest.approx(10 / 5)
+    assert metrics["critic_loss"] == pytest.approx(5 / 5)
+    assert metrics["logprob_gap_max"] == pytest.approx(0.5)  # of the first minibatch alone
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4', which is not known; known: k1, k2, k3"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1; it must be at least 0"),
+        ({"gamma": 1.5}, r"gamma is 1.5; it must be in \[0, 1\]"),
+        ({"gae_lambda": -1.0}, "gae_lambda is -1.0"),
+        ({"num_epochs": 0}, "num_epochs is 0; it must be at least 1"),
+        ({"minibatches_per_epoch": 0}, "minibatches_per_epoch is 0"),
+    ],
+)
+def test_mistakes_are_named(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Credit(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl.algorithms.metrics import PhaseClock, logprob_gap, num_completion_tokens, rollout_metrics
+from rl.rollouts.episodes import rollout_to_datum
+from rl.types import Datum, ForwardBackwardOutput, Group
+from tests.rl.fakes import completion, single_turn
+
+
+def test_gap_counts_scored_tokens_only() -> None:
+    arrays = {
+        "target_tokens": np.array([1, 2, 3]),
+        "weights": np.array([0, 1, 1], dtype=np.float32),
+        "logprobs": np.array([0, -1, -2], dtype=np.float32),
+    }
+    batch = [Datum(tokens=np.array([0, 1, 2]), loss_inputs=arrays)]
+    output = ForwardBackwardOutput(logprobs=(np.array([0, -1.5, -1.9], dtype=np.float32),), entropy=None, metrics={})
+    gap = logprob_gap(batch, output)
+    assert gap["logprob_gap_mean"] == pytest.approx(0.3)
+    assert gap["logprob_gap_max"] == pytest.approx(0.5)
+    assert gap["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
+
+
+def test_rollout_metrics_count_groups_with_signal() -> None:
+    def group(*rewards: float) -> Group:
+        rollouts = tuple(single_turn((1,), completion("abc"), reward=r) for r in rewards)
+        return Group(problem_id="p", prompt="p", rollouts=rollouts)
+
+    groups = [group(0, 1), group(1, 1)]
+    metrics = rollout_metrics(groups)
+    assert metrics["reward_mean"] == 0.75
+    assert metrics["reward_std"] == pytest.approx(np.std([0, 1, 1, 1]))
+    assert metrics["groups_with_signal"] == 1
+    assert metrics["completion_tokens_mean"] == 3
+    assert num_completion_tokens(groups) == 12
+
+
+def test_empty_completions_and_what_environments_report() -> None:
+    rollouts = [
+        single_turn((1,), completion(""), reward=-1.0, metrics={"turns": 2.0}),
+        single_turn((1,), completion("ab"), reward=3.0, metrics={"turns": 3.0, "valid": 1.0}),
+    ]
+    groups = [Group(problem_id="p", prompt="p", rollouts=tuple(rollouts))]
+    metrics = rollout_metrics(groups)
+    assert (metrics["turns"], metrics["valid"]) == (2.5, 1.0)
+    assert metrics["reward_mean"] == metrics["completion_tokens_mean"] == 1.0
+    assert num_completion_tokens(groups) == 2
+
+
+def test_equal_rewards_are_no_signal_whatever_their_rounding() -> None:
+    rollouts = tuple(single_turn((1,), completion("a"), reward=0.1) for _ in range(3))
+    group = Group(problem_id="p", prompt="p", rollouts=rollouts)
+    assert group.rewards.std() > 0  # by rounding
+    assert rollout_metrics([group])["groups_with_signal"] == 0
+
+
+def test_a_step_that_lost_all_its_rollouts_still_has_metrics() -> None:
+    empty = Group(problem_id="p", prompt="p", rollouts=())
+    for groups in ([], [empty]):
+        assert rollout_metrics(groups) == {"groups_with_signal": 0, "env_failures": 0}
+        assert num_completion_tokens(groups) == 0
+
+
+def test_a_batch_that_scores_nothing_has_no_gap() -> None:
+    datum = rollout_to_datum(single_turn((1, 2), completion(""), reward=0.0), 1.0)
+    output = ForwardBackwardOutput(logprobs=(np.zeros(2, dtype=np.float32),), entropy=None, metrics={})
+    assert logprob_gap([datum], output) == {}
+    assert logprob_gap([], replace(output, logprobs=())) == {}
+
+
+def test_phases_add_up() -> None:
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock("generate"):
+            time.sleep(0.01)
+    assert 0.02 <= clock.seconds("generate") <= clock.metrics()["seconds_step"]
+    assert clock.metrics()["seconds_generate"] == clock.seconds("generate")

@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.data.batching import merge_metrics, plan_batch, validate_batch
+from rl.data.packing import pack_row
+from rl.types import Datum
+
+
+def _datum(prompt: int, length: int, group: int) -> Datum:
+    tokens = np.concatenate([np.full(prompt, group), np.arange(length) + 100]).astype(np.int64)
+    weights = (np.arange(len(tokens)) >= prompt - 1).astype(np.float32)
+    return Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": weights})
+
+
+BATCHES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=24).map(
+    lambda rows: [_datum(*row) for row in rows]
+)
+
+
+@given(BATCHES, st.integers(1, 4), st.integers(1, 120), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_datum_is_planned_once_within_the_budget(
+    batch: list[Datum], num_ranks: int, budget: int, share: bool
+) -> None:
+    plan = plan_batch(batch, num_ranks=num_ranks, max_tokens_per_microbatch=budget, share_prefixes=share)
+    assert sorted(i for rank in plan.microbatches for m in rank for i in m) == list(range(len(batch)))
+    assert len({len(rank) for rank in plan.microbatches}) == 1
+    for rank in plan.split(batch):
+        for microbatch in rank:
+            if len(microbatch) > 1:
+                assert len(pack_row(microbatch, share_prefixes=share).tokens) <= budget
+    results = [[i for m in rank for i in m] for rank in plan.microbatches]
+    assert plan.restore(results) == tuple(range(len(batch)))
+
+
+def test_ranks_share_the_tokens_evenly() -> None:
+    rng = np.random.default_rng(0)
+    batch = [_datum(int(rng.integers(10, 200)), int(rng.integers(1, 100)), i) for i in range(64)]
+    plan = plan_batch(batch, num_ranks=4, max_tokens_per_microbatch=512, share_prefixes=True)
+    loads = [sum(len(d.tokens) for m in rank for d in m) for rank in plan.split(batch)]
+    assert max(loads) <= 1.05 * np.mean(loads)
+
+
+def test_one_large_group_is_cut_so_that_no_rank_is_idle() -> None:
+    batch = [_datum(50, 40, 0) for _ in range(8)]
+    plan = plan_batch(batch, num_ranks=2, max_tokens_per_microbatch=10_000, share_prefixes=True)
+    assert [sum(map(len, rank)) for rank in plan.microbatches] == [4, 4]
+
+
+def test_sharing_needs_fewer_microbatches() -> None:
+    batch = [_datum(50, 5, i % 2) for i in range(16)]
+    whole = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=200, share_prefixes=False)
+    shared = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=200, share_prefixes=True)
+    assert len(whole.microbatches[0]) >= 5
+    assert len(shared.microbatches[0]) == 1
+
+
+def _valid() -> Datum:
+    return Datum(
+        tokens=np.array([1, 2, 3]),
+        loss_inputs={"target_tokens": np.array([2, 3, 4]), "logprobs": np.zeros(3, dtype=np.float32)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("datum", "message"),
+    [
+        (
+            Datum(tokens=np.array([], dtype=np.int64), loss_inputs=_valid().loss_inputs),
+            r"batch\[1\].tokens has length 0",
+        ),
+        (Datum(tokens=np.array([1.0, 2, 3]), loss_inputs=_valid().loss_inputs), r"batch\[1\].tokens.*float64; int64"),  # pyright: ignore[reportArgumentType]
+        (Datum(tokens=np.array([1, 2, 99]), loss_inputs=_valid().loss_inputs), r"batch\[1\].tokens\[2\] is 99"),
+        (
+            Datum(tokens=np.arange(2), loss_inputs=_valid().loss_inputs),
+            r"batch\[1\].loss_inputs\['target_tokens'\] has length 3; batch\[1\].tokens has length 2",
+        ),
+        (
+            Datum(tokens=np.arange(3), loss_inputs={"target_tokens": np.arange(3)}),
+            r"batch\[1\].loss_inputs lacks 'logprobs'",
+        ),
+        (
+            Datum(tokens=np.arange(3), loss_inputs={**_valid().loss_inputs, "logprobs": np.array([0, np.nan, 0])}),
+            r"batch\[1\].loss_inputs\['logprobs'\]\[1\] is nan",
+        ),
+        (
+            Datum(tokens=np.arange(3), loss_inputs={**_valid().loss_inputs, "extra": np.zeros(3)}),
+            r"batch\[0\].loss_inputs has \['logprobs', 'target_tokens'\]",
+        ),
+        (Datum(tokens=np.arange(40) % 9, loss_inputs=_valid().loss_inputs), "between 1 and 32 tokens"),
+    ],
+)
+def test_mistakes_name_the_datum_and_the_field(datum: Datum, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validate_batch([_valid(), datum], required_inputs=("logprobs",), vocab_size=50, max_seq_len=32)
+
+
+def test_a_valid_batch_passes_and_an_empty_one_does_not() -> None:
+    validate_batch([_valid()], required_inputs=("logprobs",), vocab_size=50, max_seq_len=32)
+    with pytest.raises(ValueError, match="batch is empty"):
+        validate_batch([], vocab_size=50, max_seq_len=32)
+
+
+def test_metrics_merge_by_their_names() -> None:
+    merged = merge_metrics([{"loss": 1.0, "ratio_max": 2.0, "ratio_min": 0.5}, {"loss": 2.0, "ratio_max": 1.5}])
+    assert merged == {"loss": 3.0, "ratio_max": 2.0, "ratio_min": 0.5}

@@ -1,0 +1,96 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.data.packing import Document, PackedRow, group_by_prefix, pack_row, pad_row
+from rl.types import Datum
+
+SIZES = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+def _datum(prompt: list[int], completion: list[int]) -> Datum:
+    tokens = np.array(prompt + completion, dtype=np.int64)
+    weights = (np.arange(len(tokens) - 1) >= len(prompt) - 1).astype(np.float32)
+    inputs = {"target_tokens": tokens[1:], "weights": weights, "advantages": tokens[1:].astype(np.float32) / 7}
+    return Datum(tokens=tokens[:-1], loss_inputs=inputs)
+
+
+def _batch(sizes: list[tuple[int, list[int]]], seed: int) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    batch = [
+        _datum([100 * g + k for k in range(p)], rng.integers(1000, 2000, n).tolist())
+        for g, (p, completions) in enumerate(sizes)
+        for n in completions
+    ]
+    return [batch[i] for i in rng.permutation(len(batch))]
+
+
+def _seen(row: PackedRow, index: int) -> list[int]:
+    """The tokens that a position of the row may attend to, by the meaning of trunk and branch."""
+    start = 0
+    for document in row.documents:
+        trunk_end = start + document.trunk
+        if index < trunk_end:
+            return row.tokens[start : index + 1].tolist()
+        branch_start = trunk_end
+        for size in document.branches:
+            if index < branch_start + size:
+                return [*row.tokens[start:trunk_end].tolist(), *row.tokens[branch_start : index + 1].tolist()]
+            branch_start += size
+        start = branch_start
+    raise AssertionError("outside of the row")
+
+
+@given(SIZES, st.integers(0, 2**16), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_scored_position_sees_exactly_its_own_datum(
+    sizes: list[tuple[int, list[int]]], seed: int, share: bool
+) -> None:
+    batch = _batch(sizes, seed)
+    row = pack_row(batch, share_prefixes=share)
+    assert sum(d.num_tokens for d in row.documents) == len(row.tokens) == len(row.positions)
+    assert len(row.scored) == sum(d.num_loss_tokens for d in batch)
+    for k, index in enumerate(row.scored):
+        datum, position = batch[row.datum_index[k]], int(row.datum_position[k])
+        assert _seen(row, int(index)) == datum.tokens[: position + 1].tolist()
+        assert row.positions[index] == position
+        assert row.loss_inputs["target_tokens"][k] == datum.loss_inputs["target_tokens"][position]
+        assert row.loss_inputs["advantages"][k] == datum.loss_inputs["advantages"][position]
+    unpacked = row.unpack(row.loss_inputs["advantages"])
+    for datum, values in zip(batch, unpacked, strict=True):
+        np.testing.assert_array_equal(values, datum.loss_inputs["advantages"] * (datum.weights != 0))
+
+
+def test_a_prefix_stands_once() -> None:
+    batch = [_datum([1, 2, 3], [4, 5]), _datum([9, 8], [7]), _datum([1, 2, 3], [6]), _datum([1, 2, 3], [4, 4, 4])]
+    row = pack_row(batch, share_prefixes=True)
+    assert row.tokens.tolist() == [1, 2, 3, 4, 4, 4, 9, 8]
+    assert row.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
+    assert row.documents == (Document(3, (1, 0, 2)), Document(2))
+    assert row.scored.tolist() == [2, 3, 2, 2, 4, 5, 7]
+    assert row.datum_index.tolist() == [0, 0, 2, 3, 3, 3, 1]
+    whole = pack_row(batch, share_prefixes=False)
+    assert whole.documents == (Document(4), Document(2), Document(3), Document(5))
+
+
+def test_datums_share_only_what_comes_before_their_first_score() -> None:
+    late = Datum(
+        tokens=np.array([1, 2, 3]),
+        loss_inputs={"target_tokens": np.array([2, 3, 4]), "weights": np.array([0, 1, 1], dtype=np.float32)},
+    )
+    early = Datum(tokens=np.array([1, 2, 3]), loss_inputs={"target_tokens": np.array([2, 3, 4])})
+    assert [group.members for group in group_by_prefix([late, early, late])] == [(0, 2), (1,)]
+
+
+def test_padding_adds_a_document_that_holds_nothing_to_score() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9, 5)
+    row = pack_row([Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})], share_prefixes=True)
+    padded = pad_row(row, 4)
+    assert padded.tokens.tolist() == [*tokens, 0, 0, 0]
+    assert padded.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert padded.documents == (Document(5), Document(3))
+    assert (padded.scored.tolist(), padded.lengths) == (row.scored.tolist(), (5,))
+    assert pad_row(row, 5) is row

@@ -1,0 +1,222 @@
+"""Every environment that is shipped is in order; what is wrong with one that is not is said."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl.envs.check import check_env, require_env
+from rl.envs.guess_number import GuessNumber
+from rl.envs.jsonl import JsonlReward
+from rl.envs.largest_number import LargestNumber
+from rl.envs.number_words import NumberWords
+from rl.envs.python_arithmetic import PythonArithmetic
+from rl.envs.reasoning import ReasoningGym
+from rl.protocols import Done, Env, Observation
+
+MODULES = {"procedural", "rows", "sandbox"}  # of rl/envs that hold no environment
+ELSEWHERE = {"verifiers_env"}  # checked where its package is installed
+
+
+def _jsonl(folder: Path) -> JsonlReward:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) + "\n" for i in range(600)))
+    return JsonlReward(file=file, reward="tests.rl.rewards:exact", fields=("answer",))
+
+
+SHIPPED: dict[str, Callable[[Path], Env]] = {
+    "guess_number": lambda folder: GuessNumber(),
+    "jsonl": _jsonl,
+    "largest_number": lambda folder: LargestNumber(),
+    "number_words": lambda folder: NumberWords(),
+    "python_arithmetic": lambda folder: PythonArithmetic(),
+    "reasoning": lambda folder: ReasoningGym(task="spell_backward", params={"min_word_len": 3, "max_word_len": 6}),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_environment_has_nothing_wrong(name: str, tmp_path: Path) -> None:
+    assert check_env(SHIPPED[name](tmp_path)) == []
+
+
+def test_no_environment_is_left_out() -> None:
+    files = {path.stem for path in (Path(__file__).parents[3] / "rl" / "envs").glob("[a-z]*.py")}
+    assert files - MODULES - ELSEWHERE == set(SHIPPED)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A problem of `Numbers`."""
+
+    id: Any
+    prompt: Any
+    answer: Callable[[str], Any] = lambda completion: Done(reward=float(completion == "7"))
+
+    def start(self) -> "Item":
+        return self
+
+    def reply(self, completion: str) -> Any:
+        return self.answer(completion)
+
+
+def _item(number: int) -> Item:
+    return Item(id=str(number), prompt=f"number {number}")
+
+
+class Numbers:
+    """In order, unless what it is made of is replaced by something that is not."""
+
+    name: Any = "numbers"
+    stop: Any = ()
+
+    def __init__(self, make: Callable[[int], Any] = _item, **changes: Any) -> None:
+        self.make = make
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
+        return [self.make(seed * 10_000 + i) for i in range(start, start + count)]
+
+    def heldout_problems(self, count: int) -> list[Any]:
+        return [self.make(-1 - i) for i in range(count)]
+
+
+def _with(**changes: Any) -> Numbers:
+    return Numbers(lambda number: replace(_item(number), **changes))
+
+
+def _answering(answer: Callable[[str], Any]) -> Numbers:
+    return _with(answer=answer)
+
+
+class Reluctant(Item):
+    """Its reply awaits nothing while it computes."""
+
+    async def reply(self, completion: str) -> Any:
+        time.sleep(0.4)
+        return Done(reward=0.0)
+
+
+class Turns:
+    """Its problems are their own episodes, and count turns that are never taken back."""
+
+    def __init__(self, number: int) -> None:
+        self.id = self.prompt = f"number {number}"
+        self.num_turns = 0
+
+    def start(self) -> Any:
+        return self
+
+    def reply(self, completion: str) -> Any:
+        self.num_turns += 1
+        return Done(reward=0.0) if self.num_turns >= 3 else Observation(messages="again")
+
+
+class Shared(Turns):
+    """Takes them back when an episode starts, and so for one that still runs."""
+
+    def start(self) -> Any:
+        self.num_turns = 0
+        return self
+
+
+class Lazy:
+    """Its prompt is only made when asked for, and cannot be."""
+
+    id = "lazy"
+
+    @property
+    def prompt(self) -> str:
+        raise KeyError("question")
+
+
+def test_a_minimal_environment_is_enough() -> None:
+    assert check_env(Numbers()) == []
+
+
+_counter = itertools.count()
+
+BROKEN: list[tuple[Any, str]] = [
+    (Numbers, "Numbers is a class; an instance of it is needed"),
+    (Numbers(name=""), "its name is ''"),
+    (Numbers(stop="\n"), r"its stop is '\n'; a tuple of non-empty strings"),
+    (Numbers(heldout_problems=None), "it has no method heldout_problems(count)"),
+    (Numbers(train_problems=lambda seed, start, count: 1 / 0), "train_problems raised ZeroDivisionError"),
+    (Numbers(train_problems=lambda seed, start, count: [_item(0)]), "returned 1 problems when asked for 256"),
+    (Numbers(lambda number: _item(next(_counter))), "returned other problems the second time"),
+    (
+        Numbers(train_problems=lambda seed, start, count: [_item(seed * 1000 + i) for i in range(count)]),
+        "is not the part from 8 to 16",
+    ),
+    (
+        Numbers(train_problems=lambda seed, start, count: [_item(i) for i in range(start, start + count)]),
+        "the same problems for seeds 0 and 1",
+    ),
+    (Numbers(heldout_problems=lambda count: [_item(-1)] * count), "heldout_problems returned an id twice"),
+    (Numbers(heldout_problems=lambda count: [_item(i + 5) for i in range(count)]), "share the id '10'"),
+    (
+        Numbers(heldout_problems=lambda count: [Item(id=f"h{i}", prompt=f"number {i}") for i in range(count)]),
+        "share the prompt 'number 0'",
+    ),
+    (
+        Numbers(heldout_problems=lambda count: [_item(-i - count) for i in range(count)]),
+        "does not begin with heldout_problems(n / 2)",
+    ),
+    (_with(id=3), "the id of a training problem is 3"),
+    (_with(id="p"), "the id 'p' belongs to two different prompts"),
+    (_with(prompt=""), "is empty"),
+    (_with(prompt=[]), "is []; text, or a list of at least one message"),
+    (_with(prompt=["hello"]), "holds 'hello'; a message is a dictionary"),
+    (_with(prompt=[{"role": "user", "content": None}]), "a message is a dictionary with role and content"),
+    (_with(prompt=[{"role": "human", "content": "?"}]), "a message of role 'human'; roles are system, user"),
+    (Numbers(lambda number: f"problem {number}"), "the id of a training problem is None"),
+    (Numbers(lambda number: Lazy()), "train_problems raised KeyError: 'question'"),
+    (_answering(lambda completion: completion[0]), "answered '' each time, failed: IndexError"),
+    (_answering(lambda completion: 1.0), "it replied with a float; an Observation or a Done is expected"),
+    (_answering(lambda completion: Done(reward=float("nan"))), "its reward is nan; it must be a finite number"),
+    (
+        _answering(lambda completion: Done(reward=next(_counter))),
+        "went otherwise the second time, in turn 1 with ('done'",
+    ),
+    (
+        Numbers(Turns),
+        "went otherwise the second time, in turn 1 with ('done', 0.0) instead of ('observation', 'again', 0.0)",
+    ),
+    (Numbers(Shared), "episodes share state; start() must return an independent one"),
+    (_answering(lambda completion: Observation(messages="again")), "did not end within 100 turns"),
+    (
+        _answering(lambda completion: Observation(messages=[{"role": "user", "content": "?"}])),
+        "the prompt is text, the observation messages",
+    ),
+    (_answering(lambda completion: Observation(messages="")), "the observation is empty"),
+    (_answering(lambda completion: time.sleep(9)), "it did not answer within 0.5 s"),
+    (Numbers(lambda number: Reluctant(id=str(number), prompt=f"number {number}")), "blocked the event loop"),
+]
+
+
+@pytest.mark.parametrize(("env", "finding"), BROKEN, ids=[message[:40] for _, message in BROKEN])
+def test_what_is_wrong_is_said(env: Any, finding: str) -> None:
+    findings = check_env(cast(Env, env), time_limit_s=0.5)
+    assert any(finding in text for text in findings), findings
+    assert len(findings) <= 6
+
+
+def test_a_coroutine_that_awaits_is_in_order() -> None:
+    class Patient(Item):
+        async def reply(self, completion: str) -> Any:
+            await asyncio.sleep(0.001)
+            return Done(reward=0.0)
+
+    assert check_env(Numbers(lambda number: Patient(id=str(number), prompt=f"number {number}"))) == []
+
+
+def test_a_loop_refuses_what_is_no_environment() -> None:
+    require_env(Numbers())
+    with pytest.raises(ValueError, match=r"^env is a Numbers, and it has no method heldout_problems\(count\); see "):
+        require_env(Numbers(heldout_problems=None))

@@ -1,0 +1,233 @@
+"""Episodes of several turns, and environments that fail."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from rl.advantages.group_relative import ADVANTAGES
+from rl.data.packing import pack_row
+from rl.protocols import Done, Observation, Reply
+from rl.rollouts.episodes import group_to_data, rollout_group, rollout_to_datum
+from rl.rollouts.guard import MAX_THREADS, EnvironmentFailedError, call_environment
+from rl.rollouts.rendering import Renderer
+from rl.types import Group, SamplingParams
+from tests.rl.fakes import ScriptedGenerator, WordRenderer
+
+
+class Scripted:
+    """A problem whose every episode answers what `answer(turn, completion)` says; turns count from 0."""
+
+    id = "scripted"
+    prompt = "it begins"
+
+    def __init__(self, answer: Callable[[int, str], Any]) -> None:
+        self._answer = answer
+
+    def start(self) -> "ScriptedEpisode":
+        return ScriptedEpisode(self._answer)
+
+
+class ScriptedEpisode:
+    """One attempt at it."""
+
+    def __init__(self, answer: Callable[[int, str], Any]) -> None:
+        self._answer = answer
+        self._turn = -1
+
+    def reply(self, completion: str) -> Reply:
+        self._turn += 1
+        return self._answer(self._turn, completion)
+
+
+def _three_turns(turn: int, completion: str) -> Reply:
+    if turn < 2:
+        return Observation(messages=f"turn {turn} is over", reward=turn - 10)
+    return Done(reward=float(completion == "c"), metrics={"turns_played": turn + 1})
+
+
+def _play(
+    answer: Callable[[int, str], Any], said: str = "abcdefgh", num_samples: int = 2, **options: Any
+) -> tuple[Group, ScriptedGenerator]:
+    """Plays with a model that says the next letter in each turn, as its prompt's length tells it."""
+    renderer = cast(Renderer, WordRenderer(options.pop("max_model_len", None)))
+    generator = ScriptedGenerator(lambda prompt, i, seed: said[(len(prompt) - 2) // 5])
+    sampling = SamplingParams(max_tokens=3, seed=options.pop("seed", None))
+    group = rollout_group(generator, renderer, Scripted(answer), sampling, num_samples, **options)
+    return asyncio.run(group), generator
+
+
+def test_the_model_reads_what_it_said_and_what_it_was_told() -> None:
+    group, generator = _play(_three_turns, num_samples=1)
+    assert [prompt for prompt, _, _ in generator.calls] == [
+        (2, 6),
+        (2, 6, ord("a"), 4, 1, 2, 4),
+        (2, 6, ord("a"), 4, 1, 2, 4, ord("b"), 4, 1, 2, 4),
+    ]
+    (rollout,) = group.rollouts
+    assert rollout.reward == 1
+    assert rollout.metrics == {"turns_played": 3}
+    assert rollout.num_sampled_tokens == 3
+    assert rollout.text == "a\nturn 0 is over\nb\nturn 1 is over\nc"
+    assert not rollout.truncated
+
+
+def test_only_sampled_tokens_are_scored() -> None:
+    group, _ = _play(_three_turns, num_samples=1)
+    datum = rollout_to_datum(group.rollouts[0], 0.5)
+    a, b, c = map(ord, "abc")
+    inputs: Any = {name: array.tolist() for name, array in datum.loss_inputs.items()}
+    assert datum.tokens.tolist() == [2, 6, a, 4, 1, 2, 4, b, 4, 1, 2, 4]
+    assert inputs["target_tokens"] == [6, a, 4, 1, 2, 4, b, 4, 1, 2, 4, c]
+    assert inputs["weights"] == [0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert inputs["logprobs"] == [0, -1, 0, 0, 0, 0, -1, 0, 0, 0, 0, -1]
+    assert inputs["advantages"] == [0, 0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0.5]
+
+
+def test_turns_of_a_group_share_their_prefix_in_a_row() -> None:
+    letters = iter("cd")
+
+    def answer(turn: int, completion: str) -> Reply:
+        return _three_turns(turn, next(letters) if turn == 2 else completion)
+
+    group, _ = _play(answer)
+    data = group_to_data(group, ADVANTAGES["group_mean"])
+    row = pack_row(data, share_prefixes=True)
+    assert len(data) == 2
+    assert len(row.tokens) < sum(len(datum.tokens) for datum in data)
+    assert len(row.scored) == 6
+
+
+def test_seeds_of_later_turns_depend_on_sample_and_turn_alone() -> None:
+    _, generator = _play(_three_turns, seed=7)
+    seeds = [sampling.seed for _, sampling, _ in generator.calls]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 5
+    _, alone = _play(_three_turns, num_samples=1, seed=8)
+    assert {s.seed for _, s, _ in alone.calls[1:]} < set(seeds)  # of the second sample
+
+
+def test_a_full_context_ends_the_episode_as_truncated() -> None:
+    group, generator = _play(_three_turns, num_samples=1, max_model_len=8)
+    assert [sampling.max_tokens for _, sampling, _ in generator.calls] == [3, 1]  # what room there is, is used
+    (rollout,) = group.rollouts
+    assert rollout.truncated
+    assert rollout.reward == -9  # the last observation's
+    assert len(rollout.turns) == 2
+    assert len(rollout_to_datum(rollout, 1.0).tokens) == 7  # without the message that nobody answered
+
+
+def test_an_endless_episode_ends_with_the_context() -> None:
+    group, _ = _play(lambda turn, text: Observation(messages="go on"), said="a" * 99, max_model_len=100)
+    assert [rollout.truncated for rollout in group.rollouts] == [True, True]
+    assert group.failures == ()
+
+
+def _raises(turn: int, completion: str) -> Reply:
+    raise OSError("the tool is gone")
+
+
+def _exits(turn: int, completion: str) -> Reply:
+    sys.exit(3)
+
+
+async def _hangs(turn: int, completion: str) -> Reply:
+    await asyncio.sleep(60)
+    return Done(reward=0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (_raises, "OSError: the tool is gone"),
+        (_exits, "SystemExit: 3"),
+        (lambda turn, text: time.sleep(0.3), r"did not answer within 0.1 s"),
+        (_hangs, r"did not answer within 0.1 s"),
+        (lambda turn, text: 1.0, "replied with a float; an Observation or a Done is expected"),
+        (lambda turn, text: Done(reward=float("nan")), "its reward is nan"),
+        (lambda turn, text: Done(reward=0.0, metrics={"speed": cast(Any, None)}), "its speed is None"),
+        (lambda turn, text: Observation(messages=[{"role": "user", "content": "?"}]), "prompt is text and its obs"),
+        (lambda turn, text: next(iter(())), "StopIteration"),
+    ],
+)
+def test_what_an_environment_does_wrong_costs_that_rollout_alone(answer: Callable[..., Any], message: str) -> None:
+    first = threading.Lock()
+
+    def one_of_three(turn: int, completion: str) -> Any:
+        return answer(turn, completion) if first.acquire(blocking=False) else Done(reward=1.0)
+
+    group, _ = _play(one_of_three, num_samples=3, time_limit_s=0.1)
+    assert group.rewards.tolist() == [1, 1]
+    (failure,) = group.failures
+    assert failure.startswith("problem 'scripted': ")
+    assert message in failure
+
+
+def test_a_coroutine_is_awaited() -> None:
+    async def answer(turn: int, completion: str) -> Reply:
+        await asyncio.sleep(0)
+        return _three_turns(turn, completion)
+
+    group, _ = _play(answer)
+    assert group.rewards.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_what_is_left_of_a_group_needs_two_to_be_compared(name: str) -> None:
+    first = threading.Lock()
+    group, _ = _play(lambda turn, text: Done(reward=1.0) if first.acquire(blocking=False) else None)
+    assert len(group.rollouts) == len(group.failures) == 1
+    assert group_to_data(group, ADVANTAGES[name]) == []
+
+
+def test_waiting_for_a_thread_does_not_count() -> None:
+    async def calls() -> list[int]:
+        def work(i: int) -> int:
+            time.sleep(0.1)
+            return i
+
+        return await asyncio.gather(*(call_environment(work, i, time_limit_s=0.5) for i in range(8 * MAX_THREADS)))
+
+    start = time.monotonic()
+    assert asyncio.run(calls()) == list(range(8 * MAX_THREADS))
+    assert 0.8 <= time.monotonic() - start < 4
+
+
+def test_the_loop_stays_free_while_an_environment_blocks() -> None:
+    async def ticks() -> int:
+        call = asyncio.create_task(call_environment(time.sleep, 0.3, time_limit_s=5))
+        count = 0
+        while not call.done():
+            await asyncio.sleep(0.01)
+            count += 1
+        return count
+
+    assert asyncio.run(ticks()) > 10
+
+
+def test_its_own_timeout_is_not_ours() -> None:
+    def fails() -> None:
+        raise TimeoutError("the judge is slow")
+
+    with pytest.raises(EnvironmentFailedError, match="TimeoutError: the judge is slow"):
+        asyncio.run(call_environment(fails, time_limit_s=5))
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
+    code = """
+import asyncio, time
+from rl.rollouts.guard import EnvironmentFailedError, call_environment
+async def main():
+    try:
+        await call_environment(time.sleep, 1000, time_limit_s=0.1)
+    except EnvironmentFailedError as error:
+        print(error)
+asyncio.run(main())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout == "it did not answer within 0.1 s\n"

@@ -1,0 +1,185 @@
+import asyncio
+import json
+import random
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from rl.algorithms.metrics import policy_lag
+from rl.rollouts.queue import RolloutQueue
+from rl.runs.folder import to_json
+from rl.types import Group
+from tests.rl.fakes import completion, single_turn
+
+PER_STEP = 3
+
+
+async def _ticks(count: int) -> None:
+    """Time in turns of the event loop, so that the order of events does not depend on the machine."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Sampler:
+    """Samples groups under a version that the test's loop moves on, in an order of time that a seed decides."""
+
+    def __init__(self, seed: int = 0, fails_at: int | None = None) -> None:
+        self.version = 0
+        self.started: list[int] = []
+        self.cancelled = 0
+        self._random = random.Random(seed)
+        self._fails_at = fails_at
+
+    async def __call__(self, number: int) -> Group:
+        """Now and then a group takes as long as many steps."""
+        self.started.append(number)
+        version = self.version
+        try:
+            await _ticks(self._random.choice([0, 10, 20, 200]) if number != self._fails_at else 5)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if number == self._fails_at:
+            raise ArithmeticError("my own mistake")
+        rollout = single_turn((1, 2), completion("ab", version=version), reward=float(number))
+        return Group(problem_id=str(number), prompt="", rollouts=(rollout,))
+
+
+async def _loop(sampler: Sampler, queue: RolloutQueue, steps: range, after: Callable[[int], None]) -> list[list[int]]:
+    """The groups that every step trains on; `after` is called with the step while its groups are being learned from."""
+    taken: list[list[int]] = []
+    async with queue as rollouts:
+        for step in steps:
+            groups = await rollouts.take()
+            taken.append([int(group.problem_id) for group in groups])
+            lag = policy_lag(groups, sampler.version)
+            assert lag["lag_max"] <= step - 1
+            after(int(lag["lag_max"]))
+            await _ticks(20)
+            sampler.version += 1
+            rollouts.advance()
+    return taken
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_token_is_older_than_the_bound_and_none_is_lost(max_lag: int, seed: int) -> None:
+    steps, sampler, lags = range(1, 21), Sampler(seed), list[int]()
+
+    async def run() -> list[list[int]]:
+        return await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, max_lag), steps, lags.append)
+
+    taken = asyncio.run(run())
+    assert sorted(number for numbers in taken for number in numbers) == list(range(20 * PER_STEP))
+    assert all(len(numbers) == PER_STEP for numbers in taken)
+    assert sampler.started == list(range(20 * PER_STEP))
+    assert max(lags) == max_lag  # the bound is kept, and used
+
+
+def test_without_lag_every_step_has_its_own_groups_in_order() -> None:
+    steps, sampler = range(1, 6), Sampler()
+
+    async def run() -> list[list[int]]:
+        return await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, 0), steps, lambda _: None)
+
+    assert asyncio.run(run()) == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(5)]
+
+
+def test_a_step_does_not_wait_for_a_slow_group_before_it_must() -> None:
+    release = asyncio.Event()
+
+    async def sample_group(number: int) -> Group:
+        if number == 0:
+            await release.wait()
+        return Group(problem_id=str(number), prompt="", rollouts=())
+
+    async def run() -> None:
+        async with RolloutQueue(sample_group, range(1, 9), PER_STEP, 2) as rollouts:
+            for expected in ([1, 2, 3], [4, 5, 6]):
+                assert [int(group.problem_id) for group in await rollouts.take()] == expected
+                rollouts.advance()
+            waiting = asyncio.create_task(rollouts.take())
+            await _ticks(50)
+            assert not waiting.done()
+            release.set()
+            assert [int(group.problem_id) for group in await waiting] == [0, 7, 8]
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_a_failed_group_ends_the_loop_with_its_own_traceback() -> None:
+    steps, sampler = range(1, 100), Sampler(fails_at=7)
+
+    async def run() -> None:
+        await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, 2), steps, lambda _: None)
+
+    with pytest.raises(ArithmeticError, match="my own mistake") as caught:
+        asyncio.run(asyncio.wait_for(run(), 5))
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].line == 'raise ArithmeticError("my own mistake")'
+    assert sampler.cancelled > 0
+
+
+def test_a_failed_loop_cancels_the_groups() -> None:
+    sampler = Sampler()
+
+    def after(_lag: int) -> None:
+        raise KeyError("the trainer")
+
+    async def run() -> None:
+        await _loop(sampler, RolloutQueue(sampler, range(1, 100), PER_STEP, 5), range(1, 100), after)
+
+    with pytest.raises(KeyError, match="the trainer"):
+        asyncio.run(asyncio.wait_for(run(), 5))
+    assert sampler.cancelled > 0
+
+
+def test_a_cancelled_loop_is_cancelled() -> None:
+    sampler = Sampler()
+
+    async def run() -> None:
+        queue = RolloutQueue(sampler, range(1, 100), PER_STEP, 5)
+        task = asyncio.create_task(_loop(sampler, queue, range(1, 100), lambda _: None))
+        await _ticks(50)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+def test_a_queue_goes_on_from_the_state_of_another() -> None:
+    first, second = range(1, 5), range(5, 11)
+    sampler, states = Sampler(seed=1), list[str]()
+
+    async def run() -> list[list[int]]:
+        queue = RolloutQueue(sampler, range(1, 11), PER_STEP, 3)
+        taken: list[list[int]] = []
+        async with queue as rollouts:
+            for _ in first:
+                taken.append([int(group.problem_id) for group in await rollouts.take()])
+                await _ticks(60)
+                sampler.version += 1
+                rollouts.advance()
+                states.append(json.dumps(to_json(rollouts.state())))
+        state = json.loads(states[-1])
+        assert state["finished"]
+        assert state["unfinished"]
+        again = Sampler()
+        again.version = sampler.version
+        lags: list[int] = []
+        taken += await _loop(again, RolloutQueue(again, second, PER_STEP, 3, state), second, lags.append)
+        assert max(lags) <= 3
+        recorded = {entry["number"] for entry in state["finished"]}
+        assert recorded.isdisjoint(again.started)  # what was sampled is not sampled again
+        return taken
+
+    taken = asyncio.run(run())
+    assert sorted(number for numbers in taken for number in numbers) == list(range(10 * PER_STEP))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_policy_lag is -1; it must be at least 0"):
+        RolloutQueue(Sampler(), range(1, 3), PER_STEP, -1)
+    with pytest.raises(ValueError, match="groups_per_step is 0"):
+        RolloutQueue(Sampler(), range(1, 3), 0, 1)

@@ -1,0 +1,74 @@
+import asyncio
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from rl.rollouts.episodes import rollout_groups
+from rl.rollouts.recorded import RecordedEnv, read_recording
+from rl.rollouts.rendering import Renderer
+from rl.runs.folder import RunFolder
+from rl.types import Group, SamplingParams
+from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
+
+
+def _group(name: str, *rewards: float) -> Group:
+    rollouts = tuple(single_turn((1, 2), completion("ab", version=3), reward=reward) for reward in rewards)
+    return Group(problem_id=name, prompt=name, rollouts=rollouts)
+
+
+def _recording(path: Path) -> Path:
+    folder = RunFolder(path, {})
+    folder.log_rollouts(0, [_group("held out", 1.0)], split="heldout")
+    folder.log_rollouts(1, [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)])
+    folder.log_rollouts(2, [_group("a", 0.25, 0.5)])  # the environment failed the other group
+    folder.log_rollouts(4, [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)])
+    return folder.rollouts_file
+
+
+def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
+    env = RecordedEnv(_recording(tmp_path / "run"), groups_per_step=2)
+    generator = ScriptedGenerator(lambda *_: "never")
+
+    def step(number: int) -> list[Group]:
+        problems = env.train_problems(0, 2 * (number - 1), 2)
+        return asyncio.run(
+            rollout_groups(generator, cast(Renderer, WordRenderer()), problems, SamplingParams(max_tokens=1), 2)
+        )
+
+    assert step(1) == [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)]
+    assert step(2) == [_group("a", 0.25, 0.5)]
+    assert step(3) == []
+    assert step(4) == [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)]
+    assert generator.calls == []
+    assert [p.group.problem_id for n in (0, 1) for p in env.train_problems(0, n, 1)] == ["a", "b"]
+    assert env.heldout_problems(5) == []
+    with pytest.raises(ValueError, match="ends with step 4; step 5 is not there"):
+        step(5)
+
+
+def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step 1 of the recording .* has 2 groups; prompts_per_step is 1"):
+        RecordedEnv(_recording(tmp_path / "run"), groups_per_step=1)
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    file = _recording(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"missing.jsonl cannot be read: No such file"):
+        read_recording(tmp_path / "missing.jsonl")
+    lines = file.read_text().splitlines(keepends=True)
+
+    file.write_text("".join([*lines, lines[-1][:50]]))  # a run that was killed while it wrote
+    assert sorted(read_recording(file)) == [1, 2, 4]
+    file.write_text("".join([*lines[:3], "{]\n"]))
+    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 4: it is no JSON object"):
+        read_recording(file)
+    row = json.loads(lines[1])
+    del row["turns"]
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 1: it has no 'turns'"):
+        read_recording(file)
+    file.write_text(lines[0])
+    with pytest.raises(ValueError, match="holds no training rollouts"):
+        read_recording(file)

@@ -1,0 +1,102 @@
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.tiny_models import tiny_llama
+from rl.protocols import Done, Episode, Observation, Prompt, Reply
+from rl.rollouts.episodes import rollout_group, rollout_to_datum
+from rl.rollouts.rendering import Renderer
+from rl.types import Completion, SamplingParams
+
+FIRST = [{"role": "user", "content": "Guess a number."}]
+SECOND = [{"role": "user", "content": "Too low.\nAgain!"}]
+
+
+@pytest.fixture(scope="module")
+def renderer(smollm2: Path) -> Renderer:
+    return Renderer(smollm2)
+
+
+@pytest.mark.parametrize("answer", ["42", "I'd say 42.\n", "", "naïve ☃"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_turns_make_up_the_chat_that_the_template_renders(renderer: Renderer, answer: str, closed: bool) -> None:
+    whole = renderer.encode([*FIRST, {"role": "assistant", "content": answer}, *SECOND])
+    before = renderer.encode(FIRST)
+    end_of_turn = renderer.encode_reply(SECOND, [])[0]
+    position = whole.index(end_of_turn, len(before))  # sampled by the model, or put there by the template
+    said = whole[len(before) : position + closed]
+    assert before + said + renderer.encode_reply(SECOND, said) == whole
+
+
+def test_an_answer_begun_is_left_open(renderer: Renderer) -> None:
+    begun = [*SECOND, {"role": "assistant", "content": "My next guess is "}]
+    opened, asked = renderer.encode_reply(begun, []), renderer.encode_reply(SECOND, [])
+    assert opened[: len(asked)] == asked
+    assert opened[len(asked) :] == renderer.encode("My next guess is ")
+
+
+def test_text_is_appended_as_it_stands(renderer: Renderer) -> None:
+    assert renderer.encode_reply(" = 42", renderer.encode("6 * 7")) == renderer.encode(" = 42")
+
+
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    renderer = Renderer(tiny_llama(tmp_path))
+    for encode in (lambda: renderer.encode(FIRST), lambda: renderer.encode_reply(FIRST, [])):
+        with pytest.raises(ValueError, match="no chat template; give the prompt as one string"):
+            encode()
+
+
+class Verbatim:
+    """A generator that says these tokens, whatever it is asked, and keeps what it was asked."""
+
+    def __init__(self, said: list[tuple[int, ...]], texts: list[str]) -> None:
+        self.said, self.texts = said, texts
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: object, num_samples: int = 1) -> list[Completion]:
+        self.prompts.append(tuple(prompt_tokens))
+        tokens, text = self.said[len(self.prompts) - 1], self.texts[len(self.prompts) - 1]
+        zeros = (0,) * len(tokens)
+        return [Completion(tokens=tokens, logprobs=zeros, versions=zeros, text=text, finish_reason="stop")]
+
+
+class Asking:
+    """Two turns, as a chat or as text."""
+
+    id = "asking"
+
+    def __init__(self, *, chat: bool) -> None:
+        self.prompt: Prompt = FIRST if chat else "Guess a number."
+        self._again: Prompt = SECOND if chat else "Again!"
+
+    def start(self) -> Episode:
+        return _Asked(self._again)
+
+
+class _Asked:
+    def __init__(self, again: Prompt) -> None:
+        self._again: Prompt | None = again
+
+    def reply(self, completion: str) -> Reply:
+        again, self._again = self._again, None
+        return Done(reward=0.0) if again is None else Observation(messages=again)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_the_model_said_is_never_tokenised_again(renderer: Renderer, chat: bool) -> None:
+    # A model may spell a word with other tokens than its tokenizer would: here letter by letter.
+    said = [tuple(token for letter in text for token in renderer.encode(letter)) for text in ("hello", "world")]
+    assert all(renderer.encode(text) != tokens for text, tokens in zip(("hello", "world"), said, strict=True))
+    generator = Verbatim(said, ["hello", "world"])
+    problem = Asking(chat=chat)
+    group = asyncio.run(rollout_group(cast(Any, generator), renderer, problem, SamplingParams(max_tokens=8), 1))
+    (rollout,) = group.rollouts
+    prompt = renderer.encode(problem.prompt)
+    between = renderer.encode_reply(SECOND if chat else "Again!", said[0])
+    assert generator.prompts == [prompt, prompt + said[0] + between]
+    datum = rollout_to_datum(rollout, 1.0)
+    assert (*datum.tokens, datum.loss_inputs["target_tokens"][-1]) == prompt + said[0] + between + said[1]
+    assert datum.loss_inputs["weights"].sum() == len(said[0]) + len(said[1])

@@ -1,0 +1,120 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from benchmarks.tiny_models import VOCAB_SIZE, tiny_llama, tiny_qwen3
+from rl.hf_config import inspect_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A complete model directory, for a test to break."""
+    return tiny_llama(tmp_path / "model", tied=True)
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    """Overwrites keys of config.json; None removes one."""
+    file = model / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+def test_agrees_with_transformers(make: Any, tied: bool, tmp_path: Path) -> None:
+    info = inspect_model(make(tmp_path / "model", tied=tied))
+    config: Any = AutoConfig.from_pretrained(tmp_path / "model")
+    assert info.architecture == config.architectures[0]
+    assert (info.tied, info.vocab_size, info.max_context) == (tied, VOCAB_SIZE, config.max_position_embeddings)
+    assert (info.num_attention_heads, info.num_key_value_heads) == (4, 2)
+    assert (info.hidden_size, info.num_layers) == (config.hidden_size, config.num_hidden_layers)
+    assert info.eos_token_ids == (config.eos_token_id,)
+    assert info.weight_files == (tmp_path / "model" / "model.safetensors",)
+
+
+def test_generation_config_may_name_more_end_tokens(model: Path) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 257]}))
+    assert inspect_model(model).eos_token_ids == (256, 257)
+
+
+def test_key_value_heads_default_to_attention_heads(model: Path) -> None:
+    edit_config(model, num_key_value_heads=None)
+    assert inspect_model(model).num_key_value_heads == 4
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist"):
+        inspect_model(tmp_path / "nowhere")
+
+
+def test_a_file_is_no_directory(model: Path) -> None:
+    with pytest.raises(ValueError, match="not a directory"):
+        inspect_model(model / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
+)
+def test_missing_file(model: Path, missing: str, message: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(ValueError, match=message):
+        inspect_model(model)
+
+
+def test_weights_in_another_format_are_named(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no weights.*pytorch_model\.bin cannot be used"):
+        inspect_model(model)
+
+
+def test_missing_shard_is_named(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lacks model-00002-of-00002\.safetensors,"):
+        inspect_model(model)
+
+
+def test_sharded_weights(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect_model(model).weight_files == (model / "model-00001-of-00001.safetensors",)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_weights_that_were_cut_off(model: Path, keep: int) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors is (incomplete|not a safetensors file)"):
+        inspect_model(model)
+
+
+def test_unsupported_architecture_names_the_supported(model: Path) -> None:
+    edit_config(model, architectures=["MambaForCausalLM"])
+    with pytest.raises(ValueError, match="MambaForCausalLM; supported are LlamaForCausalLM, Qwen3ForCausalLM"):
+        inspect_model(model)
+
+
+def test_quantised_weights(model: Path) -> None:
+    edit_config(model, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ValueError, match="quantised"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("value", [0, -3, "8", True, None])
+def test_a_size_that_makes_no_sense(model: Path, value: Any) -> None:
+    edit_config(model, num_attention_heads=value)
+    with pytest.raises(ValueError, match=r"num_attention_heads is .* above 0"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_config_that_is_no_object(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        inspect_model(model)

@@ -1,0 +1,48 @@
+"""Chunked log-probs and entropies against autograd through the whole matrix."""
+
+import pytest
+import torch
+
+from trainer.engines.pytorch import logprobs
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
+@pytest.mark.parametrize("size", [1, 8])
+def test_values_and_gradients_equal_log_softmax(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, size: int) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
+    targets = torch.randint(0, 50, (size,))
+    scale_logprobs, scale_entropy = torch.randn(size), torch.randn(size)
+
+    expected = torch.log_softmax(hidden @ weight.T, -1)
+    expected_entropy = -(expected.exp() * expected).sum(-1)
+    chosen = expected.gather(1, targets[:, None])[:, 0]
+    ((chosen * scale_logprobs).sum() + (expected_entropy * scale_entropy).sum()).backward()
+    expected_grads = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+
+    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True)
+    assert entropy is not None
+    torch.testing.assert_close(actual, chosen)
+    torch.testing.assert_close(entropy, expected_entropy)
+    ((actual * scale_logprobs).sum() + (entropy * scale_entropy).sum()).backward()
+    torch.testing.assert_close(hidden.grad, expected_grads[0])
+    torch.testing.assert_close(weight.grad, expected_grads[1])
+
+
+def test_entropy_alone_has_its_gradient() -> None:
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(50, 6)
+    expected = torch.log_softmax(hidden @ weight.T, -1)
+    (expected_grad,) = torch.autograd.grad(-(expected.exp() * expected).sum(), hidden)
+    _, entropy = logprobs.logprobs_and_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), entropy=True)
+    assert entropy is not None
+    (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_logprobs_of_bfloat16_weights_are_float32_and_normalised() -> None:
+    hidden, weight = torch.randn(3, 6).bfloat16(), torch.randn(50, 6).bfloat16()
+    every = [logprobs.logprobs_and_entropy(hidden, weight, torch.full((3,), v), entropy=False)[0] for v in range(50)]
+    assert every[0].dtype == torch.float32
+    torch.testing.assert_close(torch.stack(every).exp().sum(0), torch.ones(3))

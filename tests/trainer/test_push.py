@@ -1,0 +1,279 @@
+"""What is published, from any sharding, is the full tensors cast to the generator's dtype."""
+
+import asyncio
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from rl.weights.manifest import INDEX_KEY, WeightsError
+from rl.weights.registry import living_versions
+from tests.stores import FakeStore, living, read_slot
+from trainer.push import WeightPublisher
+
+
+def _full(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"rows": (12, 5), "uneven": (7, 3), "one_row": (1, 6), "columns": (4, 9), "copied": (6,), "plain": (3, 2)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.Tensor]) -> None:
+    record = living(store)[-1]
+    assert record.version == version
+    published = read_slot(record)
+    assert published.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(published[name], tensor.to(torch.bfloat16)), name
+
+
+def _run(rank: int, world_size: int, port_file: str, body: Callable[[int, FakeStore], None]) -> None:
+    store = dist.FileStore(port_file, world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    try:
+        body(rank, FakeStore())
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the other ranks would wait for this one
+    dist.destroy_process_group()
+
+
+def _spawn(tmp_path: Path, world_size: int, body: Callable[[int, FakeStore], None]) -> None:
+    mp.spawn(_run, args=(world_size, str(tmp_path / "store"), body), nprocs=world_size)
+
+
+def _publish_shards(rank: int, store: FakeStore) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements: dict[str, Placement] = {
+        "rows": Shard(0),
+        "uneven": Shard(0),
+        "one_row": Shard(0),
+        "columns": Shard(1),
+        "copied": Replicate(),
+    }
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2, 3):
+        full = _full(version)
+        tensors: dict[str, torch.Tensor] = {
+            name: distribute_tensor(full[name], mesh, [placement]) for name, placement in placements.items()
+        }
+        if rank == 1:  # a pipeline stage of its own
+            tensors["plain"] = full["plain"]
+        asyncio.run(publisher.publish(version, tensors.items()))
+        if rank == 0:
+            _assert_published(store, version, full)
+            assert [record.version for record in living(store)] == [v for v in (version - 1, version) if v > 0]
+    # What one rank cannot write, no rank publishes, and nobody waits for anybody.
+    longer = distribute_tensor(torch.zeros(13, 5), mesh, [Shard(0)])
+    wrong = {**tensors, "rows": longer} if rank == 0 else tensors
+    with pytest.raises((WeightsError, ValueError), match=r"'rows' was \(12, 5\) and is \(13, 5\)"):
+        asyncio.run(publisher.publish(4, wrong.items()))
+    asyncio.run(publisher.publish(5, tensors.items()))
+    if rank == 0:
+        _assert_published(store, 5, _full(3))
+    # Nothing is gathered: beside the shared slot, a push takes no memory.
+    half = DTensor.from_local(torch.ones(2048, 4096), mesh, [Shard(0)])
+    before = _private_bytes()
+    asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, {"half": half}.items()))
+    assert _private_bytes() - before < half.to_local().nbytes / 4
+
+
+def _private_bytes() -> int:
+    """Memory of this process that no other has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_two_ranks_publish_their_shards(tmp_path: Path) -> None:
+    _spawn(tmp_path, 2, _publish_shards)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 12, bias=False)
+        self.down = nn.Linear(12, 10, bias=False)
+
+
+def _publish_fsdp_times_tp(rank: int, store: FakeStore) -> None:
+    torch.manual_seed(0)
+    block = _Block()
+    full = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["dp"])
+    assert all(isinstance(parameter, DTensor) for parameter in block.parameters())
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    asyncio.run(publisher.publish(1, block.named_parameters()))
+    if rank == 0:
+        _assert_published(store, 1, full)
+
+
+def test_fsdp_times_tensor_parallel(tmp_path: Path) -> None:
+    _spawn(tmp_path, 4, _publish_fsdp_times_tp)
+
+
+def test_one_rank_publishes_plain_tensors_and_reuses_its_slots() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    slots: set[tuple[int, int, int] | None] = set()
+    for version in range(5):
+        full = _full(version)
+        asyncio.run(publisher.publish(version, ((name, nn.Parameter(tensor)) for name, tensor in full.items())))
+        _assert_published(store, version, full)
+        slots.add(living(store)[-1].slot)
+    assert len(slots) == 2
+
+
+def test_a_tensor_left_out_later_is_refused() -> None:
+    publisher = WeightPublisher(torch.float32, store=FakeStore())
+    asyncio.run(publisher.publish(0, _full(0).items()))
+    fewer = {name: tensor for name, tensor in _full(1).items() if name != "plain"}
+    with pytest.raises(ValueError, match=r"'plain' was \(3, 2\) and is None"):
+        asyncio.run(publisher.publish(1, fewer.items()))
+
+
+class _WatchedStore(FakeStore):
+    """Says what could be pulled when the index was put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.living: list[list[int]] = []
+
+    async def put(self, key: str, value: Any) -> None:
+        if self.fails:
+            raise OSError("gone")
+        await super().put(key, value)
+        self.living.append([record.version for record in await living_versions(self)])
+
+
+def _living(store: FakeStore) -> list[int]:
+    """The versions that can be pulled; each is whole."""
+    records = living(store)
+    for record in records:
+        for name, tensor in _full(record.version).items():
+            assert torch.equal(read_slot(record)[name], tensor.to(torch.bfloat16))
+    return [record.version for record in records]
+
+
+def test_a_slot_is_introduced_once_and_says_itself_which_version_it_holds() -> None:
+    store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2, 3, 4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+        assert _living(store) == [v for v in (version - 1, version) if v > 0]
+    assert store.living == [[], [1]]  # TorchStore heard of two slots, before there was anything in them
+    store.fails = True
+    asyncio.run(publisher.publish(5, _full(5).items()))
+    assert _living(store) == [4, 5]
+
+
+def test_a_push_that_fails_leaves_the_version_before() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 2):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    with pytest.raises(ValueError, match="'plain'"):
+        asyncio.run(publisher.publish(3, [(n, t) for n, t in _full(3).items() if n != "plain"]))
+    assert _living(store) == [2]  # the place of 1 was to be that of 3
+    asyncio.run(publisher.publish(4, _full(4).items()))
+    assert _living(store) == [4]
+    asyncio.run(publisher.publish(5, _full(5).items()))
+    assert _living(store) == [4, 5]
+
+
+def test_a_slot_that_torchstore_does_not_hear_of_is_introduced_later() -> None:
+    store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    store.fails = True
+    with pytest.raises(WeightsError, match="version 1 was not published: TorchStore failed: gone"):
+        asyncio.run(publisher.publish(1, _full(1).items()))
+    store.fails = False
+    for version in (2, 3, 4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    assert _living(store) == [3, 4]
+
+
+def test_torchstore_keeps_two_versions() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, "torchstore", store=store)
+    for version in range(4):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    assert [record.version for record in store.values[INDEX_KEY]] == [2, 3]
+    assert len(store.values) == 1 + 2 * len(_full(0))
+    for record in store.values[INDEX_KEY]:
+        for name, tensor in _full(record.version).items():
+            assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+
+
+def test_an_unknown_transport_is_named() -> None:
+    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, shared_memory, torchstore"):
+        WeightPublisher(torch.float32, "nccl")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
+    async def main() -> None:
+        store = FakeStore()
+        publisher = WeightPublisher(torch.bfloat16, store=store)
+        weights = {"large": torch.zeros(500, 400), "odd": torch.zeros(3)}
+        await publisher.publish(1, weights.items())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            await publisher.publish(1, weights.items())  # the same version, on purpose
+            weights["large"][100, 77] = 1.0  # between the blocks that a digest looks at
+            await publisher.publish(2, weights.items())
+            weights["odd"][2] = 1.0
+            await publisher.publish(3, weights.items())
+            weights["large"] += 1.0
+            await publisher.publish(4, weights.items())
+        weights["large"] += 1e-6  # lost in bfloat16
+        with pytest.warns(UserWarning, match="version 5 is published with exactly the weights of version 4"):
+            await publisher.publish(5, weights.items())
+
+    asyncio.run(main())
+
+
+def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.weights.buffer.available_memory_bytes", lambda: 100)
+    store = FakeStore()
+    short = r"weights need 0\.0 MB of shared memory and 0\.0 MB are available"
+    with pytest.raises(WeightsError, match=short):
+        asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, _full(1).items()))
+    assert store.values == {}
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    with pytest.warns(UserWarning, match=f"TorchStore carries the weights.*{short}"):
+        asyncio.run(publisher.publish(1, _full(1).items()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(publisher.publish(2, _full(2).items()))
+    record = store.values[INDEX_KEY][-1]
+    assert (record.version, record.transport, record.slot) == (2, "torchstore", None)
+    for name, tensor in _full(2).items():
+        assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+
+
+def test_torchstore_says_that_no_parameter_changed() -> None:
+    publisher = WeightPublisher(torch.bfloat16, "torchstore", store=FakeStore())
+    weights = _full(0)
+    asyncio.run(publisher.publish(1, weights.items()))
+    with pytest.warns(UserWarning, match="version 2 is published with exactly the weights of version 1"):
+        asyncio.run(publisher.publish(2, weights.items()))
+    weights["plain"][2, 1] += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(publisher.publish(3, weights.items()))

@@ -1,0 +1,1 @@
+"""Engines over Hugging Face models: `fsdp2` and `fsdp1`."""

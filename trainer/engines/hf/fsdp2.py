@@ -1,0 +1,74 @@
+"""The fsdp2 engine: any causal language model of transformers under torch's `fully_shard`.
+
+Data parallelism only, sharded (FSDP2), replicated, or both (HSDP). With one rank nothing is sharded. Attention is
+transformers' own with a mask of documents, so a prefix that datums share is computed for each of them.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rl.data.packing import PackedRow
+from trainer.config import TrainerConfig
+from trainer.engines.hf.transformers_policy import TransformersPolicy
+from trainer.engines.model_check import describe_model
+from trainer.engines.pytorch.engine import TorchEngine
+from trainer.engines.pytorch.hf_weights import load_hf_weights
+from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
+
+
+class Fsdp2Engine(TorchEngine):
+    """One rank of a transformers model."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
+        device = choose_device()
+        torch.manual_seed(config.seed)
+        init_process_group(config, device)
+        self._policy = TransformersPolicy(config.model, config.head)
+        if config.activation_checkpointing == "full":
+            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.num_ranks > 1:
+            _shard(self._policy, config, device)
+        self._policy.materialize(device)
+        parameters = self._policy.parameters_by_name()
+        with torch.no_grad():
+            load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
+        super().__init__(config, self._policy, parameters, describe_model(config.model, config.head), device)
+        self._policy.check(device)
+        self._reshard()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return False
+
+    def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return self._policy.score(
+            self._tensor(row.tokens)[None],
+            self._tensor(row.positions)[None],
+            self._tensor(row.scored),
+            self._tensor(row.loss_inputs["target_tokens"]),
+            entropy=entropy,
+        )
+
+
+def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> None:
+    """Shards every block of the model and, as one more, what lies outside of them."""
+    assert config.num_ranks == dist.get_world_size()
+    mesh = init_device_mesh(
+        device.type,
+        (config.data_parallel_replicate, config.data_parallel_shard),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    if config.data_parallel_replicate == 1:
+        mesh = mesh["shard"]
+    # Hidden states and logits keep the dtype they are computed in.
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype], reduce_dtype=torch.float32)
+    for module in [*policy.layers(), policy]:
+        sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
+        assert isinstance(sharded, FSDPModule)
+        # Gradients are plain sums; gloo has no reduction that also scales.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,1 @@
+"""What every engine built on PyTorch shares."""

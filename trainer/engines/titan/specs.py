@@ -1,0 +1,183 @@
+"""torchtitan model specs for the Llama and Qwen3 families, laid out exactly like the Hugging Face checkpoints.
+
+Projections of queries, keys and values are separate and rotary embeddings rotate halves, as in transformers, so every
+parameter here *is* the parameter there under another name: no fusion, no permutation, nothing to convert on load, push
+or export. Only experts are stacked, and unstacked again in `experts.py`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3 import parallelize_llama
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.qwen3 import parallelize_qwen3
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from rl.types import Head
+from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.pytorch.hf_weights import VALUE_HEAD, load_hf_weights
+from trainer.engines.titan.experts import moe_config, split_experts
+from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
+
+# Every parameter is loaded from a checkpoint, so none is initialized.
+_NO_INIT = {"weight": skip_param_init}
+
+_HF_LAYER_NAMES = {
+    "attention.qkv_linear.wq": "self_attn.q_proj",
+    "attention.qkv_linear.wk": "self_attn.k_proj",
+    "attention.qkv_linear.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "moe.router.gate": "mlp.gate",
+}
+_HF_STACK_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
+_HF_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
+
+
+class HFRoPE(CosSinRoPE):
+    """Rotary embeddings as transformers computes them, Llama 3 scaling included, which torchtitan's own refuses."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """`scaling="llama"` is the `llama3` type of transformers."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """[max_seq_len, 2 * dim] cosines, then sines."""
+        config = self.config
+        inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
+        if config.scaling == "llama":
+            inv_freq = _scale_llama3(inv_freq, config)
+        angles = torch.outer(torch.arange(config.max_seq_len).float(), inv_freq)
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
+    """Stretches long wavelengths by the factor, keeps short ones, interpolates between (arXiv 2407.21783)."""
+    low, high = config.low_freq_factor, config.high_freq_factor
+    rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / config.scaling_factor + kept * inv_freq
+
+
+def build_spec(config: HFModelConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
+    """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    lm_head = (
+        LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=_NO_INIT)
+        if head == "lm"
+        else ValueHead.Config(in_features=config.dim, out_features=1, param_init=_NO_INIT)
+    )
+    model_class, block_class = (
+        (LlamaPolicy, Llama3TransformerBlock) if config.family == "llama" else (Qwen3Policy, Qwen3TransformerBlock)
+    )
+    layers = [
+        block_class.Config(
+            attention_norm=_norm(config, config.dim),
+            ffn_norm=_norm(config, config.dim),
+            attention=make_gqa_config(
+                dim=config.dim,
+                n_heads=config.num_heads,
+                n_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                wqkv_param_init=_NO_INIT,
+                wo_param_init=_NO_INIT,
+                inner_attention=inner_attention,
+                fuse_qkv=False,
+                rope=_rope(config),
+                qk_norm=_norm(config, config.head_dim) if config.family != "llama" else None,
+            ),
+            feed_forward=_feed_forward(config) if config.moe is None else None,
+            moe=moe_config(config) if config.moe is not None else None,
+        )
+        for _ in range(config.num_layers)
+    ]
+    model = model_class.Config(
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        enable_weight_tying=config.tie_embeddings and head == "lm",
+        tok_embeddings=Embedding.Config(
+            num_embeddings=config.vocab_size, embedding_dim=config.dim, param_init=_NO_INIT
+        ),
+        norm=_norm(config, config.dim),
+        lm_head=lm_head,
+        layers=layers,
+    )
+    return ModelSpec(
+        name=config.family,
+        flavor="hf",
+        model=model,
+        parallelize_fn=parallelize_llama if config.family == "llama" else parallelize_qwen3,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )
+
+
+def _norm(config: HFModelConfig, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=config.norm_eps, param_init=_NO_INIT)
+
+
+def _feed_forward(config: HFModelConfig) -> FeedForward.Config:
+    return make_ffn_config(
+        dim=config.dim, hidden_dim=config.hidden_dim, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+    )
+
+
+def _rope(config: HFModelConfig) -> HFRoPE.Config:
+    rope = HFRoPE.Config(dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
+    if (scaling := config.rope_scaling) is not None:
+        rope.scaling = "llama"
+        rope.scaling_factor = scaling.factor
+        rope.low_freq_factor = scaling.low_freq_factor
+        rope.high_freq_factor = scaling.high_freq_factor
+        rope.original_max_position_embeddings = scaling.original_max_position_embeddings
+    return rope
+
+
+def share_rope_cache(parts: Sequence[nn.Module]) -> None:
+    """Lets all layers read one table of cosines and sines; torchtitan gives each its own."""
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, HFRoPE)]
+    for rope in layers[1:]:
+        rope.cache = layers[0].cache
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a torchtitan parameter; of stacked experts, without the number of the expert."""
+    name = name.replace("_checkpoint_wrapped_module.", "")
+    if (match := re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)) is not None:
+        return f"model.layers.{match[1]}.mlp.experts.{_HF_STACK_NAMES[match[2]]}.weight"
+    if (match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)) is not None:
+        return f"model.layers.{match[1]}.{_HF_LAYER_NAMES[match[2]]}.weight"
+    return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, by `hf_name`; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
+    for part in parts:
+        heads = {f"{name}.weight" for name, module in part.named_modules() if isinstance(module, ValueHead)}
+        for name, parameter in part.named_parameters():
+            yield VALUE_HEAD if name in heads else hf_name(name), parameter
+
+
+def load_weights(parts: Sequence[nn.Module], path: Path) -> None:
+    """Fills the parameters as `load_hf_weights` does."""
+    named = ((name, parameter.data) for name, parameter in named_parameters(parts))
+    load_hf_weights({name: part for stack in named for name, part in split_experts(*stack)}, path)
