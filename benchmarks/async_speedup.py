@@ -10,7 +10,7 @@ two cores, large enough for a step to compute for about as long as a slow answer
 them each. Steps per hour are between the ends of the first step and of the last; evaluation is not among them. Bars:
 `grpo_async` makes 1.5 times as many, no token is older than the bound, and its final reward on held-out problems is not
 worse (the 95 % interval of the difference, paired by problem, reaches 0). By default both train until they have
-converged; with fewer steps `grpo_async` is behind by about as many as its tokens lag.
+converged; with fewer steps `grpo_async` is behind by about as many as its tokens staleness.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
-MAX_POLICY_LAG = 2
+MAX_STALENESS = 2
 SLOW_S = 2.0
 SLOW_SHARE = 0.1
 _SHAPE: dict[str, Any] = {
@@ -84,7 +84,7 @@ def recipe(model: Path, num_steps: int, num_threads: int) -> GRPOConfig:
         prompts_per_step=8,
         group_size=8,
         learning_rate=1e-4,
-        num_heldout=128,
+        num_eval=128,
         evaluate_every=num_steps,
     )
 
@@ -115,7 +115,7 @@ def main() -> None:
         fields: dict[str, Any] = {
             f.name: getattr(recipe(model, num_steps, 1), f.name) for f in dataclasses.fields(GRPOConfig)
         }
-        asynchronous = GRPOAsyncConfig(**fields, max_policy_lag=MAX_POLICY_LAG)
+        asynchronous = GRPOAsyncConfig(**fields, max_staleness=MAX_STALENESS)
         console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)
         before = _measure(synchronous, Path(scratch) / "grpo", console)
         after = _measure(asynchronous, Path(scratch) / "grpo_async", console)
@@ -123,7 +123,7 @@ def main() -> None:
     difference = _difference(after.rewards, before.rewards)
     bars = [
         Bar(name="steps_per_hour_ratio", value=after.steps_per_hour / before.steps_per_hour, limit=1.5, at_most=False),
-        Bar(name="lag_max", value=max(row.get("lag_max", 0.0) for row in after.rows), limit=MAX_POLICY_LAG),
+        Bar(name="staleness_max", value=max(row.get("staleness_max", 0.0) for row in after.rows), limit=MAX_STALENESS),
     ]
     if not options.quick:
         bars.append(Bar(name="reward_difference_high", value=difference.high, limit=0.0, at_most=False))
@@ -142,7 +142,9 @@ def main() -> None:
             "grpo_train_s": _median(before, "seconds_forward_backward") + _median(before, "seconds_optim_step"),
             "grpo_async_wait_s": _median(after, "seconds_wait"),
             "grpo_async_train_s": _median(after, "seconds_forward_backward") + _median(after, "seconds_optim_step"),
-            "grpo_async_lag_mean": statistics.mean(row["lag_mean"] for row in after.rows if "lag_mean" in row),
+            "grpo_async_staleness_mean": statistics.mean(
+                row["staleness_mean"] for row in after.rows if "staleness_mean" in row
+            ),
         },
     )
 
@@ -158,16 +160,16 @@ def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
     asyncio.run(loop)
     rows = [row for row in folder.metrics() if "seconds_step" in row]
     assert len(rows) == config.num_steps
-    heldout: dict[int, dict[str, float]] = {0: {}, config.num_steps: {}}
+    eval_data: dict[int, dict[str, float]] = {0: {}, config.num_steps: {}}
     for line in folder.rollouts_file.read_text().splitlines():
         rollout = json.loads(line)
-        if rollout["split"] == "heldout":
-            heldout[rollout["step"]][rollout["problem_id"]] = rollout["reward"]
+        if rollout["split"] == "eval":
+            eval_data[rollout["step"]][rollout["problem_id"]] = rollout["reward"]
     return Measured(
         steps_per_hour=3600 * (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"]),
         rows=rows,
-        first_rewards=heldout[0],
-        rewards=heldout[config.num_steps],
+        first_rewards=eval_data[0],
+        rewards=eval_data[config.num_steps],
     )
 
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from benchmarks.tiny_models import VOCAB_SIZE
-from rl.envs.procedural import TextProblem, heldout_set, train_stream
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class EvenWords:
         """See `rl.protocols.Env`."""
         return train_stream(_problem, seed, start, count)
 
-    def heldout_problems(self, count: int) -> list[TextProblem]:
+    def eval_problems(self, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
-        return heldout_set(_problem, count)
+        return eval_set(_problem, count)
 
 
 def _problem(number: int) -> TextProblem:

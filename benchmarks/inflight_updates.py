@@ -85,7 +85,7 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
     from controller.meshes.generator_handle import GeneratorHandle
     from controller.meshes.mesh import Mesh
     from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import Publications
+    from controller.meshes.version_records import VersionRecords
     from controller.runs.models import resolve_model
     from generator.config import GeneratorConfig
     from generator.options import generator_env
@@ -104,8 +104,8 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
             "generator", TimedGenerator, config, num_ranks=1, env=generator_env(config), log_dir=logs
         )
         try:
-            publications = Publications()
-            generator = GeneratorHandle(mesh, config, publications)
+            version_records = VersionRecords()
+            generator = GeneratorHandle(mesh, config, version_records)
             await generator.version()
             version = 0
             for name, result in rounds.items():
@@ -117,7 +117,7 @@ async def measure(num_pulls: int, threads: int, dtype: Any) -> dict[str, Round]:
                     version += 1
                     await trainer.answer(trainer.rank(0).step.call_one())
                     _, record = await trainer.answer(trainer.rank(0).publish.call_one(version))
-                    publications.add(record)
+                    version_records.add(record)
                     begin = time.monotonic()
                     await generator.pull_model_state_dict(version, mode="inflight", keep_prefix_cache=name == "keeping")
                     times.append((begin, time.monotonic()))

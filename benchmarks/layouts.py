@@ -156,13 +156,13 @@ def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Ten
     loss = get_loss("value" if config.head == "value" else "cross_entropy")
     loss_sum = 0.0
     for datums in (batch[:6], batch[6:]):
-        share = plan(config, datums).split(datums)[config.share_of(rank)]
+        share = plan(config, datums).split(datums)[config.data_parallel_rank(rank)]
         output = engine.forward_backward(share, loss)
         loss_sum += output.metrics.get("loss", 0.0)
     total = torch.tensor(loss_sum)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return {"loss": total / config.num_ranks_per_share, **whole(engine, gradients=True)}
+    return {"loss": total / config.num_model_parallel_ranks, **whole(engine, gradients=True)}
 
 
 if __name__ == "__main__":

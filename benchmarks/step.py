@@ -40,7 +40,7 @@ def main() -> None:
     for phase, seconds in phases.items():
         print(f"{phase:<18}{seconds:8.3f} s {seconds / step_s:7.1%}")
     print(f"{'step':<18}{step_s:8.3f} s")
-    names = ("generation_tokens_per_s", "training_tokens_per_s", "completion_tokens_mean", "logprob_gap_mean")
+    names = ("generation_tokens_per_s", "training_tokens_per_s", "completion_tokens_mean", "logprob_mismatch_mean")
     print_result(
         "step",
         [Bar(name="sync_share", value=(phases["push"] + phases["pull"]) / step_s, limit=0.10)],
@@ -61,7 +61,7 @@ def measure(recipe: str, num_steps: int) -> list[dict[str, float]]:
 
     with CapturedOutput() as output, tempfile.TemporaryDirectory() as folder:
         config: Any = load_recipe(find_recipe(recipe))
-        config = dataclasses.replace(config, num_steps=num_steps + 1, num_heldout=1, evaluate_every=num_steps + 1)
+        config = dataclasses.replace(config, num_steps=num_steps + 1, num_eval=1, evaluate_every=num_steps + 1)
         run_folder = RunFolder(Path(folder) / "run", config)
         output.move_to(run_folder.logs / "controller.log")
         console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)

@@ -143,7 +143,7 @@ def main() -> None:
         parser.error(f"--steps is {num_steps}; it must be more than --block {block}, since the first is not counted")
 
     sizes = {"num_steps": num_steps, "prompts_per_step": prompts}
-    config = dataclasses.replace(_recipe(), **sizes, num_heldout=1, evaluate_every=num_steps)
+    config = dataclasses.replace(_recipe(), **sizes, num_eval=1, evaluate_every=num_steps)
     with tempfile.TemporaryDirectory() as folder:
         seconds, trl, rewards = _compare(config, block, options.trl, Path(folder), evaluated=not options.quick)
 
@@ -161,9 +161,9 @@ def main() -> None:
     }
     if rewards:
         difference = bootstrap(rewards["ownloop"] - rewards["trl"])
-        bars.append(Bar(name="heldout_reward_difference", value=difference.high, limit=0.0, at_most=False))
-        figures |= {f"heldout_reward_{side}": float(values.mean()) for side, values in rewards.items()}
-        figures |= {f"heldout_reward_difference_{name}": v for name, v in dataclasses.asdict(difference).items()}
+        bars.append(Bar(name="eval_reward_difference", value=difference.high, limit=0.0, at_most=False))
+        figures |= {f"eval_reward_{side}": float(values.mean()) for side, values in rewards.items()}
+        figures |= {f"eval_reward_difference_{name}": v for name, v in dataclasses.asdict(difference).items()}
     print_result("vs_trl", bars, figures)
 
 
@@ -196,9 +196,9 @@ def _compare(
     if evaluated:
         _keep("ownloop", run_folder.metrics())
         _keep("trl", trl.events)
-        heldout = LargestNumber().heldout_problems(_recipe().num_heldout)
+        eval_data = LargestNumber().eval_problems(_recipe().num_eval)
         directories = {"ownloop": run_folder.path / "model", "trl": Path(settings.output)}
-        rewards = {side: heldout_rewards(path, heldout, config) for side, path in directories.items()}
+        rewards = {side: eval_rewards(path, eval_data, config) for side, path in directories.items()}
     return turns.seconds, trl, rewards
 
 
@@ -223,7 +223,7 @@ def _settings(config: GRPOConfig, model: Path, output: Path, grpo_config: dict[s
     )
 
 
-def heldout_rewards(model: Path, problems: Sequence[TextProblem], config: GRPOConfig) -> NDArray[np.float64]:
+def eval_rewards(model: Path, problems: Sequence[TextProblem], config: GRPOConfig) -> NDArray[np.float64]:
     """[P] rewards of greedy answers, by transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -31,7 +31,7 @@ class TrainerRank(Actor):
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for name, tensor in weights.items():
                 weights[name] = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
-        self._masters = weights
+        self._mixed_precision = weights
         self._dtype = dtype
         self._publisher = WeightPublisher(dtype, "shared_memory")
         self._copies = (torch.ones(num_elements, dtype=dtype), torch.zeros(num_elements, dtype=dtype))
@@ -51,7 +51,7 @@ class TrainerRank(Actor):
     @endpoint
     async def step(self) -> None:
         """Moves a little of every weight."""
-        for tensor in self._masters.values():
+        for tensor in self._mixed_precision.values():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.view(-1)[:1] += 1e-3
 
@@ -59,7 +59,7 @@ class TrainerRank(Actor):
     async def publish(self, version: int) -> tuple[float, VersionRecord | None]:
         """Publishes the weights; returns the seconds it took and, as a trainer's rank does, the version's record."""
         begin = time.perf_counter()
-        record = await self._publisher.publish(version, self._masters.items())
+        record = await self._publisher.publish(version, self._mixed_precision.items())
         return time.perf_counter() - begin, record
 
     @endpoint
@@ -68,7 +68,7 @@ class TrainerRank(Actor):
         import torchstore  # here and below, because what imports Monarch first configures it
 
         begin = time.perf_counter()
-        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._masters.items()}, key)
+        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._mixed_precision.items()}, key)
         return time.perf_counter() - begin
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # they load torch, Monarch and vLLM
     from controller.meshes.generator_handle import GeneratorHandle
     from controller.meshes.mesh import Mesh
     from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import Publications
+    from controller.meshes.version_records import VersionRecords
 
 Seconds = Mapping[str, Sequence[float]]
 
@@ -109,7 +109,7 @@ class Meshes:
     store: "WeightStore"
     trainer: "Mesh"
     generator: "GeneratorHandle"
-    publications: "Publications"
+    version_records: "VersionRecords"
     logs: Path
 
     async def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Meshes:
         cpu, begin = cpu_seconds(pids), time.perf_counter()
         pushes = await self.trainer.answer(self.trainer.actors.publish.call(version))
         seconds["push"].append(max(took for took, _ in pushes.values()))
-        self.publications.add(next(record for _, record in pushes.values() if record is not None))
+        self.version_records.add(next(record for _, record in pushes.values() if record is not None))
         pushed = time.perf_counter()
         await self.generator.pull_model_state_dict(version)
         seconds["pull"].append(time.perf_counter() - pushed)
@@ -143,7 +143,7 @@ async def meshes(
     from controller.meshes.generator_handle import GeneratorHandle
     from controller.meshes.mesh import Mesh
     from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import Publications
+    from controller.meshes.version_records import VersionRecords
     from generator.config import GeneratorConfig
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig
@@ -161,10 +161,10 @@ async def meshes(
         store = await WeightStore.launch(logs)
         env = trainer_env(TrainerConfig(num_threads=threads))
         trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=env, log_dir=logs)
-        publications = Publications()
-        generator = await GeneratorHandle.launch(config, logs, publications=publications)
+        version_records = VersionRecords()
+        generator = await GeneratorHandle.launch(config, logs, version_records=version_records)
         try:
-            yield Meshes(store, trainer, generator, publications, logs)
+            yield Meshes(store, trainer, generator, version_records, logs)
         finally:
             await asyncio.gather(store.stop(), trainer.stop(), generator.stop())
 

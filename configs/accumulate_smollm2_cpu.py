@@ -23,6 +23,6 @@ def recipe() -> AccumulateConfig:
         tokens_per_step=300,
         learning_rate=3e-5,
         kl_target=0.02,
-        num_heldout=128,
+        num_eval=128,
         evaluate_every=6,
     )

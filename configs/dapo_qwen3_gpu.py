@@ -25,6 +25,6 @@ def recipe() -> DAPOConfig:
         warmup_steps=10,
         loss="ppo",
         loss_config={"clip_high_threshold": 1.28},
-        heldout_samples=8,
+        eval_samples=8,
         checkpoint_every=50,
     )

@@ -24,5 +24,5 @@ def recipe() -> DAPOConfig:
         learning_rate=2e-5,
         loss="ppo",
         loss_config={"clip_high_threshold": 1.28},
-        num_heldout=256,
+        num_eval=256,
     )

@@ -21,7 +21,7 @@ def recipe() -> DistillConfig:
         sampling=SamplingParams(max_tokens=2048),
         num_steps=200,
         prompts_per_step=64,
-        samples_per_prompt=4,
+        group_size=4,
         learning_rate=2e-6,
         warmup_steps=10,
         checkpoint_every=50,

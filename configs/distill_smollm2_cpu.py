@@ -27,8 +27,8 @@ def recipe() -> DistillConfig:
         sampling=SamplingParams(max_tokens=8),
         num_steps=12,
         prompts_per_step=16,
-        samples_per_prompt=4,
+        group_size=4,
         learning_rate=2e-5,
-        num_heldout=96,
+        num_eval=96,
         evaluate_every=6,
     )

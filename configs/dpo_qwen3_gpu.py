@@ -20,7 +20,7 @@ def recipe() -> DPOConfig:
         learning_rate=5e-7,
         warmup_steps=50,
         max_tokens=4096,
-        num_heldout=1000,
+        num_eval=1000,
         evaluate_every=100,
         checkpoint_every=100,
     )

@@ -17,6 +17,6 @@ def recipe() -> DPOConfig:
         pairs_per_step=8,
         learning_rate=1e-5,
         warmup_steps=4,
-        num_heldout=64,
+        num_eval=64,
         evaluate_every=10,
     )

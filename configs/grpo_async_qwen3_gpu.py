@@ -20,7 +20,7 @@ def recipe() -> GRPOAsyncConfig:
         num_steps=200,
         prompts_per_step=32,
         group_size=8,
-        max_policy_lag=2,
+        max_staleness=2,
         learning_rate=1e-6,
         warmup_steps=10,
         checkpoint_every=50,

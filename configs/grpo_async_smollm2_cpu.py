@@ -20,8 +20,8 @@ def recipe() -> GRPOAsyncConfig:
         num_steps=24,
         prompts_per_step=16,
         group_size=8,
-        max_policy_lag=1,
+        max_staleness=1,
         learning_rate=2e-5,
-        num_heldout=256,
+        num_eval=256,
         evaluate_every=8,
     )

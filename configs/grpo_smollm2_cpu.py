@@ -21,6 +21,6 @@ def recipe() -> GRPOConfig:
         prompts_per_step=16,
         group_size=8,
         learning_rate=2e-5,
-        num_heldout=256,
+        num_eval=256,
         evaluate_every=8,
     )

@@ -2,7 +2,7 @@
 
 from controller.loops.ppo import PPOConfig
 from generator.config import GeneratorConfig
-from rl.algorithms.actor_critic import Credit
+from rl.algorithms.actor_critic import PPOParams
 from rl.envs.reasoning import ReasoningGym
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
@@ -23,9 +23,9 @@ def recipe() -> PPOConfig:
         sampling=SamplingParams(max_tokens=2048),
         num_steps=200,
         prompts_per_step=128,
-        samples_per_prompt=4,
+        group_size=4,
         learning_rate=1e-6,
         critic_learning_rate=5e-6,
-        credit=Credit(kl_coef=0.005, minibatches_per_epoch=4),
+        ppo=PPOParams(kl_coef=0.005, minibatches_per_epoch=4),
         checkpoint_every=50,
     )

@@ -2,7 +2,7 @@
 
 from controller.loops.ppo import PPOConfig
 from generator.config import GeneratorConfig
-from rl.algorithms.actor_critic import Credit
+from rl.algorithms.actor_critic import PPOParams
 from rl.envs.largest_number import LargestNumber
 from rl.hardware import cpu_dtype
 from rl.types import SamplingParams
@@ -21,12 +21,12 @@ def recipe() -> PPOConfig:
         sampling=SamplingParams(max_tokens=8),
         num_steps=20,
         prompts_per_step=16,
-        samples_per_prompt=8,
+        group_size=8,
         learning_rate=2e-6,
         warmup_steps=8,
         critic_learning_rate=1e-4,
-        credit=Credit(kl_coef=0.02, minibatches_per_epoch=8),
+        ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=8),
         critic_loss_config={"clip_range": 0.0},
-        num_heldout=128,
+        num_eval=128,
         evaluate_every=10,
     )

@@ -20,7 +20,7 @@ def recipe() -> SFTConfig:
         learning_rate=1e-5,
         warmup_steps=30,
         max_tokens=8192,
-        num_heldout=1000,
+        num_eval=1000,
         evaluate_every=100,
         checkpoint_every=100,
     )

@@ -17,6 +17,6 @@ def recipe() -> SFTConfig:
         examples_per_step=16,
         learning_rate=3e-5,
         warmup_steps=4,
-        num_heldout=128,
+        num_eval=128,
         evaluate_every=8,
     )

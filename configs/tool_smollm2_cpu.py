@@ -21,6 +21,6 @@ def recipe() -> GRPOConfig:
         prompts_per_step=8,
         group_size=8,
         learning_rate=2e-5,
-        num_heldout=128,
+        num_eval=128,
         evaluate_every=4,
     )

@@ -19,5 +19,5 @@ def recipe() -> GRPOConfig:
         prompts_per_step=64,
         group_size=16,
         learning_rate=1e-5,
-        num_heldout=512,
+        num_eval=512,
     )

@@ -14,7 +14,7 @@ from rl.hf_config import SUPPORTED_ARCHITECTURES
 from rl.types import SamplingParams, WeightTransport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
-OnDeath = Literal["resend", "raise"]
+OnFailure = Literal["retry", "raise"]
 
 _OWN_FIELDS = {
     "model": "model",
@@ -48,9 +48,9 @@ class GeneratorConfig:
     """Sequences that a replica samples at the same time; more wait their turn."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
-    on_death: OnDeath | None = None
+    on_failure: OnFailure | None = None
     """What becomes of requests in progress when a process dies, or hangs beyond `request_timeout_s`: they are sent
-    again, or raise `MeshError`; a new process takes its place either way. None: with several replicas as "resend"; the
+    again, or raise `MeshError`; a new process takes its place either way. None: with several replicas as "retry"; the
     death of a single one raises from every call, and nothing is started in its place."""
     request_timeout_s: float | None = None
     """Longest time from sending a request to a replica to its answer, after which it raises `DeadlineError`. A replica
@@ -70,8 +70,10 @@ class GeneratorConfig:
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.on_death is not None and self.on_death not in get_args(OnDeath):
-            raise ValueError(f"GeneratorConfig.on_death is {self.on_death!r}; it must be one of {get_args(OnDeath)}")
+        if self.on_failure is not None and self.on_failure not in get_args(OnFailure):
+            raise ValueError(
+                f"GeneratorConfig.on_failure is {self.on_failure!r}; it must be one of {get_args(OnFailure)}"
+            )
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:

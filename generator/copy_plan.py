@@ -1,8 +1,8 @@
-"""What vLLM's `load_weights` copies from a slot of published weights, recorded once and done again at every later pull.
+"""Records once what vLLM's `load_weights` copies from a weight buffer, and repeats those copies at every later pull.
 
 vLLM walks over hundreds of tensors, fuses and shards them, in Python, on one thread. All of that is the same for every
 version, so the first pull's copies are written down, as pairs of views, and what packs weights for the CPU reads them
-from the slot where that is possible.
+from the buffer where that is possible.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator._compat import pack, packed_experts, packed_layers
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
 
@@ -26,7 +26,7 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A view of a slot."""
+    """A view of a buffer."""
 
     dtype: torch.dtype
     offset: int
@@ -34,34 +34,34 @@ class _Source:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def of(self, slot: WeightSlot) -> torch.Tensor:
-        return slot.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+    def of(self, buffer: WeightBuffer) -> torch.Tensor:
+        return buffer.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class CopyRecorder(TorchDispatchMode):
-    """While active, notes what is copied out of a slot."""
+    """While active, notes what is copied out of a buffer."""
 
-    def __init__(self, slot: WeightSlot) -> None:
-        """`slot` is what the tensors to be copied are views of."""
+    def __init__(self, buffer: WeightBuffer) -> None:
+        """`buffer` is what the tensors to be copied are views of."""
         super().__init__()
-        self._storage = slot.data.untyped_storage().data_ptr()
+        self._storage = buffer.data.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
-        """Whether everything taken from the slot was copied as it is."""
+        """Whether everything taken from the buffer was copied as it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation."""
         del types
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and self._in_slot(args[1]):
+        if func is torch.ops.aten.copy_.default and self._in_buffer(args[1]):
             source: torch.Tensor = args[1]
             view = _Source(source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
             self.copies.append((args[0], view))
-        elif any(self._in_slot(value) for value in args) and not self._in_slot(result):
+        elif any(self._in_buffer(value) for value in args) and not self._in_buffer(result):
             self.complete = False
         return result
 
-    def _in_slot(self, value: Any) -> bool:
+    def _in_buffer(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self._storage
 
 
@@ -95,20 +95,20 @@ class CopyPlan:
                 del into[_address(weight)]  # nobody reads the plain weight then
         self._copies = [pair for pairs in into.values() for pair in pairs]
         self._experts = packed_experts(model)
-        # What brings in a version, one stage after the other, for each slot; it is gone with the slot.
-        self._stages: WeakKeyDictionary[WeightSlot, list[Sequence[Operation]]] = WeakKeyDictionary()
+        # What brings in a version, one stage after the other, for each buffer; it is gone with the buffer.
+        self._stages: WeakKeyDictionary[WeightBuffer, list[Sequence[Operation]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether it can be used for this version in the model as it is now."""
         return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
-    def load(self, slot: WeightSlot, workers: Workers) -> None:
-        """Brings what lies in `slot` into the model."""
-        stages = self._stages.get(slot)
+    def load(self, buffer: WeightBuffer, workers: Workers) -> None:
+        """Brings what lies in `buffer` into the model."""
+        stages = self._stages.get(buffer)
         if stages is None:
-            copies = workers.copies((destination, source.of(slot)) for destination, source in self._copies)
-            packs = _packing((layer, s.of(slot) if isinstance(s, _Source) else s) for layer, s in self._packs)
-            stages = self._stages[slot] = [copies, packs, self._experts]
+            copies = workers.copies((destination, source.of(buffer)) for destination, source in self._copies)
+            packs = _packing((layer, s.of(buffer) if isinstance(s, _Source) else s) for layer, s in self._packs)
+            stages = self._stages[buffer] = [copies, packs, self._experts]
         for operations in stages:
             workers.run(operations)
 
@@ -129,7 +129,7 @@ def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
 
 
 def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
-    """The one contiguous piece of a slot that the copies into a weight fill it with, if it is one."""
+    """The one contiguous piece of a buffer that the copies into a weight fill it with, if it is one."""
     if not copies or not weight.is_contiguous():
         return None
     ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())

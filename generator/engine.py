@@ -235,10 +235,10 @@ class GenerationEngine:
                 update.record, self._feeds.pop(update.id, None), keep_prefix_cache=update.keep_prefix_cache
             )
         finally:
-            if self._updates.torn is not None:
+            if self._updates.inconsistent is not None:
                 self._engine.abort_request(list(self._running))
                 for request_id in self._running:
-                    self._answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.torn)))
+                    self._answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.inconsistent)))
                 self._running.clear()
 
     def _receive(self, *, wait: bool) -> list[_Command]:
@@ -254,8 +254,8 @@ class GenerationEngine:
 
     def _admit(self, request: _Generate) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
-        if self._updates.torn is not None:
-            raise WeightsError(_INCOMPLETE.format(self._updates.torn))
+        if self._updates.inconsistent is not None:
+            raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         sampling = request.sampling
         if sampling.stop and self._tokenizer is None:
             raise ValueError(

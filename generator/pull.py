@@ -18,7 +18,7 @@ from torch import nn
 
 from generator._compat import packed_experts, packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.checksums import element_sum
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord, WeightsError, WeightsMismatchError, corrupted
@@ -43,7 +43,7 @@ async def fetch_tensors(store: Store, record: VersionRecord, tensors: TensorQueu
             await asyncio.sleep(_POLL_S)
 
     try:
-        for spec, digest in zip(record.manifest, record.digests, strict=True):
+        for spec, checksum in zip(record.manifest, record.checksums, strict=True):
             try:
                 tensor = await store.get(record.key(spec.name))
             except Exception as error:  # KeyError, or what Monarch raises for a dead one
@@ -51,8 +51,8 @@ async def fetch_tensors(store: Store, record: VersionRecord, tensors: TensorQueu
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise corrupted(record, spec, f"it is {tuple(tensor.shape)} of {tensor.dtype}")
             found = await asyncio.to_thread(element_sum, tensor)
-            if found != digest:
-                raise corrupted(record, spec, f"its digest is {found} instead of {digest}")
+            if found != checksum:
+                raise corrupted(record, spec, f"its checksum is {found} instead of {checksum}")
             await put((spec.name, tensor))
         await put(None)
     except Exception as error:  # the engine's thread waits for the next tensor and has to hear of it
@@ -77,7 +77,7 @@ class WeightLoader:
         self._expected = _stored_shapes(directory)
         if tied_embeddings:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
-        self._slots: dict[tuple[int, int, int], WeightSlot] = {}
+        self._buffers: dict[tuple[int, int, int], WeightBuffer] = {}
         self._workers = Workers()
         self._plan: CopyPlan | None = None
         self._fitting = b""  # the layout that was found to be this model's
@@ -116,32 +116,32 @@ class WeightLoader:
             raise WeightsMismatchError(f"version {record.version} does not fit this model; {'; '.join(problems)}")
 
     @contextlib.contextmanager
-    def shared_memory(self, record: VersionRecord) -> Generator[WeightSlot]:
-        """The slot that holds the version, whole and unchanging while inside.
+    def shared_memory(self, record: VersionRecord) -> Generator[WeightBuffer]:
+        """The buffer that holds the version, whole and unchanging while inside.
 
         Raises `UnknownVersionError` if a newer version took its place, `WeightsError` if the publisher is gone or a
         tensor is not what it published.
         """
-        assert record.slot is not None
-        slot = self._slots.get(record.slot)
-        if slot is None:
-            slot = WeightSlot.open(record.slot)
-            if len(self._slots) > 0 and next(iter(self._slots))[0] != record.slot[0]:
-                self._close_slots()  # those of a trainer that was restarted
-            self._slots[record.slot] = slot
-        with slot.reading(record):
-            slot.check_digests(record)
-            yield slot
+        assert record.buffer is not None
+        buffer = self._buffers.get(record.buffer)
+        if buffer is None:
+            buffer = WeightBuffer.open(record.buffer)
+            if len(self._buffers) > 0 and next(iter(self._buffers))[0] != record.buffer[0]:
+                self._close_buffers()  # those of a trainer that was restarted
+            self._buffers[record.buffer] = buffer
+        with buffer.reading(record):
+            buffer.check_checksums(record)
+            yield buffer
 
-    def load_slot(self, slot: WeightSlot, record: VersionRecord) -> None:
-        """Copies the version that lies in `slot` into the model. Raises as `load` does."""
+    def load_buffer(self, buffer: WeightBuffer, record: VersionRecord) -> None:
+        """Copies the version that lies in `buffer` into the model. Raises as `load` does."""
         if self._plan is None or not self._plan.fits(record):
-            with CopyRecorder(slot) as recorder:
-                self._load((spec.name, slot.tensor(spec)) for spec in record.manifest)
+            with CopyRecorder(buffer) as recorder:
+                self._load((spec.name, buffer.tensor(spec)) for spec in record.manifest)
             self._plan = CopyPlan(self._model, record, recorder)
             pack_weights(self._model, self._workers)
         else:
-            self._plan.load(slot, self._workers)
+            self._plan.load(buffer, self._workers)
 
     def load(self, tensors: NamedTensors) -> None:
         """Copies the tensors into the model. Raises `WeightsError` if a parameter of the model was left as it was.
@@ -173,10 +173,10 @@ class WeightLoader:
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {_some(left)}")
 
-    def _close_slots(self) -> None:
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
+    def _close_buffers(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers.clear()
 
 
 def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -37,7 +37,7 @@ class WeightUpdates:
         )
         self.version = 0
         """Policy version; 0 until the first update: the weights of the model's directory."""
-        self.torn: Exception | None = None
+        self.inconsistent: Exception | None = None
         """Why the weights are a mixture of two versions, if they are; nothing may be sampled then."""
         engine.set_weight_version("0")
 
@@ -57,8 +57,8 @@ class WeightUpdates:
         """Checks on every rank before any of them loads; loads on all. `feed` is rank 0's, where TorchStore carries.
 
         Requests in progress keep their tokens. What was computed for them under the old weights is computed again
-        under the new ones, unless `keep_prefix_cache`. Raises what `WeightLoader` raises; `torn` says whether the
-        old weights are still whole.
+        under the new ones, unless `keep_prefix_cache`. Raises what `WeightLoader` raises; `inconsistent` holds
+        the error if the old weights are not whole any more.
         """
         problem: Exception | None = None
         with contextlib.ExitStack() as stack:
@@ -67,10 +67,10 @@ class WeightUpdates:
             try:
                 self._loader.check(record)
                 if record.transport == "shared_memory":
-                    slot = stack.enter_context(self._loader.shared_memory(record))
-                    load = partial(self._loader.load_slot, slot, record)
+                    buffer = stack.enter_context(self._loader.shared_memory(record))
+                    load = partial(self._loader.load_buffer, buffer, record)
                 else:
-                    backup = self._loader.backup() if self.torn is None else None
+                    backup = self._loader.backup() if self.inconsistent is None else None
                     tensors = stack.enter_context(contextlib.closing(self._from_rank_zero(feed)))
                     load = partial(self._loader.load, tensors)
             except Exception as error:
@@ -86,9 +86,9 @@ class WeightUpdates:
             if backup is not None:
                 self._loader.restore(backup)
             else:
-                self.torn = error
+                self.inconsistent = error
             raise
-        self.torn = None
+        self.inconsistent = None
         if not keep_prefix_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(record.version))

@@ -151,6 +151,6 @@ class Env(Protocol):
         """Problems number start to start + count - 1 of the training stream that `seed` names; streams are endless."""
         ...
 
-    def heldout_problems(self, count: int) -> Sequence[Problem]:
+    def eval_problems(self, count: int) -> Sequence[Problem]:
         """The first `count` held-out problems, always the same."""
         ...

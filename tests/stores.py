@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.manifest import VersionRecord
 from rl.weights.registry import living_versions
 
@@ -33,10 +33,10 @@ def living(store: FakeStore) -> tuple[VersionRecord, ...]:
     return asyncio.run(living_versions(store))
 
 
-def read_slot(record: VersionRecord) -> dict[str, torch.Tensor]:
+def read_buffer(record: VersionRecord) -> dict[str, torch.Tensor]:
     """A copy of every tensor of a version in shared memory."""
-    assert record.slot is not None
-    slot = WeightSlot.open(record.slot)
-    with slot.reading(record):
-        slot.check_digests(record)
-        return {spec.name: slot.tensor(spec).clone() for spec in record.manifest}
+    assert record.buffer is not None
+    buffer = WeightBuffer.open(record.buffer)
+    with buffer.reading(record):
+        buffer.check_checksums(record)
+        return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}

@@ -22,8 +22,9 @@ FORBIDDEN = {
 }
 TOP_LEVEL = {
     *PACKAGES,
-    *("tests", "benchmarks", "requirements", "README.md", "LICENSE", "Makefile", "pyproject.toml"),
-    *(".ci", ".gitignore"),
+    *("tests", "benchmarks", "requirements", "docs", "examples"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"),
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
 }
 MAX_CONFIG_FIELDS = 20
 MAX_ALL_CONFIG_FIELDS = 150
@@ -115,7 +116,7 @@ def loops() -> list[str]:
 
 def test_loops_are_found() -> None:
     names = ("grpo", "grpo_async", "sft", "dpo")
-    assert {f"controller/{name}.py" for name in names} <= set(loops())
+    assert {f"controller/loops/{name}.py" for name in names} <= set(loops())
 
 
 @pytest.mark.parametrize("loop", loops())

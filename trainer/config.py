@@ -111,7 +111,7 @@ class TrainerConfig:
     @property
     def num_ranks(self) -> int:
         """Processes of this trainer."""
-        return self.num_data_parallel_ranks * self.num_ranks_per_share
+        return self.num_data_parallel_ranks * self.num_model_parallel_ranks
 
     @property
     def num_data_parallel_ranks(self) -> int:
@@ -119,11 +119,11 @@ class TrainerConfig:
         return self.data_parallel_replicate * self.data_parallel_shard
 
     @property
-    def num_ranks_per_share(self) -> int:
+    def num_model_parallel_ranks(self) -> int:
         """Ranks that are given the same data, and answer alike."""
         return self.pipeline_parallel * self.context_parallel * self.tensor_parallel
 
-    def share_of(self, rank: int) -> int:
+    def data_parallel_rank(self, rank: int) -> int:
         """Which of the `num_data_parallel_ranks` shares of a batch a rank is given."""
         return rank // (self.context_parallel * self.tensor_parallel) % self.num_data_parallel_ranks
 

@@ -1,7 +1,7 @@
 """The pushing side of weight synchronisation: every trainer rank casts its own shards into the published version.
 
-No rank gathers anything: a shard goes to its rows of a slot that all ranks map (one host), or to TorchStore as it is
-(any hosts). What a slot is and why a reader never sees two versions at once is in `rl/weights/buffer.py`.
+No rank gathers anything: a shard goes to its rows of a buffer that all ranks map (one host), or to TorchStore as it is
+(any hosts). What a buffer is and why a reader never sees two versions at once is in `rl/weights/buffer.py`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate
 
 from rl.types import WeightTransport
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.checksums import add_up, element_sum
 from rl.weights.copy_threads import Workers
 from rl.weights.host import host_identity
@@ -28,7 +28,7 @@ from rl.weights.manifest import (
     VersionRecord,
     WeightsError,
     build_manifest,
-    manifest_digest,
+    manifest_checksum,
 )
 from rl.weights.registry import Store
 
@@ -47,13 +47,13 @@ class WeightPublisher:
         *,
         store: Store | None = None,
         reader_timeout_s: float = 60.0,
-        full_digests: bool = False,
+        full_checksums: bool = False,
     ) -> None:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
 
         With `auto`, TorchStore carries the weights if shared memory does not suffice, which a warning says; with
         `shared_memory` the first push raises then. A push waits at most `reader_timeout_s` for generators that still
-        read the version two pushes back. `full_digests` makes every pull check every byte of what it reads in shared
+        read the version two pushes back. `full_checksums` makes every pull check every byte of what it reads in shared
         memory, and every push compute as much; what TorchStore carries is always checked in full. Raises ValueError
         for a transport that does not exist.
         """
@@ -64,18 +64,18 @@ class WeightPublisher:
         self._choice: WeightTransport = transport
         self._store = store
         self._reader_timeout_s = reader_timeout_s
-        self._full_digests = full_digests
+        self._full_checksums = full_checksums
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._manifest: Manifest = ()
         self._layout = b""
         self._shapes: dict[str, tuple[int, ...]] = {}  # of this rank's tensors, whole
         self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
         self._regions: dict[str, tuple[Any, tuple[slice, ...] | None]] = {}  # of sharded ones: placements, what is ours
-        self._slots: list[WeightSlot] = []
+        self._buffers: list[WeightBuffer] = []
         self._introduced: set[tuple[int, int, int] | None] = set()
         self._workers: Workers | None = None
-        self._publication = -1
-        # Rank 0's: what the index in the store says, and the last publication with its digests.
+        self._push_index = -1
+        # Rank 0's: what the index in the store says, and the last push_index with its checksums.
         self._records: tuple[VersionRecord, ...] = ()
         self._last: tuple[VersionRecord, tuple[int, ...]] | None = None
 
@@ -93,22 +93,22 @@ class WeightPublisher:
         tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
         if not self._manifest:
             await asyncio.to_thread(self._prepare, tensors)
-        self._publication += 1
-        slot = self._slots[self._publication % LIVING_VERSIONS] if self._slots else None
+        self._push_index += 1
+        buffer = self._buffers[self._push_index % LIVING_VERSIONS] if self._buffers else None
         record = VersionRecord(
             version=version,
-            publication=self._publication,
+            push_index=self._push_index,
             manifest=self._manifest,
             dtype=self._dtype,
-            transport="shared_memory" if slot else "torchstore",
+            transport="shared_memory" if buffer else "torchstore",
             host=host_identity(),
-            slot=slot.location if slot else None,
+            buffer=buffer.location if buffer else None,
             layout=self._layout,
-            full_digests=self._full_digests or slot is None,
+            full_checksums=self._full_checksums or buffer is None,
         )
-        if slot is not None:
+        if buffer is not None:
             await self._introduce(record)
-            await asyncio.to_thread(self._write_slot, slot, record, tensors)
+            await asyncio.to_thread(self._write_buffer, buffer, record, tensors)
         else:
             record = await self._put_tensors(record, tensors)
             if self._rank == 0:
@@ -116,7 +116,7 @@ class WeightPublisher:
         return record if self._rank == 0 else None
 
     def _prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Agrees with the other ranks on the manifest and, on one host, on the slots."""
+        """Agrees with the other ranks on the manifest and, on one host, on the buffers."""
         local = [(name, tuple(t.shape), self._cast_dtype(t), isinstance(t, DTensor)) for name, t in tensors]
         union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
@@ -131,14 +131,14 @@ class WeightPublisher:
         # In the model's order, in which the tensors that a generator fuses are neighbours.
         manifest = build_manifest((name, *spec) for name, spec in union.items())
         if self._choice != "torchstore":
-            self._slots = self._map_slots(manifest)
+            self._buffers = self._map_buffers(manifest)
             self._workers = Workers()
-        self._manifest, self._layout = manifest, manifest_digest(manifest)
+        self._manifest, self._layout = manifest, manifest_checksum(manifest)
 
-    def _map_slots(self, manifest: Manifest) -> list[WeightSlot]:
+    def _map_buffers(self, manifest: Manifest) -> list[WeightBuffer]:
         """Rank 0 allocates, the others map. None with `auto` where that is impossible, else every rank raises."""
         outcome: list[Any] = [None]
-        slots: list[WeightSlot] = []
+        buffers: list[WeightBuffer] = []
         several_hosts = len(set(_all_gather(host_identity()))) > 1
         if self._rank == 0:
             try:
@@ -146,15 +146,15 @@ class WeightPublisher:
                     raise WeightsError(
                         "the trainer's ranks are on several hosts; weights need weight_transport='torchstore'"
                     )
-                slots = WeightSlot.create_for(manifest)
-                outcome = [[slot.location for slot in slots]]
+                buffers = WeightBuffer.create_for(manifest)
+                outcome = [[buffer.location for buffer in buffers]]
             except WeightsError as error:
                 outcome = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0)
         problem = outcome[0]
         if not isinstance(problem, WeightsError):
-            return slots or [WeightSlot.open(location, writable=True) for location in problem]
+            return buffers or [WeightBuffer.open(location, writable=True) for location in problem]
         if self._choice == "shared_memory":
             raise problem
         if self._rank == 0:
@@ -162,13 +162,15 @@ class WeightPublisher:
         return []
 
     @torch.no_grad()
-    def _write_slot(self, slot: WeightSlot, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _write_buffer(
+        self, buffer: WeightBuffer, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> None:
         """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have."""
         specs = {spec.name: spec for spec in record.manifest}
         problem: Exception | None = None
         try:
             if self._rank == 0:
-                slot.begin_write(self._reader_timeout_s)
+                buffer.begin_write(self._reader_timeout_s)
         except WeightsError as error:
             problem = error
         _raise_on_every_rank(problem)
@@ -176,7 +178,7 @@ class WeightPublisher:
             self._check_same(tensors)
             assert self._workers is not None
             self._workers.copy(
-                (slot.tensor(specs[name])[region], local)
+                (buffer.tensor(specs[name])[region], local)
                 for name, tensor in tensors
                 for local, region in [self._shard(name, tensor)]
                 if local is not None
@@ -186,24 +188,24 @@ class WeightPublisher:
         try:
             _raise_on_every_rank(problem)
         except BaseException:
-            slot.abandon_write()
+            buffer.abandon_write()
             raise
         if self._rank == 0:
-            digests = slot.digests(record)
-            self._warn_if_unchanged(record, digests)
-            slot.seal(record, digests)
+            checksums = buffer.checksums(record)
+            self._warn_if_unchanged(record, checksums)
+            buffer.seal(record, checksums)
 
-    def _warn_if_unchanged(self, record: VersionRecord, digests: tuple[int, ...]) -> None:
+    def _warn_if_unchanged(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""
-        before, digests_before = self._last or (record, digests)
-        self._last = (record, digests)
-        if before.version == record.version or digests_before != digests:
+        before, checksums_before = self._last or (record, checksums)
+        self._last = (record, checksums)
+        if before.version == record.version or checksums_before != checksums:
             return
-        if record.slot is not None and not record.full_digests:
-            if before.slot == record.slot:  # a push in between failed: what to compare with is gone
+        if record.buffer is not None and not record.full_checksums:
+            if before.buffer == record.buffer:  # a push in between failed: what to compare with is gone
                 return
-            slots = [self._slots[r.publication % LIVING_VERSIONS] for r in (before, record)]
-            if not slots[0].holds_same_as(slots[1], record.manifest):
+            buffers = [self._buffers[r.push_index % LIVING_VERSIONS] for r in (before, record)]
+            if not buffers[0].holds_same_as(buffers[1], record.manifest):
                 return
         warnings.warn(
             f"version {record.version} is published with exactly the weights of version {before.version}: no"
@@ -232,7 +234,7 @@ class WeightPublisher:
     async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> VersionRecord:
         """Hands this rank's shards to TorchStore, a few at a time, and waits for those of the other ranks.
 
-        Returns the record with the digests.
+        Returns the record with the checksums.
         """
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
         sums: dict[str, int] = {}
@@ -257,15 +259,15 @@ class WeightPublisher:
             problem = WeightsError(f"TorchStore did not take version {record.version}: {error}")
         await asyncio.to_thread(_raise_on_every_rank, problem)
         of_ranks = await asyncio.to_thread(_all_gather, sums)
-        digests = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
-        record = replace(record, digests=digests)
+        checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
+        record = replace(record, checksums=checksums)
         if self._rank == 0:
-            self._warn_if_unchanged(record, digests)
+            self._warn_if_unchanged(record, checksums)
         return record
 
     async def _introduce(self, record: VersionRecord) -> None:
-        """Makes a slot known at the first push into it; its header says of every later one which version it holds."""
-        if record.slot in self._introduced:
+        """Makes a buffer known at the first push into it; its header says of every later one which version it holds."""
+        if record.buffer in self._introduced:
             return
         problem: Exception | None = None
         try:
@@ -274,7 +276,7 @@ class WeightPublisher:
         except WeightsError as error:
             problem = error
         await asyncio.to_thread(_raise_on_every_rank, problem)
-        self._introduced.add(record.slot)
+        self._introduced.add(record.buffer)
 
     async def _announce(self, record: VersionRecord) -> None:
         """Tells TorchStore, and has it forget the version that lives no longer."""
@@ -284,7 +286,7 @@ class WeightPublisher:
             await store.put(INDEX_KEY, kept)
         except Exception as error:  # a dead TorchStore raises what Monarch does
             raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
-        dropped = [old for old in self._records if old not in kept and old.slot is None]
+        dropped = [old for old in self._records if old not in kept and old.buffer is None]
         self._records = kept
         await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
 

@@ -100,7 +100,7 @@ def _parser(*, resuming: bool) -> _Parser:
         "parity", help="compare a recipe's trainer and generator on the same tokens", allow_abbrev=False, add_help=False
     )
     parity.add_argument("recipe", metavar="RECIPE")
-    parity.add_argument("--limit", type=float, default=0.05, help="largest mean gap of log-probs that is no failure")
+    parity.add_argument("--limit", type=float, default=0.05, help="largest mean |log-prob mismatch| that passes")
     parity.set_defaults(command=_parity)
     check = commands.add_parser("check-env", help="say what is wrong with an environment", allow_abbrev=False)
     check.add_argument("env", metavar="ENV", help='a recipe, or "module:name" of an environment or what makes one')
@@ -188,7 +188,7 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 end_descendants(grace_s=0.5)
         print(report.table(), file=output.terminal)
         if report.worst > options.limit:
-            print(f"error: the gap is {report.worst:.2e}, above --limit {options.limit:g}", file=output.errors)
+            print(f"error: the mismatch is {report.worst:.2e}, above --limit {options.limit:g}", file=output.errors)
             return _FAILED
     return 0
 

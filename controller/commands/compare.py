@@ -7,7 +7,7 @@ from pathlib import Path
 from rl.runs.comparison import by_step, differences, metric_differences
 from rl.runs.folder import CONFIG_FILE, read_metrics
 
-_SHOWN = ("reward_mean", "heldout_reward", "loss", "grad_norm", "seconds_step")
+_SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 12
 
 

@@ -26,10 +26,10 @@ Logprobs: TypeAlias = NDArray[np.float64]
 Tokens: TypeAlias = Sequence[int]
 
 _NUM_PROMPTS = 8
-_SAMPLES_PER_PROMPT = 2  # so that a packed row has a prefix to share
+_GROUP_SIZE = 2  # so that a packed row has a prefix to share
 _MAX_TOKENS = 32
 _NEGLIGIBLE = 1e-4  # what float32 leaves
-_NOTABLE = 0.1  # the smallest share of a gap that is worth a name
+_NOTABLE = 0.1  # the smallest share of a mismatch that is worth a name
 _LEARNING_RATE = 1e-3  # moves log-probs by far more than bfloat16 does
 _CAUSES = (
     "sampling away from the model's own distribution (temperature, top_p, top_k)",
@@ -40,7 +40,7 @@ _CAUSES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class Mismatch:
     """How far two log-probs of the same tokens are apart, over all sampled tokens."""
 
     name: str
@@ -55,26 +55,26 @@ class Gap:
 class ParityReport:
     """What `measure_parity` found."""
 
-    gaps: tuple[Gap, ...]
+    mismatches: tuple[Mismatch, ...]
     """Trainer against generator: as configured, then with one difference less in each."""
-    stepped: Gap
+    stepped: Mismatch
     """The same after an optimizer step, pushed and pulled."""
-    sides: tuple[Gap, ...]
+    sides: tuple[Mismatch, ...]
     """Each side against itself, by what was taken away."""
     num_tokens: int
     explanation: str
 
     @property
     def worst(self) -> float:
-        """The larger of the two mean gaps that a run would have: as configured, and after a step."""
-        return max(self.gaps[0].mean, self.stepped.mean)
+        """The larger of the two mean mismatches that a run would have: as configured, and after a step."""
+        return max(self.mismatches[0].mean, self.stepped.mean)
 
     def table(self) -> str:
         """For the terminal."""
-        rows = [*self.gaps, self.stepped, *self.sides]
+        rows = [*self.mismatches, self.stepped, *self.sides]
         head = f"log-probs of {self.num_tokens} tokens"
         width = max(len(head), *(len(row.name) for row in rows))
-        lines = [f"{head:<{width}}  mean |gap|   max |gap|  mean exp"]
+        lines = [f"{head:<{width}}  mean |mismatch|   max |mismatch|  mean exp"]
         lines += [f"{row.name:<{width}}  {row.mean:10.2e}  {row.max:10.2e}  {row.mean_exp:8.5f}" for row in rows]
         return "\n".join([*lines, self.explanation])
 
@@ -92,7 +92,7 @@ async def recipe_parity(config: Any) -> ParityReport:
 
     model = resolve_model(config.model)
     renderer = Renderer(model)
-    prompts = [renderer.encode(problem.prompt) for problem in config.env.heldout_problems(_NUM_PROMPTS)]
+    prompts = [renderer.encode(problem.prompt) for problem in config.env.eval_problems(_NUM_PROMPTS)]
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
         return await measure_parity(
             (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs)
@@ -117,7 +117,7 @@ async def measure_parity(
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))
     async with Launcher(log_dir) as launcher:
         found = await compare(*await _start(launcher, models, trainer, generator), prompts, sampling)
-    gaps, sides = list(found.gaps), list(found.sides)
+    mismatches, sides = list(found.mismatches), list(found.sides)
     if (trainer.compute_dtype, generator.dtype) != ("float32", "float32"):
         in_float32 = replace(trainer, compute_dtype="float32"), replace(generator, dtype="float32")
         async with Launcher(log_dir / "float32") as launcher:
@@ -125,20 +125,22 @@ async def measure_parity(
             await generate.pull_model_state_dict(await train.push_model_state_dict())
             exact_p = await _score(train, found.sequences, one_by_one=True)
             exact_q = await _rescore(generate, found.sequences)
-        gaps.append(_gap("- and float32 on both sides", exact_p, exact_q))
-        sides.append(_gap(f"trainer: float32, not {trainer.compute_dtype}", exact_p, found.single))
-        sides.append(_gap(f"generator: float32, not {generator.dtype}", exact_q, found.pulled))
-    explanation = " ".join([*compare_tokenizers(*models), explain([gap.mean for gap in gaps], found.stepped.mean)])
-    return ParityReport(tuple(gaps), found.stepped, tuple(sides), len(found.single), explanation)
+        mismatches.append(_mismatch("- and float32 on both sides", exact_p, exact_q))
+        sides.append(_mismatch(f"trainer: float32, not {trainer.compute_dtype}", exact_p, found.single))
+        sides.append(_mismatch(f"generator: float32, not {generator.dtype}", exact_q, found.pulled))
+    explanation = " ".join(
+        [*compare_tokenizers(*models), explain([mismatch.mean for mismatch in mismatches], found.stepped.mean)]
+    )
+    return ParityReport(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What `compare` found, and the tokens that it compared on."""
 
-    gaps: tuple[Gap, ...]
-    stepped: Gap
-    sides: tuple[Gap, ...]
+    mismatches: tuple[Mismatch, ...]
+    stepped: Mismatch
+    sides: tuple[Mismatch, ...]
     sequences: tuple[tuple[Tokens, Tokens], ...]
     """Prompt and completion."""
     single: Logprobs
@@ -152,7 +154,7 @@ async def compare(
 ) -> Comparison:
     """Everything but the dtype, of a trainer and a generator that run. Takes one optimizer step, pushed and pulled."""
     sampling = replace(sampling, stop=(), seed=0)
-    groups = await asyncio.gather(*(generate.generate(p, sampling, _SAMPLES_PER_PROMPT) for p in prompts))
+    groups = await asyncio.gather(*(generate.generate(p, sampling, _GROUP_SIZE) for p in prompts))
     sequences = tuple((p, sample.tokens) for p, group in zip(prompts, groups, strict=True) for sample in group)
     sampled = np.concatenate([sample.logprobs for group in groups for sample in group])
     packed, single = await _score(train, sequences), await _score(train, sequences, one_by_one=True)
@@ -163,37 +165,35 @@ async def compare(
     await train.forward_backward([_datum(*sequence) for sequence in sequences], "cross_entropy")
     await train.optim_step(AdamParams(learning_rate=_LEARNING_RATE), grad_scale=1 / len(sampled))
     await generate.pull_model_state_dict(await train.push_model_state_dict())
-    stepped = _gap("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
-    gaps = (
-        _gap("as configured", packed, sampled),
-        _gap("- at temperature 1, uncut", packed, loaded),
-        _gap("- and after a pull", packed, pulled),
-        _gap("- and one sequence per row", single, pulled),
+    stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
+    mismatches = (
+        _mismatch("as configured", packed, sampled),
+        _mismatch("- at temperature 1, uncut", packed, loaded),
+        _mismatch("- and after a pull", packed, pulled),
+        _mismatch("- and one sequence per row", single, pulled),
     )
     sides = (
-        _gap("generator: scored, not sampled", loaded, sampled),
-        _gap("generator: after a pull, not before", pulled, loaded),
-        _gap("trainer: one sequence per row", single, packed),
+        _mismatch("generator: scored, not sampled", loaded, sampled),
+        _mismatch("generator: after a pull, not before", pulled, loaded),
+        _mismatch("trainer: one sequence per row", single, packed),
     )
-    return Comparison(gaps, stepped, sides, sequences, single, pulled)
+    return Comparison(mismatches, stepped, sides, sequences, single, pulled)
 
 
 def explain(means: Sequence[float], stepped: float) -> str:
-    """One sentence: which of the differences, taken away in this order, closed how much of the gap."""
+    """One sentence: which of the differences, taken away in this order, closed how much of the mismatch."""
     first, last = means[0], means[-1]
     if stepped > max(2 * means[2], _NEGLIGIBLE):
-        return (
-            f"After an optimizer step the gap is {stepped:.2e}: the pulled weights are not those that the trainer has."
-        )
+        return f"After an optimizer step the mismatch is {stepped:.2e}: the pulled weights are not the trainer's."
     if first <= _NEGLIGIBLE:
-        return f"There is no gap to explain: {first:.2e} is what float32 leaves."
+        return f"There is no mismatch to explain: {first:.2e} is what float32 leaves."
     shares = [(before - after) / first for before, after in itertools.pairwise(means)]
     named = [index for index in np.argsort(shares)[::-1].tolist() if shares[index] >= _NOTABLE]
     if not named:
-        return f"None of these explains the gap of {first:.2e}; {last:.2e} of it stays."
+        return f"None of these explains the mismatch of {first:.2e}; {last:.2e} of it stays."
     parts = "; ".join(f"{shares[index]:.0%} by {_CAUSES[index]}" for index in named)
     rest = f"; {last / first:.0%} by none of these" if last > max(_NOTABLE * first, _NEGLIGIBLE) else ""
-    return f"The gap of {first:.2e} is explained, {parts}{rest}."
+    return f"The mismatch of {first:.2e} is explained, {parts}{rest}."
 
 
 async def _start(
@@ -233,9 +233,9 @@ async def _rescore(generator: Generator, sequences: Sequence[tuple[Tokens, Token
     return np.concatenate(scored)
 
 
-def _gap(name: str, p: Logprobs, q: Logprobs) -> Gap:
+def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:
     difference = p - q
-    return Gap(
+    return Mismatch(
         name, float(np.abs(difference).mean()), float(np.abs(difference).max()), float(np.exp(difference).mean())
     )
 

@@ -13,7 +13,7 @@ from controller.runs.loop_config import GroupLoopConfig
 from controller.runs.report import Report
 from controller.runs.rollout_source import RolloutSource
 from rl.advantages.group_relative import ADVANTAGES
-from rl.advantages.kl import kl_from_sampler
+from rl.advantages.kl import kl_from_generator
 from rl.algorithms.metrics import PhaseClock, merge_outputs
 from rl.checks import check_above_zero
 from rl.losses.reduction import token_mean
@@ -32,7 +32,7 @@ class AccumulateConfig(GroupLoopConfig):
     tokens_per_step: int
     """A step adds rollout batches until at least so many tokens have an advantage."""
     kl_target: float
-    """KL(sampler || policy) per token that a step should bring about, measured on its last batch."""
+    """KL(generator || policy) per token that a step should bring about, measured on its last batch."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -77,7 +77,7 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
                 update = await trainer.optim_step(config.adam(learning_rate), grad_scale=token_mean(batch))
             with clock("forward"):
                 latest = batch[-len(outputs[-1].logprobs) :]
-                kl = kl_from_sampler(latest, (await trainer.forward(latest)).logprobs)
+                kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
                 learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
             with clock("push"):
                 version = await trainer.push_model_state_dict()

@@ -14,8 +14,8 @@ from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.models import resolve_teacher
 from controller.runs.report import Report
 from controller.runs.rollout_source import RolloutSource
-from rl.advantages.kl import kl_from_sampler
-from rl.algorithms.distillation import heldout_kl, reverse_kl_advantages
+from rl.advantages.kl import kl_from_generator
+from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
 from rl.algorithms.metrics import PhaseClock
 from rl.checks import check_at_least, check_fraction
 from rl.losses.reduction import token_mean
@@ -27,20 +27,20 @@ from trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RolloutLoopConfig):
-    """A recipe of this loop; `model` is the student, which samples each problem `samples_per_prompt` times."""
+    """A recipe of this loop; `model` is the student, which samples each problem `group_size` times."""
 
     teacher: str
     """As `model`; it must have the student's tokenizer."""
     teacher_trainer: TrainerConfig
     """How the teacher is laid out. It is only asked for log-probs, and holds neither gradients nor optimizer state."""
-    samples_per_prompt: int
+    group_size: int
     discount: float = 0.0
     """0: a token answers for its own divergence only; 1: for that of all that follow."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(1, samples_per_prompt=self.samples_per_prompt)
+        check_at_least(1, group_size=self.group_size)
         check_fraction(discount=self.discount)
 
 
@@ -53,7 +53,7 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
     seeded = replace(rollouts.sampling, seed=step_seed(config.seed, 0))
 
     async def measure(step: int) -> None:
-        kl = await heldout_kl(generator, teacher, rollouts.renderer, rollouts.heldout, seeded)
+        kl = await eval_kl(generator, teacher, rollouts.renderer, rollouts.eval_problems, seeded)
         report.measured(step, kl_to_teacher=kl)
         report.evaluation(step, await rollouts.evaluate(generator))
 
@@ -72,7 +72,7 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
                 await measure(step - 1)
             clock = PhaseClock()
             with clock("generate"):
-                groups = await rollouts.sample(generator, step, config.samples_per_prompt)
+                groups = await rollouts.sample(generator, step, config.group_size)
             sampled = [rollout_to_datum(rollout, 0.0) for rollout in with_tokens(groups)]
             if sampled:
                 with clock("forward"):
@@ -86,7 +86,7 @@ async def run(config: DistillConfig, folder: RunFolder, console: Console) -> Non
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
-                kl = kl_from_sampler(sampled, graded)
+                kl = kl_from_generator(sampled, graded)
                 report.step(step, clock, groups, batch, output, update, {"kl_to_teacher": kl})
             else:
                 report.step_without_signal(step, clock, groups, why="no rollout has a sampled token")

@@ -55,8 +55,8 @@ async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
     learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps), config.warmup_steps)
     to_data = functools.partial(pairs.preferences_to_data, Renderer(model), max_tokens=config.max_tokens)
-    heldout = to_data(config.data.heldout_preferences(config.num_heldout))
-    check_texts_fit(config.max_tokens, model, heldout)
+    eval_data = to_data(config.data.eval_preferences(config.num_eval))
+    check_texts_fit(config.max_tokens, model, eval_data)
 
     def batch_of(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))
@@ -65,13 +65,13 @@ async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     async with Launcher(report.log_dir) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
         report.phase("asking the reference about every pair")
-        batches = itertools.chain([heldout], map(batch_of, range(1, config.num_steps + 1)))
-        of_heldout, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
+        batches = itertools.chain([eval_data], map(batch_of, range(1, config.num_steps + 1)))
+        of_eval, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
         checkpoints = Checkpoints(report, config, policy=trainer)
 
         for step in range(await checkpoints.resume(), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.measured(step - 1, **measure(await pairs.sequence_logprobs(trainer, heldout), of_heldout))
+                report.measured(step - 1, **measure(await pairs.sequence_logprobs(trainer, eval_data), of_eval))
 
             clock = PhaseClock()
             with clock("pack"):
@@ -92,6 +92,6 @@ async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
             report.step(step, clock, (), batch, output, update, {**metrics, "pairs_too_long": per_step - len(gaps)})
             await checkpoints.after_step(step)
 
-        report.measured(config.num_steps, **measure(await pairs.sequence_logprobs(trainer, heldout), of_heldout))
+        report.measured(config.num_steps, **measure(await pairs.sequence_logprobs(trainer, eval_data), of_eval))
         await trainer.export_hf(report.model_dir)
     report.finish()

@@ -3,8 +3,8 @@
 Producer: a task per group of rollouts, in a `RolloutQueue`, which says who waits for whom. Consumer: the loop below,
 which trains on finished groups, pushes the new weights and has the generator take them in between two tokens of the
 rollouts under way. So a rollout may span versions, and each token knows its own, the one it is corrected for: by a
-truncated importance weight (LlamaRL's AIPO, https://arxiv.org/abs/2505.24034). A bound on the lag is also AReaL's
-(https://arxiv.org/abs/2505.24298). Everything else is as in `grpo`; with `max_policy_lag` 0 so is every number.
+truncated importance weight (LlamaRL's AIPO, https://arxiv.org/abs/2505.24034). A bound on the staleness is also AReaL's
+(https://arxiv.org/abs/2505.24298). Everything else is as in `grpo`; with `max_staleness` 0 so is every number.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from controller.runs.console import Console
 from controller.runs.report import Report
 from controller.runs.rollout_source import RolloutSource
 from rl.advantages.group_relative import ADVANTAGES
-from rl.algorithms.metrics import PhaseClock, num_completion_tokens, policy_lag
+from rl.algorithms.metrics import PhaseClock, num_completion_tokens, policy_staleness
 from rl.checks import check_at_least
 from rl.rollouts.episodes import group_to_data, rollout_group, step_seed
 from rl.rollouts.queue import RolloutQueue
@@ -30,7 +30,7 @@ from rl.types import Group
 class GRPOAsyncConfig(GRPOConfig):
     """A recipe of this loop: what `grpo` has, and how far rollouts may run ahead."""
 
-    max_policy_lag: int
+    max_staleness: int
     """Most optimizer steps between the policy that sampled a token and the one that trains on it."""
     loss_config: Mapping[str, float | str] = field(default_factory=lambda: {"importance_cap": 2.0})
     """As in `grpo`; by default what the policy that sampled and the trained one differ by is corrected, up to 2."""
@@ -38,7 +38,7 @@ class GRPOAsyncConfig(GRPOConfig):
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         GRPOConfig.__post_init__(self)
-        check_at_least(0, max_policy_lag=self.max_policy_lag)
+        check_at_least(0, max_staleness=self.max_staleness)
 
 
 async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
@@ -61,7 +61,7 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
             return await rollout_group(generator, source.renderer, problem, seeded, config.group_size)
 
         steps = range(first_step, config.num_steps + 1)
-        queue = RolloutQueue(sample_group, steps, config.prompts_per_step, config.max_policy_lag, checkpoints.values)
+        queue = RolloutQueue(sample_group, steps, config.prompts_per_step, config.max_staleness, checkpoints.values)
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
@@ -76,12 +76,12 @@ async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> N
                     with clock("optim_step"):
                         adam = config.adam(learning_rate(step - 1))
                         update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
-                    lag = policy_lag(groups, version)
+                    staleness = policy_staleness(groups, version)
                     with clock("push"):
                         version = await trainer.push_model_state_dict()
                     with clock("pull"):
                         await generator.pull_model_state_dict(version, mode="inflight")
-                    report.step(step, clock, groups, batch, output, update, lag)
+                    report.step(step, clock, groups, batch, output, update, staleness)
                 else:
                     report.step_without_signal(step, clock, groups)
                 rollouts.advance()

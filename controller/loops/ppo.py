@@ -13,7 +13,7 @@ from controller.runs.console import Console
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.report import Report
 from controller.runs.rollout_source import RolloutSource
-from rl.algorithms.actor_critic import Credit, assign_credit, minibatches, together
+from rl.algorithms.actor_critic import PPOParams, minibatches, ppo_advantages, together
 from rl.algorithms.metrics import PhaseClock
 from rl.checks import check_at_least
 from rl.losses import get_loss
@@ -30,9 +30,9 @@ class PPOConfig(RolloutLoopConfig):
     """A recipe of this loop. The critic needs `head="value"`; the reference is laid out as `trainer` is."""
 
     critic: TrainerConfig
-    samples_per_prompt: int
+    group_size: int
     critic_learning_rate: float
-    credit: Credit
+    ppo: PPOParams
     loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     critic_loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
     """Options of the losses "ppo" and "value"."""
@@ -40,7 +40,7 @@ class PPOConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(1, samples_per_prompt=self.samples_per_prompt)
+        check_at_least(1, group_size=self.group_size)
         if self.critic.head != "value":
             raise ValueError(f"critic.head is {self.critic.head!r}; a critic needs 'value'")
         self.adam(self.critic_learning_rate)
@@ -69,15 +69,15 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                 report.evaluation(step - 1, await source.evaluate(generator))
             clock = PhaseClock()
             with clock("generate"):
-                groups = await source.sample(generator, step, config.samples_per_prompt)
+                groups = await source.sample(generator, step, config.group_size)
             if rollouts := with_tokens(groups):
                 with clock("forward"):
                     sampled = [rollout_to_datum(rollout, 0.0) for rollout in rollouts]
                     judged, frozen = await asyncio.gather(critic.forward(sampled), reference.forward(sampled))
                 rewards = [rollout.reward for rollout in rollouts]
-                batch, metrics = assign_credit(sampled, rewards, judged.values, frozen.logprobs, config.credit)
+                batch, metrics = ppo_advantages(sampled, rewards, judged.values, frozen.logprobs, config.ppo)
                 outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
-                for part in (parts := minibatches(batch, config.credit, (config.seed, step))):
+                for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
                     with clock("forward_backward"):
                         policy_step = trainer.forward_backward(part, "ppo", config.loss_config)
                         critic_step = critic.forward_backward(part, "value", config.critic_loss_config)

@@ -17,7 +17,7 @@ from controller.runs.report import Report
 from rl.algorithms.metrics import PhaseClock
 from rl.checks import check_at_least
 from rl.data.sources import Examples
-from rl.data.supervised import TrainOn, examples_to_data, heldout_loss
+from rl.data.supervised import TrainOn, eval_loss, examples_to_data
 from rl.losses.reduction import token_mean
 from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
@@ -58,8 +58,8 @@ async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     to_data = functools.partial(
         examples_to_data, Renderer(model), train_on=config.train_on, max_tokens=config.max_tokens
     )
-    heldout = to_data(config.data.heldout_examples(config.num_heldout))
-    check_texts_fit(config.max_tokens, model, heldout)
+    eval_data = to_data(config.data.eval_examples(config.num_eval))
+    check_texts_fit(config.max_tokens, model, eval_data)
 
     report.phase("starting trainer")
     async with Launcher(report.log_dir) as launcher:
@@ -68,7 +68,7 @@ async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
 
         for step in range(await checkpoints.resume(), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.measured(step - 1, loss=await heldout_loss(trainer, heldout))
+                report.measured(step - 1, loss=await eval_loss(trainer, eval_data))
 
             clock = PhaseClock()
             with clock("pack"):
@@ -85,6 +85,6 @@ async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
             report.step(step, clock, (), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
             await checkpoints.after_step(step)
 
-        report.measured(config.num_steps, loss=await heldout_loss(trainer, heldout))
+        report.measured(config.num_steps, loss=await eval_loss(trainer, eval_data))
         await trainer.export_hf(report.model_dir)
     report.finish()

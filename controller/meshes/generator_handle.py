@@ -7,7 +7,7 @@ from pathlib import Path
 
 from controller.meshes.errors import DeadlineError, MeshError
 from controller.meshes.mesh import Mesh, visible_gpus
-from controller.meshes.version_records import Publications
+from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
 from generator.options import check_hardware, generator_env
@@ -20,10 +20,10 @@ _ALIVE_S = 10.0  # to say no more than that it lives; an overloaded host takes s
 class GeneratorHandle:
     """Implements `rl.protocols.Generator`."""
 
-    def __init__(self, mesh: Mesh, config: GeneratorConfig, publications: Publications) -> None:
+    def __init__(self, mesh: Mesh, config: GeneratorConfig, version_records: VersionRecords) -> None:
         """Use `launch`."""
         self.mesh = mesh
-        self._publications = publications
+        self._version_records = version_records
         self.config = config
 
     @classmethod
@@ -34,13 +34,13 @@ class GeneratorHandle:
         *,
         name: str = "generator",
         gpus: Sequence[int] | None = None,
-        publications: Publications | None = None,
+        version_records: VersionRecords | None = None,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by default all
-        are visible. `publications` are the trainer's; a version that is not in them is looked up in TorchStore. Raises
-        ValueError, before any process starts, for a model directory that cannot be served.
+        are visible. `version_records` are the trainer's; a version that is not in them is looked up in TorchStore.
+        Raises ValueError, before any process starts, for a model directory that cannot be served.
         """
         config.check_model()
         check_hardware(config)
@@ -57,7 +57,7 @@ class GeneratorHandle:
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, config, publications or Publications())
+        return cls(mesh, config, version_records or VersionRecords())
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
@@ -94,7 +94,7 @@ class GeneratorHandle:
         the weights in use stay as they are then. Raises `MeshError` if the generator's processes are dead or hang.
         """
         check_known("mode", mode, PULL_MODES)
-        record = self._publications.find(version)
+        record = self._version_records.find(version)
         call = self.mesh.rank(0).pull_model_state_dict.call_one(version, record, mode, keep_prefix_cache)
         pull = asyncio.create_task(self.mesh.answer(call))
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from controller.meshes.errors import DeadlineError, MeshError
-from generator.config import OnDeath
+from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.protocols import Generator
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
@@ -22,7 +22,7 @@ ReplicaState = Literal["serving", "pulling", "behind", "down"]
 """`behind` is one that was started again and found its version gone: it serves from the next pull on."""
 
 _REMEMBERED_PROMPTS = 4096
-_MAX_DEATHS = 3  # of replicas under one request, before the request is held to be the cause
+_MAX_FAILURES = 3  # of replicas under one request, before the request is held to be the cause
 
 
 class Replica(Generator, Protocol):
@@ -43,7 +43,7 @@ class _Place:
     """In progress."""
     problem: BaseException | None = None
     """Why it is down and stays so."""
-    revival: "asyncio.Task[None] | None" = None
+    restart: "asyncio.Task[None] | None" = None
 
 
 class GeneratorRouter:
@@ -54,12 +54,12 @@ class GeneratorRouter:
         replicas: Sequence[Replica],
         start: Callable[[int], Awaitable[Replica]],
         *,
-        on_death: OnDeath = "resend",
+        on_failure: OnFailure = "retry",
     ) -> None:
         """Use `launch`."""
         self._places = [_Place(replica) for replica in replicas]
         self._start = start
-        self._on_death: OnDeath = on_death
+        self._on_failure: OnFailure = on_failure
         self._version: int | None = None
         self._prompts: OrderedDict[tuple[int, ...], _Place] = OrderedDict()  # which replica computed a prompt
         self._changed = asyncio.Condition()
@@ -72,21 +72,21 @@ class GeneratorRouter:
         start: Callable[[int], Awaitable[Replica]],
         num_replicas: int,
         *,
-        on_death: OnDeath = "resend",
+        on_failure: OnFailure = "retry",
     ) -> "GeneratorRouter":
         """Starts the replicas side by side; `start(index)` makes one, now and whenever it died.
 
             async def start(index: int) -> GeneratorHandle:
                 return await GeneratorHandle.launch(config, log_dir / f"generator-{index}")
 
-        `on_death` says what becomes of requests in progress when their replica dies: they are sent again to others, or
-        raise `MeshError`.
+        `on_failure` decides about requests in progress when their replica dies: "retry" sends them to other replicas,
+        "raise" raises `MeshError`.
         """
         check_at_least(1, num_replicas=num_replicas)
-        check_known("on_death", on_death, get_args(OnDeath))
+        check_known("on_failure", on_failure, get_args(OnFailure))
         starting = [asyncio.ensure_future(start(index)) for index in range(num_replicas)]
         try:
-            return cls(await asyncio.gather(*starting), start, on_death=on_death)
+            return cls(await asyncio.gather(*starting), start, on_failure=on_failure)
         except BaseException:
             for replica in starting:
                 replica.cancel()
@@ -107,7 +107,7 @@ class GeneratorRouter:
         Raises `MeshError` when no replica is left, or one died and requests are not sent again, and what the replica
         raises.
         """
-        prompt, num_deaths = tuple(prompt_tokens), 0
+        prompt, num_failures = tuple(prompt_tokens), 0
         while True:
             place = await self._pick(prompt)
             replica = place.replica
@@ -118,9 +118,9 @@ class GeneratorRouter:
                 raise
             except MeshError:
                 if place.replica is replica and place.state != "down":  # the first of its requests to notice
-                    self._bury(place)
-                num_deaths += 1
-                if self._on_death == "raise" or num_deaths == _MAX_DEATHS:
+                    self._restart(place)
+                num_failures += 1
+                if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
                     raise
             finally:
                 if place.replica is replica:
@@ -145,10 +145,10 @@ class GeneratorRouter:
 
     async def stop(self) -> None:
         """Ends every replica. May be called again."""
-        revivals = [place.revival for place in self._places if place.revival is not None]
-        for revival in revivals:
-            revival.cancel()
-        await asyncio.gather(*revivals, return_exceptions=True)
+        restarts = [place.restart for place in self._places if place.restart is not None]
+        for restart in restarts:
+            restart.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
         for place in self._places:
             place.state, place.problem = "down", place.problem or MeshError("generator", "it was stopped")
         await asyncio.gather(*(place.replica.stop() for place in self._places))
@@ -186,7 +186,7 @@ class GeneratorRouter:
             elif len(problems) == len(places) and not isinstance(outcome, MeshError):
                 place.state = state
             else:
-                self._bury(place)
+                self._restart(place)
         await self._notify()
         if problems and len(problems) == len(places):
             raise min(problems, key=lambda problem: isinstance(problem, MeshError))  # a mistake explains more
@@ -213,12 +213,12 @@ class GeneratorRouter:
                 await self._changed.wait()
         return found
 
-    def _bury(self, place: _Place) -> None:
+    def _restart(self, place: _Place) -> None:
         """Sends a replica nothing more and starts another in its place."""
         place.state = "down"
-        place.revival = asyncio.create_task(self._revive(place))
+        place.restart = asyncio.create_task(self._start_replacement(place))
 
-    async def _revive(self, place: _Place) -> None:
+    async def _start_replacement(self, place: _Place) -> None:
         try:
             await place.replica.stop()
             replica = await self._start(self._places.index(place))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
-from controller.meshes.version_records import Publications
+from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
 from rl.types import WeightTransport
@@ -60,7 +60,7 @@ class Launcher:
         self._starts: list[asyncio.Task[Any]] = []
         self._store: asyncio.Task[None] | None = None
         self._pushing: str | None = None
-        self._publications = Publications()
+        self._version_records = VersionRecords()
         self._running: list[_Stoppable] = []
 
     async def __aenter__(self) -> Self:
@@ -116,7 +116,7 @@ class Launcher:
                 name=name,
                 transport=transport,
                 gpus=own_gpus,
-                publications=self._publications,
+                version_records=self._version_records,
             )
             self._running.append(trainer)
             if store is not None:
@@ -130,8 +130,8 @@ class Launcher:
     ) -> "asyncio.Task[Generator]":
         """Starts a generator, or a `GeneratorRouter` over `config.num_replicas` of them.
 
-        `gpus` are one per rank, replica after replica. With several replicas, or if `config.on_death` asks for it, one
-        whose process died is started again.
+        `gpus` are one per rank, replica after replica. With several replicas, or if `config.on_failure` is set, a
+        replica whose process died is restarted.
 
         Raises ValueError for a model that cannot be served, or not on so many ranks, for a name that is taken and for
         too few GPUs.
@@ -155,15 +155,15 @@ class Launcher:
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
                 gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
-                publications=self._publications,
+                version_records=self._version_records,
             )
 
         async def start() -> Generator:
-            if num_replicas == 1 and config.on_death is None:
+            if num_replicas == 1 and config.on_failure is None:
                 generator = await start_replica(0)
             else:
                 generator = await GeneratorRouter.launch(
-                    start_replica, num_replicas, on_death=config.on_death or "resend"
+                    start_replica, num_replicas, on_failure=config.on_failure or "retry"
                 )
             self._running.append(generator)
             await asyncio.shield(store)

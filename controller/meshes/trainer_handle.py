@@ -1,7 +1,7 @@
 """`TrainerHandle`: a mesh of `PolicyTrainer` ranks as the `Trainer` that a controller script sees.
 
-Checks a call before any rank computes, gives each data-parallel rank its own share of a batch and puts the results
-together again. Calls reach the ranks in the order in which they were issued, so several may be in flight.
+Checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results. Calls
+reach the ranks in the order in which they were issued, so several may be in flight.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from controller.meshes.mesh import Mesh, visible_gpus
-from controller.meshes.version_records import Publications
+from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
 from trainer.config import TrainerConfig
-from trainer.engines.base import PeerError
+from trainer.engines.base import RankFailureError
 from trainer.engines.model_check import ModelLimits, check_model
 
 T = TypeVar("T")
@@ -27,11 +27,11 @@ class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
     def __init__(
-        self, mesh: Mesh, config: TrainerConfig, publications: Publications, *, share_prefixes: bool, pushes: bool
+        self, mesh: Mesh, config: TrainerConfig, version_records: VersionRecords, *, share_prefixes: bool, pushes: bool
     ) -> None:
         """Use `launch`."""
         self.mesh = mesh
-        self._publications = publications
+        self._version_records = version_records
         self._pushes = pushes
         self.config = config
         self._share_prefixes = share_prefixes
@@ -47,14 +47,14 @@ class TrainerHandle:
         name: str = "trainer",
         transport: WeightTransport = "auto",
         gpus: Sequence[int] | None = None,
-        publications: Publications | None = None,
+        version_records: VersionRecords | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`, with None never; what is pushed is noted in
-        `publications`. `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by
-        default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot be
-        trained.
+        Weights are pushed in `generator_dtype` over `transport`, or never if it is None; every push is noted in
+        `version_records`. `name` appears in log file names and errors. `gpus` are the host's GPUs to use, one per rank;
+        by default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot
+        be trained.
         """
         cls.check_model(config)
         mesh = await Mesh.spawn(
@@ -75,7 +75,7 @@ class TrainerHandle:
         return cls(
             mesh,
             config,
-            publications or Publications(),
+            version_records or VersionRecords(),
             share_prefixes=all(share_prefixes),
             pushes=generator_dtype is not None,
         )
@@ -105,8 +105,8 @@ class TrainerHandle:
         checked.check_head(self.config.head)
         plan = self._plan(batch, checked.required_inputs)
         calls = [
-            rank.forward_backward.call_one(share, loss, dict(loss_config or {}))
-            for rank, share in zip(self._ranks, self._shares(plan, batch), strict=True)
+            rank.forward_backward.call_one(local_batch, loss, dict(loss_config or {}))
+            for rank, local_batch in zip(self._ranks, self._local_batches(plan, batch), strict=True)
         ]
         return self._merge(plan, await self._gather(calls))
 
@@ -122,8 +122,8 @@ class TrainerHandle:
             self.config.check_entropy()
         plan = self._plan(batch, ())
         calls = [
-            rank.forward.call_one(share, entropy)
-            for rank, share in zip(self._ranks, self._shares(plan, batch), strict=True)
+            rank.forward.call_one(local_batch, entropy)
+            for rank, local_batch in zip(self._ranks, self._local_batches(plan, batch), strict=True)
         ]
         return self._merge(plan, await self._gather(calls))
 
@@ -163,7 +163,7 @@ class TrainerHandle:
             )
         record = (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
         assert record is not None
-        self._publications.add(record)
+        self._version_records.add(record)
         return record.version
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
@@ -219,15 +219,15 @@ class TrainerHandle:
             share_prefixes=self._share_prefixes,
         )
 
-    def _shares(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
+    def _local_batches(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
         """What each rank is sent; those that compute it together get the same."""
-        shares = plan.split(batch)
-        return [shares[self.config.share_of(rank)] for rank in range(self.config.num_ranks)]
+        local_batches = plan.split(batch)
+        return [local_batches[self.config.data_parallel_rank(rank)] for rank in range(self.config.num_ranks)]
 
     def _merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         """The ranks' outputs as one, in the order of the batch."""
-        owners = [self.config.share_of(rank) for rank in range(self.config.num_ranks)]
-        parts = [outputs[owners.index(share)] for share in range(self.config.num_data_parallel_ranks)]
+        owners = [self.config.data_parallel_rank(rank) for rank in range(self.config.num_ranks)]
+        parts = [outputs[owners.index(local_batch)] for local_batch in range(self.config.num_data_parallel_ranks)]
         entropies = [part.entropy for part in parts if part.entropy is not None]
         values = [part.values for part in parts if part.values is not None]
         return ForwardBackwardOutput(
@@ -242,5 +242,5 @@ class TrainerHandle:
         outcomes = await asyncio.gather(*(self.mesh.answer(call) for call in calls), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:
-            raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
+            raise next((error for error in errors if not isinstance(error, RankFailureError)), errors[0])
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

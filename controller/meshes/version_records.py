@@ -8,7 +8,7 @@ if TYPE_CHECKING:  # it loads torch
 _REMEMBERED = 2  # as many as live
 
 
-class Publications:
+class VersionRecords:
     """The records of the newest versions, from the handle that pushed them to those that pull.
 
     TorchStore remains the directory: what is not found here is looked up there.

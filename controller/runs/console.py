@@ -150,8 +150,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
     _append(line, metrics, "loss", "loss", "+.4f")
     _append(line, metrics, "grad", "grad_norm", ".3g")
     _append(line, metrics, "lr", "learning_rate", ".2g")
-    _append(line, metrics, "gap", "logprob_gap_mean", ".4f")
-    _append(line, metrics, "lag", "lag_mean", ".2f")
+    _append(line, metrics, "mismatch", "logprob_mismatch_mean", ".4f")
+    _append(line, metrics, "staleness", "staleness_mean", ".2f")
     rates = [
         _number(metrics[f"{side}_tokens_per_s"], ".0f")
         for side in ("generation", "training")

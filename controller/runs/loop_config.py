@@ -30,7 +30,7 @@ class LoopConfig:
     """First steps, over which the learning rate rises to it in a straight line."""
     grad_clip_norm: float = 1.0
     """Norm that a step's gradient is scaled down to where it is larger, after normalisation; 0 switches it off."""
-    num_heldout: int = 200
+    num_eval: int = 200
     """Held-out problems (examples, pairs) of an evaluation: always the same, and never among the training data."""
     evaluate_every: int = 10
     """Steps from one evaluation to the next; the first is before the first step, the last one after the last."""
@@ -47,7 +47,7 @@ class LoopConfig:
         check_at_least(
             1,
             num_steps=self.num_steps,
-            num_heldout=self.num_heldout,
+            num_eval=self.num_eval,
             evaluate_every=self.evaluate_every,
             keep_checkpoints=self.keep_checkpoints,
         )
@@ -71,14 +71,14 @@ class RolloutLoopConfig(LoopConfig):
     """Of training rollouts."""
     prompts_per_step: int
     """Problems that a step samples rollouts of."""
-    heldout_samples: int = 1
+    eval_samples: int = 1
     """Answers to each held-out problem: one greedy, or several sampled ones with pass@k; training sees none of it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
-        check_at_least(1, prompts_per_step=self.prompts_per_step, heldout_samples=self.heldout_samples)
+        check_at_least(1, prompts_per_step=self.prompts_per_step, eval_samples=self.eval_samples)
         check_sampled_distribution(self.sampling)
 
 

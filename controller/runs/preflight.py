@@ -42,12 +42,12 @@ def check_prompts_fit(
             )
 
 
-def check_texts_fit(max_tokens: int, model: Path, heldout: Sequence[Datum]) -> None:
+def check_texts_fit(max_tokens: int, model: Path, eval_data: Sequence[Datum]) -> None:
     """Raises ValueError for texts that the model's context does not hold, and when none is left to measure on."""
     context = inspect_model(model).max_context
     if not 1 < max_tokens <= context:
         raise ValueError(
             f"max_tokens is {max_tokens}; it must be between 2 and the model's context of {context} tokens"
         )
-    if not heldout:
+    if not eval_data:
         raise ValueError(f"max_tokens is {max_tokens}; every held-out text is longer, so that nothing can be measured")

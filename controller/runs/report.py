@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from controller.runs.console import Console
-from rl.algorithms.metrics import PhaseClock, logprob_gap, num_completion_tokens, per_token, rollout_metrics
+from rl.algorithms.metrics import PhaseClock, logprob_mismatch, num_completion_tokens, per_token, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
 # What the trainer and its loss report: sums over the scored tokens, and what is no sum.
-_PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_sampler", "kl_reference", "entropy")
+_PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_generator", "kl_reference", "entropy")
 _AS_THEY_ARE = ("ratio_max", "seconds_engine_max")
 
 
@@ -98,7 +98,7 @@ class Report:
                 "learning_rate": update.learning_rate,
                 "policy_version": float(update.policy_version),
                 "skipped": float(update.skipped),
-                **logprob_gap(batch, output),
+                **logprob_mismatch(batch, output),
                 **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
                 "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
                 **clock.metrics(),
@@ -127,7 +127,7 @@ class Report:
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
         self._log_intervals(step, evaluation.intervals)
-        self.folder.log_rollouts(step, evaluation.groups, split="heldout")
+        self.folder.log_rollouts(step, evaluation.groups, split="eval")
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
         self._plot()
 
@@ -144,9 +144,9 @@ class Report:
         row = {"step": float(step)}
         for name, interval in intervals.items():
             row |= {
-                f"heldout_{name}": interval.mean,
-                f"heldout_{name}_low": interval.low,
-                f"heldout_{name}_high": interval.high,
+                f"eval_{name}": interval.mean,
+                f"eval_{name}_low": interval.low,
+                f"eval_{name}_high": interval.high,
             }
         self.folder.log_metrics(row)
 

@@ -8,7 +8,7 @@ from controller.runs.preflight import check_prompts_fit
 from controller.runs.report import Report
 from rl.protocols import Generator
 from rl.rollouts.episodes import rollout_groups, step_seed
-from rl.rollouts.evaluation import Evaluation, evaluate, heldout_sampling
+from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.rendering import Renderer
 from rl.types import Group
 
@@ -22,9 +22,9 @@ class RolloutSource:
         """The policy's directory."""
         self.renderer = Renderer(self.model, config.generator.max_model_len)
         self.sampling = replace(config.sampling, stop=config.env.stop)
-        self.heldout = config.env.heldout_problems(config.num_heldout)
+        self.eval_problems = config.env.eval_problems(config.num_eval)
         """The held-out problems."""
-        check_prompts_fit(self.renderer, self.heldout, config.generator, self.sampling)
+        check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
         self._config = config
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
@@ -39,5 +39,5 @@ class RolloutSource:
 
     async def evaluate(self, generator: Generator) -> Evaluation:
         """The recipe's number of answers to each held-out problem."""
-        attempts = heldout_sampling(self.sampling, self._config.heldout_samples)
-        return await evaluate(generator, self.renderer, self.heldout, *attempts)
+        attempts = eval_sampling(self.sampling, self._config.eval_samples)
+        return await evaluate(generator, self.renderer, self.eval_problems, *attempts)

@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 def token_rewards(reward: float, kl: NDArray[np.floating], kl_coef: float) -> Array:
     """[N] rewards of a completion's tokens: -kl_coef * kl each, and the completion's own reward on the last.
 
-    `kl` [N] is the sampler's log-prob minus the reference's: InstructGPT's penalty in the reward, eq. 2 of
+    `kl` [N] is the generator's log-prob minus the reference's: InstructGPT's penalty in the reward, eq. 2 of
     https://arxiv.org/abs/2203.02155. A completion without tokens has none to reward.
     """
     rewards = -kl_coef * np.asarray(kl, dtype=np.float64)

@@ -14,22 +14,22 @@ from rl.types import Datum
 Array = NDArray[np.float64]
 
 
-def kl_estimates(sampler: NDArray[np.floating], other: NDArray[np.floating], estimator: KLEstimator) -> Array:
-    """[N] estimates, token by token, of KL(sampler || other): k1, k2 or k3 of http://joschu.net/blog/kl-approx.html.
+def kl_estimates(generator: NDArray[np.floating], other: NDArray[np.floating], estimator: KLEstimator) -> Array:
+    """[N] estimates, token by token, of KL(generator || other): k1, k2 or k3 of http://joschu.net/blog/kl-approx.html.
 
     All are of the policy that sampled the tokens, from the other. k1, the difference, is what a penalty in the reward
     is made of; k3 is never negative and of low variance, which suits a measurement.
     """
-    gap = np.asarray(sampler, dtype=np.float64) - np.asarray(other, dtype=np.float64)
+    log_ratio = np.asarray(generator, dtype=np.float64) - np.asarray(other, dtype=np.float64)
     if estimator == "k1":
-        return gap
+        return log_ratio
     if estimator == "k2":
-        return 0.5 * gap**2
-    return np.exp(-gap) + gap - 1
+        return 0.5 * log_ratio**2
+    return np.exp(-log_ratio) + log_ratio - 1
 
 
 def sampled_logprobs(batch: Sequence[Datum]) -> list[NDArray[np.float32]]:
-    """One [N] per datum: the sampler's log-probs of the scored tokens."""
+    """One [N] per datum: the generator's log-probs of the scored tokens."""
     return at_scored(batch, [datum.loss_inputs["logprobs"] for datum in batch])
 
 
@@ -45,7 +45,7 @@ def to_positions(datum: Datum, values: NDArray[np.floating]) -> NDArray[np.float
     return array
 
 
-def kl_from_sampler(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]]) -> float:
-    """Mean over the scored tokens of k3 of KL(sampler || policy), with the policy's log-probs, one [T] per datum."""
+def kl_from_generator(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]]) -> float:
+    """Mean over the scored tokens of k3 of KL(generator || policy), with the policy's log-probs, one [T] per datum."""
     pairs = zip(sampled_logprobs(batch), at_scored(batch, logprobs), strict=True)
-    return float(np.concatenate([kl_estimates(sampler, policy, "k3") for sampler, policy in pairs]).mean())
+    return float(np.concatenate([kl_estimates(generator, policy, "k3") for generator, policy in pairs]).mean())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl.advantages.gae import explained_variance, gae, normalize, token_rewards
 from rl.advantages.kl import at_scored, kl_estimates, sampled_logprobs, to_positions
-from rl.algorithms.metrics import logprob_gap, merge_outputs
+from rl.algorithms.metrics import logprob_mismatch, merge_outputs
 from rl.checks import check_at_least, check_known
 from rl.losses.shared import KLEstimator
 from rl.rollouts.episodes import with_inputs
@@ -23,7 +23,7 @@ Arrays = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class PPOParams:
     """How rewards become advantages, and how often they are learned from."""
 
     kl_coef: float = 0.05
@@ -47,8 +47,8 @@ class Credit:
         gae(np.zeros(1), np.zeros(1), gamma=self.gamma, gae_lambda=self.gae_lambda)
 
 
-def assign_credit(
-    batch: Sequence[Datum], rewards: Sequence[float], values: Arrays | None, reference: Arrays, credit: Credit
+def ppo_advantages(
+    batch: Sequence[Datum], rewards: Sequence[float], values: Arrays | None, reference: Arrays, params: PPOParams
 ) -> tuple[list[Datum], dict[str, float]]:
     """The batch with `advantages` for loss "ppo" and `old_values` and `returns` for loss "value", and metrics of it.
 
@@ -59,14 +59,14 @@ def assign_credit(
     """
     if values is None:
         raise ValueError("there are no values; the critic must be a trainer with head='value'")
-    sampler, frozen, before = sampled_logprobs(batch), at_scored(batch, reference), at_scored(batch, values)
-    kl = [kl_estimates(q, f, credit.kl_estimator) for q, f in zip(sampler, frozen, strict=True)]
-    rewarded = [token_rewards(reward, penalty, credit.kl_coef) for reward, penalty in zip(rewards, kl, strict=True)]
+    generator, frozen, before = sampled_logprobs(batch), at_scored(batch, reference), at_scored(batch, values)
+    kl = [kl_estimates(q, f, params.kl_estimator) for q, f in zip(generator, frozen, strict=True)]
+    rewarded = [token_rewards(reward, penalty, params.kl_coef) for reward, penalty in zip(rewards, kl, strict=True)]
     pairs = [
-        gae(of_tokens, value, gamma=credit.gamma, gae_lambda=credit.gae_lambda)
+        gae(of_tokens, value, gamma=params.gamma, gae_lambda=params.gae_lambda)
         for of_tokens, value in zip(rewarded, before, strict=True)
     ]
-    to_go = [gae(of_tokens, np.zeros(len(of_tokens)), gamma=credit.gamma, gae_lambda=1.0)[1] for of_tokens in rewarded]
+    to_go = [gae(of_tokens, np.zeros(len(of_tokens)), gamma=params.gamma, gae_lambda=1.0)[1] for of_tokens in rewarded]
     advantages = normalize([advantage for advantage, _ in pairs])
     ready = with_inputs(
         batch,
@@ -74,7 +74,7 @@ def assign_credit(
         returns=[to_positions(datum, returns) for datum, (_, returns) in zip(batch, pairs, strict=True)],
         old_values=list(values),
     )
-    k3 = [kl_estimates(q, f, "k3") for q, f in zip(sampler, frozen, strict=True)]
+    k3 = [kl_estimates(q, f, "k3") for q, f in zip(generator, frozen, strict=True)]
     return ready, {
         "kl_reference": float(np.concatenate(k3).mean()),
         "value_mean": float(np.concatenate(before).mean()),
@@ -82,7 +82,7 @@ def assign_credit(
     }
 
 
-def minibatches(batch: Sequence[Datum], credit: Credit, seed: Sequence[int]) -> list[list[Datum]]:
+def minibatches(batch: Sequence[Datum], params: PPOParams, seed: Sequence[int]) -> list[list[Datum]]:
     """The minibatches of every epoch, each epoch in an order of its own that `seed` decides.
 
     Neighbours with the same prompt stay together, so that a minibatch computes their prompt once; a minibatch has as
@@ -90,8 +90,8 @@ def minibatches(batch: Sequence[Datum], credit: Credit, seed: Sequence[int]) -> 
     """
     random = np.random.default_rng(seed)
     groups = [list(group) for _, group in groupby(batch, key=_prompt_tokens)]
-    orders = [random.permutation(len(groups)) for _ in range(credit.num_epochs)]
-    count = min(credit.minibatches_per_epoch, len(groups))
+    orders = [random.permutation(len(groups)) for _ in range(params.num_epochs)]
+    count = min(params.minibatches_per_epoch, len(groups))
     parts = [part for order in orders for part in np.array_split(order, count)]
     return [[datum for i in part for datum in groups[i]] for part in parts]
 
@@ -101,15 +101,15 @@ def together(
 ) -> tuple[list[Datum], ForwardBackwardOutput, dict[str, float]]:
     """What was learned from in a step, the policy's output for it, and metrics, from each minibatch's two outputs.
 
-    `outputs` are the policy's and the critic's. The metrics are their losses per token, and the gap between sampler and
-    trainer in the first minibatch: later ones are scored by a policy that has learned since it sampled them.
+    `outputs` are the policy's and the critic's. The metrics are their losses per token, and the train-inference
+    mismatch of the first minibatch; later minibatches are scored by a policy that has learned since it sampled them.
     """
     of_policy, of_critic = (merge_outputs(column) for column in zip(*outputs, strict=True))
     losses = {
         name: output.metrics["loss"] / output.metrics["num_loss_tokens"]
         for name, output in (("loss", of_policy), ("critic_loss", of_critic))
     }
-    return [datum for part in parts for datum in part], of_policy, losses | logprob_gap(parts[0], outputs[0][0])
+    return [datum for part in parts for datum in part], of_policy, losses | logprob_mismatch(parts[0], outputs[0][0])
 
 
 def _prompt_tokens(datum: Datum) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def reverse_kl_advantages(
     return with_inputs(batch, advantages=advantages)
 
 
-async def heldout_kl(
+async def eval_kl(
     student: Generator, teacher: Trainer, renderer: Renderer, problems: Sequence[Problem], sampling: SamplingParams
 ) -> Measurement:
     """Per problem the KL(student || teacher) per token, by k3, of one answer that the student samples.

@@ -76,7 +76,7 @@ def num_completion_tokens(groups: Sequence[Group]) -> int:
     return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
 
 
-def policy_lag(groups: Sequence[Group], version: int) -> dict[str, float]:
+def policy_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Optimizer steps between the policy that sampled a token and `version`, the one that trains on it.
 
     Over all sampled tokens; empty without any.
@@ -85,11 +85,11 @@ def policy_lag(groups: Sequence[Group], version: int) -> dict[str, float]:
     versions = [v for rollout in rollouts for turn in rollout.turns for v in turn.completion.versions]
     if not versions:
         return {}
-    lags = version - np.array(versions)
-    return {"lag_mean": float(lags.mean()), "lag_max": float(lags.max())}
+    staleness = version - np.array(versions)
+    return {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
 
 
-def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
+def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
     """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
 
     Only meaningful when the trainer held the weights that sampled the batch. The mean of exp(delta) is 1 in expectation
@@ -103,8 +103,8 @@ def logprob_gap(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[s
     if len(delta) == 0:
         return {}
     return {
-        "logprob_gap_mean": float(np.abs(delta).mean()),
-        "logprob_gap_max": float(np.abs(delta).max()),
+        "logprob_mismatch_mean": float(np.abs(delta).mean()),
+        "logprob_mismatch_max": float(np.abs(delta).max()),
         "ratio_mean": float(np.exp(delta).mean()),
     }
 

@@ -41,18 +41,18 @@ class BatchPlan:
 def plan_batch(
     batch: Sequence[Datum], *, num_ranks: int, max_tokens_per_microbatch: int, share_prefixes: bool
 ) -> BatchPlan:
-    """Shares datums out over ranks and packs each share into micro-batches, both balanced by tokens.
+    """Shares datums out over ranks and packs each shard into micro-batches, both balanced by tokens.
 
     With `share_prefixes`, datums that begin alike stay together and count their common tokens once, as a packed row
     does. No micro-batch exceeds the budget, except one that holds a single datum longer than it.
     """
     lengths = [len(datum.tokens) for datum in batch]
     groups = group_by_prefix(batch) if share_prefixes else [PrefixGroup(0, (i,)) for i in range(len(batch))]
-    fair_share = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
-    units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, fair_share)]
+    tokens_per_rank = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
+    units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, tokens_per_rank)]
     sizes = [unit.num_tokens(lengths) for unit in units]
-    shares = _balance(sizes, range(len(units)), num_ranks)
-    packed = [_pack(sizes, share, max_tokens_per_microbatch) for share in shares]
+    shards = _balance(sizes, range(len(units)), num_ranks)
+    packed = [_pack(sizes, shard, max_tokens_per_microbatch) for shard in shards]
     most = max(len(rank) for rank in packed)
     return BatchPlan(
         microbatches=tuple(
@@ -62,13 +62,13 @@ def plan_batch(
     )
 
 
-def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, fair_share: int) -> list[PrefixGroup]:
+def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, tokens_per_rank: int) -> list[PrefixGroup]:
     """Even parts of a group, each with the prefix of its own, of at most `budget` tokens where that is possible.
 
-    A part has at most `fair_share` tokens beside the prefix, so that a large group does not unbalance the ranks.
+    A part has at most `tokens_per_rank` tokens beside the prefix, so that a large group does not unbalance the ranks.
     """
     own = [lengths[i] - group.prefix for i in group.members]
-    room = max(1, min(budget - group.prefix, fair_share))
+    room = max(1, min(budget - group.prefix, tokens_per_rank))
     target = -(-sum(own) // -(-sum(own) // room)) if sum(own) else 0
     parts: list[PrefixGroup] = []
     members: list[int] = []
@@ -93,13 +93,13 @@ def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> lis
     return [tuple(reversed(members)) for members in bins]
 
 
-def _pack(sizes: Sequence[int], share: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Balanced micro-batches of one rank's share, as few as the budget allows a balanced split to have."""
-    if not share:
+def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Balanced micro-batches of one rank's shard, as few as the budget allows a balanced split to have."""
+    if not shard:
         return []
-    num_bins = max(1, -(-sum(sizes[i] for i in share) // budget))
+    num_bins = max(1, -(-sum(sizes[i] for i in shard) // budget))
     while True:
-        bins = [members for members in _balance(sizes, share, num_bins) if members]
+        bins = [members for members in _balance(sizes, shard, num_bins) if members]
         if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
             return bins
         num_bins += 1

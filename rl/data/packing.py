@@ -55,17 +55,17 @@ def _prefix(datum: Datum) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A stretch of a row that attends only to itself: a trunk, and branches that attend to it and to themselves."""
+    """A stretch of a row that attends only to itself: a prefix, and suffixes that attend to it and to themselves."""
 
-    trunk: int
+    prefix: int
     """Number of tokens that come first."""
-    branches: tuple[int, ...] = ()
-    """Number of tokens of each branch; branches do not see each other. May be 0."""
+    suffixes: tuple[int, ...] = ()
+    """Number of tokens of each suffix; suffixes do not see each other. May be 0."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole document."""
-        return self.trunk + sum(self.branches)
+        return self.prefix + sum(self.suffixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class PackedRow:
     tokens: Ints
     """[L]"""
     positions: Ints
-    """[L] position within the datum; a branch goes on where its trunk ended."""
+    """[L] position within the datum; a suffix goes on where its prefix ended."""
     documents: tuple[Document, ...]
     """They add up to the row."""
     lengths: tuple[int, ...]
     """T of each datum, in the order given."""
     scored: Ints
-    """[S] indices into the row; the last token of a trunk occurs once per branch."""
+    """[S] indices into the row; the last token of a prefix occurs once per suffix."""
     datum_index: Ints
     """[S] which datum each scored position belongs to."""
     datum_position: Ints
@@ -112,13 +112,13 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
         if prefix:
             tokens.append(datums[group.members[0]].tokens[:prefix])
             positions.append(np.arange(prefix))
-        trunk_start, start = start, start + prefix
+        prefix_start, start = start, start + prefix
         for i in group.members:
             datum = datums[i]
             tokens.append(datum.tokens[prefix:])
             positions.append(np.arange(prefix, len(datum.tokens)))
             here = np.flatnonzero(datum.weights)
-            scored.append(here + np.where(here < prefix, trunk_start, start - prefix))
+            scored.append(here + np.where(here < prefix, prefix_start, start - prefix))
             datum_index.append(np.full(len(here), i))
             datum_position.append(here)
             start += len(datum.tokens) - prefix

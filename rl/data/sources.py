@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.envs.procedural import is_heldout
+from rl.envs.procedural import is_eval
 from rl.protocols import Env, Problem, Prompt
 from rl.rollouts.rendering import prompt_text
 
@@ -48,7 +48,7 @@ class Examples(Protocol):
         """Examples number start to start + count - 1 of the endless training stream that `seed` names."""
         ...
 
-    def heldout_examples(self, count: int) -> Sequence[Example]:
+    def eval_examples(self, count: int) -> Sequence[Example]:
         """The first `count` held-out examples, always the same; all where there are fewer, and at least one."""
         ...
 
@@ -60,7 +60,7 @@ class Preferences(Protocol):
         """Pairs number start to start + count - 1 of the endless training stream that `seed` names."""
         ...
 
-    def heldout_preferences(self, count: int) -> Sequence[Preference]:
+    def eval_preferences(self, count: int) -> Sequence[Preference]:
         """The first `count` held-out pairs, always the same; all where there are fewer, and at least one."""
         ...
 
@@ -90,9 +90,9 @@ class EnvExamples:
         """See `Examples`."""
         return [self._example(problem) for problem in self.env.train_problems(seed, start, count)]
 
-    def heldout_examples(self, count: int) -> list[Example]:
+    def eval_examples(self, count: int) -> list[Example]:
         """See `Examples`."""
-        return [self._example(problem) for problem in self.env.heldout_problems(count)]
+        return [self._example(problem) for problem in self.env.eval_problems(count)]
 
     def _example(self, problem: Problem) -> Example:
         return Example(id=problem.id, prompt=problem.prompt, completion=_answers(self.env, problem)[0])
@@ -111,9 +111,9 @@ class EnvPreferences:
         """See `Preferences`."""
         return [self._preference(problem) for problem in self.env.train_problems(seed, start, count)]
 
-    def heldout_preferences(self, count: int) -> list[Preference]:
+    def eval_preferences(self, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return [self._preference(problem) for problem in self.env.heldout_problems(count)]
+        return [self._preference(problem) for problem in self.env.eval_problems(count)]
 
     def _preference(self, problem: Problem) -> Preference:
         answer, wrong = _answers(self.env, problem)
@@ -136,16 +136,16 @@ class JsonlExamples:
 
     path: Path
     """The training examples, shuffled anew by every pass over them."""
-    heldout_path: Path | None = None
+    eval_path: Path | None = None
     """The held-out examples. None holds a tenth of `path` out: always the same, all lines of a prompt together."""
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
-        return _from_stream(_split(_read_examples, self.path, self.heldout_path)[0], seed, start, count)
+        return _from_stream(_split(_read_examples, self.path, self.eval_path)[0], seed, start, count)
 
-    def heldout_examples(self, count: int) -> list[Example]:
+    def eval_examples(self, count: int) -> list[Example]:
         """See `Examples`."""
-        return _split(_read_examples, self.path, self.heldout_path)[1][:count]
+        return _split(_read_examples, self.path, self.eval_path)[1][:count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,16 +154,16 @@ class JsonlPreferences:
 
     path: Path
     """The training pairs, shuffled anew by every pass over them."""
-    heldout_path: Path | None = None
+    eval_path: Path | None = None
     """The held-out pairs. None holds a tenth of `path` out: always the same, all lines of a prompt together."""
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return _from_stream(_split(_read_preferences, self.path, self.heldout_path)[0], seed, start, count)
+        return _from_stream(_split(_read_preferences, self.path, self.eval_path)[0], seed, start, count)
 
-    def heldout_preferences(self, count: int) -> list[Preference]:
+    def eval_preferences(self, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return _split(_read_preferences, self.path, self.heldout_path)[1][:count]
+        return _split(_read_preferences, self.path, self.eval_path)[1][:count]
 
 
 Item = TypeVar("Item", Example, Preference)
@@ -254,21 +254,19 @@ def _read_preferences(path: Path) -> list[Preference]:
     ]
 
 
-def _split(
-    read: Callable[[Path], list[Item]], path: Path, heldout_path: Path | None
-) -> tuple[Sequence[Item], list[Item]]:
+def _split(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> tuple[Sequence[Item], list[Item]]:
     """Training and held-out items. Raises ValueError when one of them is empty."""
     items = read(path)
-    if heldout_path is not None:
-        return items, read(heldout_path)
-    train = [item for item in items if not is_heldout(item.id)]
-    heldout = [item for item in items if is_heldout(item.id)]
-    if not train or not heldout:
+    if eval_path is not None:
+        return items, read(eval_path)
+    train = [item for item in items if not is_eval(item.id)]
+    eval_data = [item for item in items if is_eval(item.id)]
+    if not train or not eval_data:
         raise ValueError(
             f"{path} has too few prompts to hold a tenth of them out: {len(train)} lines would be left to train on and "
-            f"{len(heldout)} held out; name a file of its own as heldout_path"
+            f"{len(eval_data)} held out; name a file of its own as eval_path"
         )
-    return train, heldout
+    return train, eval_data
 
 
 def _from_stream(items: Sequence[Item], seed: int, start: int, count: int) -> list[Item]:

@@ -49,7 +49,7 @@ def examples_to_data(
     ]
 
 
-async def heldout_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
+async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
     """Cross-entropy per token of each datum of positive weights, weighted by its number of scored tokens."""
     output = await trainer.forward(batch)
     num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)

@@ -18,8 +18,8 @@ from rl.rollouts.guard import EnvironmentFailedError, call_environment
 
 _ANSWERS = ("", " \n", "42", "☃ \x00 ~{[<&%$", "no " * 2000)
 _ROLES = ("system", "user", "assistant", "tool")
-_METHODS = {"train_problems": "(seed, start, count)", "heldout_problems": "(count)"}
-_NUM_TRAIN, _NUM_HELDOUT, _NUM_PLAYED = 256, 16, 4
+_METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
+_NUM_TRAIN, _NUM_EVAL, _NUM_PLAYED = 256, 16, 4
 _MAX_TURNS = 100
 _NUM_LIMITS = 6
 _SLOW_S = 1.0
@@ -45,14 +45,14 @@ def check_env(env: Env, *, time_limit_s: float = 10.0) -> list[str]:
         return findings
     report = _Report()
     train = report.call("train_problems", lambda: env.train_problems(0, 0, _NUM_TRAIN))
-    heldout = report.call("heldout_problems", lambda: env.heldout_problems(_NUM_HELDOUT))
-    if train is None or heldout is None:
+    eval_data = report.call("eval_problems", lambda: env.eval_problems(_NUM_EVAL))
+    if train is None or eval_data is None:
         return report.findings
-    _check_streams(report, env, train, heldout)
-    for split, problems in (("training", train), ("held-out", heldout)):
+    _check_streams(report, env, train, eval_data)
+    for split, problems in (("training", train), ("held-out", eval_data)):
         _check_problems(report, split, problems)
     if not report.findings:  # episodes of malformed problems would say the same again
-        played = [*train[:_NUM_PLAYED], *heldout[:_NUM_PLAYED]]
+        played = [*train[:_NUM_PLAYED], *eval_data[:_NUM_PLAYED]]
         asyncio.run(_check_episodes(report, played, time_limit_s))
     return report.findings
 
@@ -103,9 +103,9 @@ def _missing(env: object) -> list[str]:
     ]
 
 
-def _check_streams(report: _Report, env: Env, train: Sequence[Any], heldout: Sequence[Any]) -> None:
+def _check_streams(report: _Report, env: Env, train: Sequence[Any], eval_data: Sequence[Any]) -> None:
     """Counts, repeatability, and that the splits have nothing in common."""
-    for name, problems, count in (("train", train, _NUM_TRAIN), ("heldout", heldout, _NUM_HELDOUT)):
+    for name, problems, count in (("train", train, _NUM_TRAIN), ("eval", eval_data, _NUM_EVAL)):
         if len(problems) != count:
             report.add(f"{name}_problems returned {len(problems)} problems when asked for {count}")
     again = report.call("train_problems", lambda: env.train_problems(0, 0, _NUM_TRAIN)) or []
@@ -119,13 +119,13 @@ def _check_streams(report: _Report, env: Env, train: Sequence[Any], heldout: Seq
     other = report.call("train_problems", lambda: env.train_problems(1, 0, _NUM_TRAIN)) or []
     if _keys(other) == _keys(train):
         report.add("train_problems returns the same problems for seeds 0 and 1")
-    fewer = report.call("heldout_problems", lambda: env.heldout_problems(_NUM_HELDOUT // 2)) or []
-    if _keys(fewer) != _keys(heldout)[: len(fewer)]:
-        report.add("heldout_problems(n) does not begin with heldout_problems(n / 2); evaluations could not be compared")
-    if len({key[0] for key in _keys(heldout)}) < len(heldout):
-        report.add("heldout_problems returned an id twice; each held-out problem must be another")
+    fewer = report.call("eval_problems", lambda: env.eval_problems(_NUM_EVAL // 2)) or []
+    if _keys(fewer) != _keys(eval_data)[: len(fewer)]:
+        report.add("eval_problems(n) does not begin with eval_problems(n / 2); evaluations could not be compared")
+    if len({key[0] for key in _keys(eval_data)}) < len(eval_data):
+        report.add("eval_problems returned an id twice; each held-out problem must be another")
     for what, index in (("id", 0), ("prompt", 1)):
-        shared = {key[index] for key in _keys(heldout)} & {key[index] for key in _keys([*train, *other])}
+        shared = {key[index] for key in _keys(eval_data)} & {key[index] for key in _keys([*train, *other])}
         if shared:
             report.add(f"training and held-out problems share the {what} {min(shared)[:200]!r}")
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from rl.checks import check_at_least
-from rl.envs.procedural import heldout_set, train_stream
+from rl.envs.procedural import eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
 
 _EXAMPLE = "The number is between 131 and 138.\nGuess: 135\nLower.\nGuess: 133\nHigher.\nGuess: 134\nRight!\n\n"
@@ -45,9 +45,9 @@ class GuessNumber:
         """See `rl.protocols.Env`."""
         return train_stream(self._problem, seed, start, count, split_by=_range)
 
-    def heldout_problems(self, count: int) -> list["HiddenNumber"]:
+    def eval_problems(self, count: int) -> list["HiddenNumber"]:
         """See `rl.protocols.Env`."""
-        return heldout_set(self._problem, count, split_by=_range)
+        return eval_set(self._problem, count, split_by=_range)
 
     def _problem(self, number: int) -> "HiddenNumber":
         rng = random.Random(number)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rl.envs.procedural import is_heldout
-from rl.envs.rows import digest, epochs
+from rl.envs.procedural import is_eval
+from rl.envs.rows import content_id, epochs
 from rl.protocols import Done, Prompt
 
 
@@ -43,10 +43,10 @@ class JsonlReward:
         """Reads the file. Raises ValueError naming file and line of a bad row, and for a function that is not there."""
         self._reward_function()
         _read.cache_clear()  # the file may have changed since another environment read it
-        train, heldout = self._split()
-        if not train or not heldout:
+        train, eval_data = self._split()
+        if not train or not eval_data:
             raise ValueError(
-                f"JsonlReward.file {self.file} has {len(train)} training and {len(heldout)} held-out prompts; both "
+                f"JsonlReward.file {self.file} has {len(train)} training and {len(eval_data)} held-out prompts; both "
                 "splits need at least one (about a tenth is held out)"
             )
 
@@ -60,17 +60,19 @@ class JsonlReward:
         rows, _ = self._split()
         return [self._problem(row) for row in epochs(rows, seed, start, count)]
 
-    def heldout_problems(self, count: int) -> list["JsonlProblem"]:
+    def eval_problems(self, count: int) -> list["JsonlProblem"]:
         """The first rows of the held-out side. Raises ValueError when there are fewer."""
         _, rows = self._split()
         if count > len(rows):
-            raise ValueError(f"num_heldout is {count}, but {self.file} has only {len(rows)} held-out prompts")
+            raise ValueError(f"num_eval is {count}, but {self.file} has only {len(rows)} held-out prompts")
         return [self._problem(row) for row in rows[:count]]
 
     def _problem(self, row: Mapping[str, Any]) -> "JsonlProblem":
         arguments = {name: row[name] for name in self.fields}
         prompt = row[self.prompt_field]
-        return JsonlProblem(id=digest([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments)
+        return JsonlProblem(
+            id=content_id([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments
+        )
 
     def _reward_function(self) -> Callable[..., Any]:
         module, _, function = self.reward.partition(":")
@@ -125,8 +127,8 @@ def _read(
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             row = _row(f"{file}, line {number}", line, prompt_field, fields)
-            key = digest([row[prompt_field], {name: row[name] for name in fields}])
-            splits[is_heldout(digest(row[prompt_field]))].setdefault(key, row)
+            key = content_id([row[prompt_field], {name: row[name] for name in fields}])
+            splits[is_eval(content_id(row[prompt_field]))].setdefault(key, row)
     return list(splits[0].values()), list(splits[1].values())
 
 

@@ -8,7 +8,7 @@ import functools
 import random
 from dataclasses import dataclass
 
-from rl.envs.procedural import TextProblem, heldout_set, train_stream
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class LargestNumber:
         """See `rl.protocols.Env`."""
         return train_stream(self._problem, seed, start, count)
 
-    def heldout_problems(self, count: int) -> list[TextProblem]:
+    def eval_problems(self, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
-        return heldout_set(self._problem, count)
+        return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> TextProblem:
         numbers = random.Random(number).sample(range(self.low, self.high + 1), self.count)

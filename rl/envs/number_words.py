@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from rl.checks import check_at_least
-from rl.envs.procedural import TextProblem, heldout_set, train_stream
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 _EXAMPLES = (105, 3672)
 _UNITS = (
@@ -47,9 +47,9 @@ class NumberWords:
         """See `rl.protocols.Env`."""
         return train_stream(self._problem, seed, start, count)
 
-    def heldout_problems(self, count: int) -> list[TextProblem]:
+    def eval_problems(self, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
-        return heldout_set(self._problem, count)
+        return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> TextProblem:
         rng = random.Random(number)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from rl.protocols import Done, Problem, Prompt
 
-HELDOUT_FRACTION = 0.1
+EVAL_FRACTION = 0.1
 _ATTEMPTS_PER_PROBLEM = 1000
 
 
@@ -52,33 +52,31 @@ def train_stream(
     a pure function of (seed, i), so that a run can go on in the middle. `split_by` is the text that decides whether a
     problem is held out; the prompt where the id says more than it.
     """
-    return [_first(make, f"train/{seed}/{i}", split_by, heldout=False) for i in range(start, start + count)]
+    return [_first(make, f"train/{seed}/{i}", split_by, for_eval=False) for i in range(start, start + count)]
 
 
-def heldout_set(make: Callable[[int], P], count: int, *, split_by: Callable[[P], str] = _id) -> list[P]:
+def eval_set(make: Callable[[int], P], count: int, *, split_by: Callable[[P], str] = _id) -> list[P]:
     """The first `count` distinct held-out problems. Raises ValueError when the environment has fewer."""
     found: dict[str, P] = {}
     for attempt in range(count * 100):
-        problem = _first(make, f"heldout/{attempt}", split_by, heldout=True)
+        problem = _first(make, f"heldout/{attempt}", split_by, for_eval=True)
         found.setdefault(problem.id, problem)
         if len(found) == count:
             return list(found.values())
-    raise ValueError(
-        f"num_heldout is {count}, but the environment has only about {len(found)} distinct held-out problems"
-    )
+    raise ValueError(f"num_eval is {count}, but the environment has only about {len(found)} distinct held-out problems")
 
 
-def is_heldout(text: str) -> bool:
+def is_eval(text: str) -> bool:
     """Whether a problem of this id, or of whatever else the split is by, is on the held-out side."""
-    return _number(f"split/{text}") < HELDOUT_FRACTION * 2**31
+    return _number(f"split/{text}") < EVAL_FRACTION * 2**31
 
 
-def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, heldout: bool) -> P:
+def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, for_eval: bool) -> P:
     for attempt in range(_ATTEMPTS_PER_PROBLEM):
         problem = make(_number(f"{key}/{attempt}"))
-        if is_heldout(split_by(problem)) == heldout:
+        if is_eval(split_by(problem)) == for_eval:
             return problem
-    raise ValueError(f"no {'held-out' if heldout else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
+    raise ValueError(f"no {'held-out' if for_eval else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
 
 
 def _number(key: str) -> int:

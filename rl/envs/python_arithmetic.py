@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 from rl.checks import check_at_least
-from rl.envs.procedural import heldout_set, train_stream
+from rl.envs.procedural import eval_set, train_stream
 from rl.envs.sandbox import run_python
 from rl.protocols import Done, Observation, Reply
 
@@ -47,9 +47,9 @@ class PythonArithmetic:
         """See `rl.protocols.Env`."""
         return train_stream(self._problem, seed, start, count)
 
-    def heldout_problems(self, count: int) -> list["Question"]:
+    def eval_problems(self, count: int) -> list["Question"]:
         """See `rl.protocols.Env`."""
-        return heldout_set(self._problem, count)
+        return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> "Question":
         rng = random.Random(number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl.checks import check_known
-from rl.envs.procedural import TextProblem, heldout_set, train_stream
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 
 
@@ -44,9 +44,9 @@ class ReasoningGym:
         """See `rl.protocols.Env`."""
         return train_stream(self._problem, seed, start, count)
 
-    def heldout_problems(self, count: int) -> list[TextProblem]:
+    def eval_problems(self, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
-        return heldout_set(self._problem, count)
+        return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> TextProblem:
         dataset = _dataset(self.task, tuple(sorted(self.params.items())))

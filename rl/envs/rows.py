@@ -17,7 +17,7 @@ def epochs(rows: Sequence[T], seed: int, start: int, count: int) -> list[T]:
     return [rows[_order(seed, epoch, len(rows))[i]] for epoch, i in positions]
 
 
-def digest(value: Any) -> str:
+def content_id(value: Any) -> str:
     """A name for a JSON value, the same on every machine."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 

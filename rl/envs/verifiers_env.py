@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.envs.procedural import is_heldout
-from rl.envs.rows import digest, epochs
+from rl.envs.procedural import is_eval
+from rl.envs.rows import content_id, epochs
 from rl.protocols import Done, Observation, Reply
 
 _Messages = list[dict[str, str]]
@@ -46,9 +46,9 @@ class VerifiersEnv:
                 f"{self._which} has tools in the model's own call format ({len(loaded.tool_defs)} of them), which is "
                 "not supported; rl.envs.python_arithmetic shows a tool that the model calls in plain text"
             )
-        train, heldout = self._split()
-        if not train or not heldout:
-            raise ValueError(f"{self._which} has {len(train)} training and {len(heldout)} held-out rows; needs both")
+        train, eval_data = self._split()
+        if not train or not eval_data:
+            raise ValueError(f"{self._which} has {len(train)} training and {len(eval_data)} held-out rows; needs both")
 
     @property
     def name(self) -> str:
@@ -59,11 +59,11 @@ class VerifiersEnv:
         """Every row once in an order that seed and epoch decide, then all of them in the next order."""
         return [self._problem(row) for row in epochs(self._split()[0], seed, start, count)]
 
-    def heldout_problems(self, count: int) -> list["VerifiersProblem"]:
+    def eval_problems(self, count: int) -> list["VerifiersProblem"]:
         """The first held-out rows. Raises ValueError when there are fewer."""
         _, rows = self._split()
         if count > len(rows):
-            raise ValueError(f"num_heldout is {count}, but {self._which} has only {len(rows)} held-out rows")
+            raise ValueError(f"num_eval is {count}, but {self._which} has only {len(rows)} held-out rows")
         return [self._problem(row) for row in rows[:count]]
 
     @property
@@ -207,7 +207,7 @@ def _cancel(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[Any]") -> None:
 
 
 def _id(row: Mapping[str, Any]) -> str:
-    return digest([_plain(row["prompt"]), row.get("answer"), row.get("info")])
+    return content_id([_plain(row["prompt"]), row.get("answer"), row.get("info")])
 
 
 @functools.lru_cache(maxsize=8)
@@ -225,12 +225,12 @@ def _rows(environment: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, 
     environment.build_eval_dataset()
     if environment.eval_dataset is None:
         rows = _distinct(environment.get_dataset())
-        held = [is_heldout(digest(_plain(row["prompt"]))) for row in rows]
+        held = [is_eval(content_id(_plain(row["prompt"]))) for row in rows]
         return [r for r, h in zip(rows, held, strict=True) if not h], [r for r, h in zip(rows, held, strict=True) if h]
-    heldout = _distinct(environment.get_eval_dataset())
-    prompts = {digest(_plain(row["prompt"])) for row in heldout}
-    train = [row for row in _distinct(environment.get_dataset()) if digest(_plain(row["prompt"])) not in prompts]
-    return train, heldout
+    eval_data = _distinct(environment.get_eval_dataset())
+    prompts = {content_id(_plain(row["prompt"])) for row in eval_data}
+    train = [row for row in _distinct(environment.get_dataset()) if content_id(_plain(row["prompt"])) not in prompts]
+    return train, eval_data
 
 
 def _distinct(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """Policy-gradient losses, per token and summed.
 
-Legend: S scored positions; p = the trainer's log-prob of the sampled token, q = `logprobs`, the sampler's,
+Legend: S scored positions; p = the trainer's log-prob of the sampled token, q = `logprobs`, the generator's,
 r = exp(p - q) the importance ratio, A = `advantages`, w = `weights`. Clip thresholds are absolute bounds on r, as in
 Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. Options that all of these share are in `shared.py`.
 """
@@ -64,11 +64,11 @@ def cispo(
 def dro(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, Metrics]:
     """-sum w (p A - beta/2 (p - q)^2): direct reward optimisation (https://arxiv.org/abs/2405.19107), per token.
 
-    The quadratic term keeps the policy near the sampler without a clip.
+    The quadratic term keeps the policy near the generator without a clip.
     """
     del entropy
-    gap = logprobs - inputs["logprobs"]
-    return -(inputs.weights * (logprobs * inputs["advantages"] - 0.5 * beta * gap**2)).sum(), {}
+    log_ratio = logprobs - inputs["logprobs"]
+    return -(inputs.weights * (logprobs * inputs["advantages"] - 0.5 * beta * log_ratio**2)).sum(), {}
 
 
 def gspo(
@@ -85,8 +85,8 @@ def gspo(
     token: GSPO-token, eqs. 7 and 13 of https://arxiv.org/abs/2507.18071, with that paper's clip range as default.
     """
     del entropy
-    gap = logprobs.detach() - inputs["logprobs"]
-    sequence_ratio = inputs.mean_per_datum(gap).exp()[inputs.datum_index]
+    log_ratio = logprobs.detach() - inputs["logprobs"]
+    sequence_ratio = inputs.mean_per_datum(log_ratio).exp()[inputs.datum_index]
     ratio = sequence_ratio * (logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 

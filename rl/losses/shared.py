@@ -1,7 +1,7 @@
-"""Options that policy losses share: what is done to the sampler's log-probs before, and what is added after.
+"""Options that policy losses share: what is done to the generator's log-probs before, and what is added after.
 
 Each acts on what goes into a loss or comes out of it, so that no loss knows of them. Legend: S scored positions; p =
-the trainer's log-prob of the sampled token, with gradient; q = `logprobs`, the sampler's; o = `old_logprobs`, the
+the trainer's log-prob of the sampled token, with gradient; q = `logprobs`, the generator's; o = `old_logprobs`, the
 trainer's when the token was sampled; f = `reference_logprobs`, a frozen model's; w = `weights`.
 """
 
@@ -35,8 +35,8 @@ class SharedOptions:
     entropy_coef: float = 0.0
     """Adds -entropy_coef * sum w H, with H the entropy of the next-token distribution: a bonus."""
     importance_cap: float = 0.0
-    """Above 0, corrects for a sampler that is not quite the trainer: each token's term is multiplied by a ratio that no
-    gradient goes through, and the loss takes its own ratio to the trainer's policy and no longer to the sampler's.
+    """Above 0, corrects the train-inference mismatch: each token's term is multiplied by a ratio that no gradient goes
+    through, and the loss takes its own ratio to the trainer's policy instead of the generator's.
 
     With `old_logprobs`: the multiplier is exp(o - q), the loss's own ratio exp(p - o); the two factors of exp(p - q).
     Without: p stands in for o, so that the multiplier is exp(p - q) and the loss's own ratio is 1 and never clipped.
@@ -76,10 +76,10 @@ class SharedOptions:
     ) -> tuple[Tensor, Metrics]:
         """The loss with these options, and what a reader of the metrics wants to know of any policy loss.
 
-        `kl_sampler`: sum of k3 of the sampler's policy from the trainer's; `ratio_max`: largest exp(p - q).
+        `kl_generator`: sum of k3 of the generator's policy from the trainer's; `ratio_max`: largest exp(p - q).
         `kl_reference`, `entropy` and `capped_tokens` where there is something to tell. Sums over the scored tokens.
         """
-        metrics = _sampler_metrics(logprobs.detach(), inputs["logprobs"])
+        metrics = _generator_metrics(logprobs.detach(), inputs["logprobs"])
         corrected = inputs
         if self.importance_cap > 0:
             corrected, metrics["capped_tokens"] = self._corrected(logprobs.detach(), inputs)
@@ -114,15 +114,15 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Ten
     k3 = exp(f - p) - (f - p) - 1: unbiased, never negative, of low variance; GRPO's, eq. 4 of
     https://arxiv.org/abs/2402.03300. Its gradient is, in expectation, that of the reverse, KL(reference || policy).
     """
-    gap = logprobs - reference
+    log_ratio = logprobs - reference
     if estimator == "k1":
-        return gap
+        return log_ratio
     if estimator == "k2":
-        return 0.5 * gap**2
-    return (-gap).exp() + gap - 1
+        return 0.5 * log_ratio**2
+    return (-log_ratio).exp() + log_ratio - 1
 
 
-def _sampler_metrics(logprobs: Tensor, sampler: Tensor) -> Metrics:
-    """How far the policy has moved from the one that sampled; the tokens are the sampler's, so k3 is of KL(q || p)."""
-    largest = (logprobs - sampler).exp().amax() if len(logprobs) else logprobs.new_zeros(())
-    return {"kl_sampler": kl_terms(sampler, logprobs, "k3").sum(), "ratio_max": largest}
+def _generator_metrics(logprobs: Tensor, generator: Tensor) -> Metrics:
+    """How far the policy has moved from the generator's. The generator sampled the tokens, so k3 is of KL(q || p)."""
+    largest = (logprobs - generator).exp().amax() if len(logprobs) else logprobs.new_zeros(())
+    return {"kl_generator": kl_terms(generator, logprobs, "k3").sum(), "ratio_max": largest}

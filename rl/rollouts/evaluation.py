@@ -100,11 +100,11 @@ async def evaluate(
     sampling: SamplingParams,
     num_samples: int = 1,
 ) -> Evaluation:
-    """Attempts at each problem under the generator's current weights; see `heldout_sampling` for `sampling`."""
+    """Attempts at each problem under the generator's current weights; see `eval_sampling` for `sampling`."""
     return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
 
 
-def heldout_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
+def eval_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
     """How held-out problems are sampled, and how often each, as `evaluate` takes it.
 
     One answer is greedy. Several are sampled as in training, with the same seeds in every evaluation; training never

@@ -20,17 +20,17 @@ from rl.types import Group
 class RolloutQueue:
     """Groups by number, of which every step takes the same count.
 
-    async with RolloutQueue(sample_group, range(1, 101), groups_per_step=8, max_lag=1) as rollouts:
+    async with RolloutQueue(sample_group, range(1, 101), groups_per_step=8, max_staleness=1) as rollouts:
         for step in range(1, 101):
             groups = await rollouts.take()
             ...
             rollouts.advance()
 
-    Before step t is over, groups of the steps up to t + `max_lag` may start, and each is taken at most `max_lag` steps
-    after the one in which it started: `take` gives the oldest that have finished, and waits for older ones only when no
-    later step could take them in time. So the policy that trains on a token is at most `max_lag` versions ahead of the
-    one that sampled it, and no rollout is thrown away. With `max_lag` 0 a step takes exactly its own groups, sampled by
-    the policy it updates.
+    Let s be `max_staleness`. Before step t is over, groups of the steps up to t + s may start, and each is taken at
+    most s steps after the one in which it started: `take` gives the oldest groups that have finished, and waits for
+    older ones only when no later step could take them in time. So the policy that trains on a token is at most s
+    versions ahead of the one that sampled it, and no rollout is thrown away. With s = 0 a step takes exactly its own
+    groups, sampled by the policy it updates.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class RolloutQueue:
         sample_group: Callable[[int], Awaitable[Group]],
         steps: range,
         groups_per_step: int,
-        max_lag: int,
+        max_staleness: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """`sample_group(n)` makes group n, counted from 0 in step 1. `steps` are those still to do; with the `state`
         that another queue had before the first of them, goes on where that was.
 
-        Raises ValueError for a lag below 0 and for steps without groups.
+        Raises ValueError for a staleness below 0 and for steps without groups.
         """
-        check_at_least(0, max_policy_lag=max_lag)
+        check_at_least(0, max_staleness=max_staleness)
         check_at_least(1, groups_per_step=groups_per_step)
         self._sample_group = sample_group
         self._num_groups = (steps.stop - 1) * groups_per_step
         self._groups_per_step = groups_per_step
-        self._max_lag = max_lag
+        self._max_staleness = max_staleness
         self._step = steps.start
         state = state or {"next": (steps.start - 1) * groups_per_step, "unfinished": [], "finished": []}
         self._next: int = state["next"]
@@ -96,7 +96,7 @@ class RolloutQueue:
     def _choose(self) -> list[int] | None:
         """The oldest finished groups, if no more of those that are left come due than later steps can take."""
         taken = sorted(self._finished, key=lambda number: (self._started[number], number))[: self._groups_per_step]
-        left = sorted(self._started[number] + self._max_lag for number in self._started.keys() - set(taken))
+        left = sorted(self._started[number] + self._max_staleness for number in self._started.keys() - set(taken))
         on_time = all(due > self._step + place // self._groups_per_step for place, due in enumerate(left))
         return taken if len(taken) == self._groups_per_step and on_time else None
 
@@ -119,7 +119,7 @@ class RolloutQueue:
 
     def _start(self) -> None:
         """Starts every group that the bound allows by now."""
-        limit = min((self._step + self._max_lag) * self._groups_per_step, self._num_groups)
+        limit = min((self._step + self._max_staleness) * self._groups_per_step, self._num_groups)
         self._again += range(self._next, limit)
         self._next = max(self._next, limit)
         for number in self._again:

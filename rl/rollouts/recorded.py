@@ -93,7 +93,7 @@ class RecordedEnv:
             raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
         return [RecordedProblem(group) for group in self.steps.get(step + 1, [])[index : index + count]]
 
-    def heldout_problems(self, count: int) -> list[RecordedProblem]:
+    def eval_problems(self, count: int) -> list[RecordedProblem]:
         """None: nothing is sampled, so nothing can be evaluated."""
         del count
         return []

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 _TRAIN = "#4477aa"  # Paul Tol's "bright" scheme, which the colour-blind can tell apart
-_HELDOUT = "#cc3311"
+_EVAL = "#cc3311"
 
 
 def plot_curve(
@@ -23,7 +23,7 @@ def plot_curve(
 ) -> None:
     """Draws one metric of a run's steps (see `rl.runs.folder.read_metrics`) as a PNG, with what there is of it.
 
-    Training: each step's `training` as a dot, and their moving average. Held-out: `heldout_<name>` with its 95 %
+    Training: each step's `training` as a dot, and their moving average. Held-out: `eval_<name>` with its 95 %
     interval. A row may hold either or both.
     """
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
@@ -38,15 +38,15 @@ def plot_curve(
         if window > 1:
             label = f"training, mean of {window} steps"
             axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
-    heldout = _columns(metrics, "step", *(f"heldout_{name}{end}" for end in ("", "_low", "_high")))
-    if heldout.size:
-        steps, mean, low, high = heldout
+    eval_data = _columns(metrics, "step", *(f"eval_{name}{end}" for end in ("", "_low", "_high")))
+    if eval_data.size:
+        steps, mean, low, high = eval_data
         axes.errorbar(
             steps,
             mean,
             yerr=np.clip([mean - low, high - mean], 0, None),
             fmt="s-",
-            color=_HELDOUT,
+            color=_EVAL,
             markersize=5,
             linewidth=1.2,
             capsize=3,
@@ -61,7 +61,7 @@ def plot_curve(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if trained.size or heldout.size:
+    if trained.size or eval_data.size:
         axes.legend(frameon=False, fontsize=9, loc="best")
     canvas.print_png(str(file))
 

@@ -1,10 +1,10 @@
 """The shared memory that carries published weights on one host, and the header that says which version it holds.
 
-A slot is an anonymous file (memfd) of the process that made it. Other processes of the host open it through
+A buffer is an anonymous file (memfd) of the process that made it. Other processes of the host open it through
 /proc/<pid>/fd/<fd>; the kernel frees it when the last of them is gone, so nothing is left behind however they end. A
 writer holds an exclusive `flock` from before the first byte until the header is sealed, a reader a shared one while
 it reads; the kernel drops the locks of a dead process. A reader that holds the lock and finds exactly the header that
-its record names therefore reads one whole version. The tensors' digests follow the header, so that a version's record
+its record names therefore reads one whole version. The tensors' checksums follow the header, so that a version's record
 holds nothing that is only known when the last byte is written.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Generator
 
 import torch
 
-from rl.weights.checksums import SlotDigests
+from rl.weights.checksums import BufferChecksums
 from rl.weights.host import available_memory_bytes
 from rl.weights.manifest import (
     HEADER_BYTES,
@@ -29,11 +29,11 @@ from rl.weights.manifest import (
     UnknownVersionError,
     VersionRecord,
     WeightsError,
+    buffer_size,
     corrupted,
-    slot_size,
 )
 
-_HEADER = struct.Struct("=8sqqq32s")  # magic, publication or _UNSEALED, version, size in bytes, manifest digest
+_HEADER = struct.Struct("=8sqqq32s")  # magic, push_index or _UNSEALED, version, size in bytes, manifest checksum
 _MAGIC = b"ownloop2"
 _UNSEALED = -1
 _POLL_S = 0.002
@@ -46,7 +46,7 @@ def _short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
     )
 
 
-class WeightSlot:
+class WeightBuffer:
     """One version's worth of shared memory, mapped into this process.
 
     Made once and rewritten many times, because fresh pages cost several times what copying into them costs. One thread
@@ -64,40 +64,40 @@ class WeightSlot:
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
         self._layout = b""  # of the manifest that the next line is for
-        self._digests: dict[bool, SlotDigests] = {}
+        self._checksums: dict[bool, BufferChecksums] = {}
 
     @classmethod
-    def create(cls, size_bytes: int) -> "WeightSlot":
-        """Allocates a slot that this process owns. Raises `WeightsError` if the host's memory does not suffice."""
+    def create(cls, size_bytes: int) -> "WeightBuffer":
+        """Allocates a buffer that this process owns. Raises `WeightsError` if the host's memory does not suffice."""
         fd = os.memfd_create("ownloop-weights", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.close(fd)
             raise _short_of_memory(size_bytes, f" ({error.strerror})") from error
-        slot = cls(fd, (os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
-        slot._write_header(_UNSEALED, 0, b"")
-        return slot
+        buffer = cls(fd, (os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
+        buffer._write_header(_UNSEALED, 0, b"")
+        return buffer
 
     @classmethod
-    def create_for(cls, manifest: Manifest) -> "list[WeightSlot]":
-        """Allocates a slot for each of the versions that live. Raises `WeightsError` if there is no room for all."""
-        size_bytes = LIVING_VERSIONS * slot_size(manifest)
+    def create_for(cls, manifest: Manifest) -> "list[WeightBuffer]":
+        """Allocates a buffer for each of the versions that live. Raises `WeightsError` if there is no room for all."""
+        size_bytes = LIVING_VERSIONS * buffer_size(manifest)
         if size_bytes > available_memory_bytes():
             raise _short_of_memory(size_bytes)
-        slots: list[WeightSlot] = []
+        buffers: list[WeightBuffer] = []
         try:
             for _ in range(LIVING_VERSIONS):
-                slots.append(cls.create(slot_size(manifest)))
+                buffers.append(cls.create(buffer_size(manifest)))
         except WeightsError:
-            for slot in slots:
-                slot.close()
+            for buffer in buffers:
+                buffer.close()
             raise
-        return slots
+        return buffers
 
     @classmethod
-    def open(cls, location: tuple[int, int, int], *, writable: bool = False) -> "WeightSlot":
-        """Maps a slot that another process of this host made. Raises `WeightsError` if that process is gone."""
+    def open(cls, location: tuple[int, int, int], *, writable: bool = False) -> "WeightBuffer":
+        """Maps a buffer that another process of this host made. Raises `WeightsError` if that process is gone."""
         return cls(_open(location, os.O_RDWR if writable else os.O_RDONLY), location, writable=writable)
 
     @property
@@ -106,33 +106,33 @@ class WeightSlot:
         return self._bytes
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of one tensor. Valid while the slot is locked; it must not outlive the slot."""
+        """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer."""
         view = self._tensors.get(spec)
         if view is None:
             view = self._bytes[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
             self._tensors[spec] = view
         return view
 
-    def digests(self, record: VersionRecord) -> tuple[int, ...]:
-        """`SlotDigests` of what lies in the slot, if that is laid out as in `record`."""
+    def checksums(self, record: VersionRecord) -> tuple[int, ...]:
+        """`BufferChecksums` of what lies in the buffer, if that is laid out as in `record`."""
         if record.layout != self._layout:
             self._layout = record.layout
-            self._digests.clear()
-        digests = self._digests.get(record.full_digests)
-        if digests is None:
+            self._checksums.clear()
+        checksums = self._checksums.get(record.full_checksums)
+        if checksums is None:
             extents = [(spec.offset, spec.nbytes) for spec in record.manifest]
-            digests = self._digests[record.full_digests] = SlotDigests(extents, full=record.full_digests)
-        return digests(self._bytes)
+            checksums = self._checksums[record.full_checksums] = BufferChecksums(extents, full=record.full_checksums)
+        return checksums(self._bytes)
 
-    def check_digests(self, record: VersionRecord) -> None:
+    def check_checksums(self, record: VersionRecord) -> None:
         """Raises `WeightsError` naming the first tensor that is not what was published."""
         published = struct.unpack_from(f"={len(record.manifest)}q", self._memory, HEADER_BYTES)
-        for spec, expected, found in zip(record.manifest, published, self.digests(record), strict=True):
+        for spec, expected, found in zip(record.manifest, published, self.checksums(record), strict=True):
             if found != expected:
-                raise corrupted(record, spec, f"its digest is {found} instead of {expected}")
+                raise corrupted(record, spec, f"its checksum is {found} instead of {expected}")
 
-    def holds_same_as(self, other: "WeightSlot", manifest: Manifest) -> bool:
-        """Whether the tensors of two slots that are laid out alike are the same."""
+    def holds_same_as(self, other: "WeightBuffer", manifest: Manifest) -> bool:
+        """Whether the tensors of two buffers that are laid out alike are the same."""
         begin = manifest[0].offset
         return torch.equal(self._bytes[begin:], other._bytes[begin:])
 
@@ -141,34 +141,36 @@ class WeightSlot:
         deadline = time.monotonic() + timeout_s
         while not self._try_lock(fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise WeightsError(f"a reader has kept the weight slot locked for {timeout_s:g} s; is it stopped?")
+                raise WeightsError(f"a reader has kept the weight buffer locked for {timeout_s:g} s; is it stopped?")
             time.sleep(_POLL_S)
         self._write_header(_UNSEALED, 0, b"")
 
-    def seal(self, record: VersionRecord, digests: tuple[int, ...]) -> None:
-        """Declares the content to be that of `record`, with these digests, and admits readers."""
-        struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *digests)
-        self._write_header(record.publication, record.version, record.layout)
+    def seal(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
+        """Declares the content to be that of `record`, with these checksums, and admits readers."""
+        struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *checksums)
+        self._write_header(record.push_index, record.version, record.layout)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
-        """Ends a write that failed. The slot holds no version until it is written again."""
+        """Ends a write that failed. The buffer holds no version until it is written again."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
-        """While inside, the slot holds exactly what `record` describes.
+        """While inside, the buffer holds exactly what `record` describes.
 
         Raises `UnknownVersionError` if it holds, or is being given, another version by now.
         """
         if not self._try_lock(fcntl.LOCK_SH):
             raise UnknownVersionError(f"version {record.version} cannot be pulled: it or a newer one is being written")
         try:
-            expected = (_MAGIC, record.publication, record.version, len(self._memory), record.layout)
+            expected = (_MAGIC, record.push_index, record.version, len(self._memory), record.layout)
             found = _HEADER.unpack_from(self._memory)
             if found != expected:
                 state = "an unfinished push" if found[1] == _UNSEALED else f"version {found[2]}"
-                raise UnknownVersionError(f"version {record.version} is no longer kept: its slot holds {state} by now")
+                raise UnknownVersionError(
+                    f"version {record.version} is no longer kept: its buffer holds {state} by now"
+                )
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -186,24 +188,24 @@ class WeightSlot:
             return False
         return True
 
-    def _write_header(self, publication: int, version: int, digest: bytes) -> None:
-        _HEADER.pack_into(self._memory, 0, _MAGIC, publication, version, len(self._memory), digest)
+    def _write_header(self, push_index: int, version: int, checksum: bytes) -> None:
+        _HEADER.pack_into(self._memory, 0, _MAGIC, push_index, version, len(self._memory), checksum)
 
 
 def held_version(location: tuple[int, int, int]) -> tuple[int, int] | None:
-    """Publication and version that a slot holds; None if it holds none, or is being given one.
+    """Publication and version that a buffer holds; None if it holds none, or is being given one.
 
-    Raises `WeightsError` if the process that made the slot is gone.
+    Raises `WeightsError` if the process that made the buffer is gone.
     """
     fd = _open(location, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        _, publication, version, _, _ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        _, push_index, version, _, _ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
     except BlockingIOError:
         return None
     finally:
         os.close(fd)
-    return None if publication == _UNSEALED else (publication, version)
+    return None if push_index == _UNSEALED else (push_index, version)
 
 
 def _open(location: tuple[int, int, int], flags: int) -> int:

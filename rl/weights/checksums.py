@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 import torch
 
 LINE_BYTES = 64
-"""Every tensor in a slot begins at a multiple of this, and zeros follow it up to the next."""
+"""Every tensor in a buffer begins at a multiple of this, and zeros follow it up to the next."""
 
 _MODULUS = 1 << 64
 _SAMPLED_LINES = 64
 _SPREAD = 40503  # 2^16 / golden ratio: spreads samples over the width of a row whatever that is
 
 
-class SlotDigests:
-    """Checksums of the tensors of a slot: sums of their 64-bit words, modulo 2^64.
+class BufferChecksums:
+    """Checksums of the tensors of a buffer: sums of their 64-bit words, modulo 2^64.
 
     Sampled, they look at 64 lines of 64 bytes of a tensor above 4 KiB, spread over all of it, so that every rank's
     shard is in it. A single wrong word elsewhere goes unnoticed; full, none does.
@@ -33,7 +33,7 @@ class SlotDigests:
             self._owners = torch.repeat_interleave(torch.tensor([len(lines) for lines in sampled], dtype=torch.int64))
 
     def __call__(self, data: torch.Tensor) -> tuple[int, ...]:
-        """Of every tensor in a slot's bytes (uint8 [N], N a multiple of 64)."""
+        """Of every tensor in a buffer's bytes (uint8 [N], N a multiple of 64)."""
         lines = data.view(torch.int64).view(-1, LINE_BYTES // 8)
         if self._full:
             return tuple(int(lines[first : first + count].sum()) for first, count in self._lines)

@@ -23,12 +23,12 @@ LIVING_VERSIONS = 2
 """How many published versions stay whole: the newest can be written while the one before is read."""
 
 INDEX_KEY = "ownloop/weights"
-"""Key in TorchStore of a tuple of `VersionRecord`s: of every version that lies there, and of each slot's first one."""
+"""TorchStore key of a tuple of `VersionRecord`s: every version that lies there, and each buffer's first version."""
 
 HEADER_BYTES = 4096
-"""What precedes the digests in a slot."""
+"""What precedes the checksums in a buffer."""
 
-_DIGEST_BYTES = 8
+_CHECKSUM_BYTES = 8
 
 
 class WeightsError(RuntimeError):
@@ -45,7 +45,7 @@ class WeightsMismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a slot."""
+    """Where one tensor lies in a buffer."""
 
     name: str
     """Hugging Face parameter name."""
@@ -53,7 +53,7 @@ class TensorSpec:
     """The full tensor's shape, whatever its sharding."""
     dtype: torch.dtype
     offset: int
-    """Bytes from the start of the slot."""
+    """Bytes from the start of the buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -70,26 +70,26 @@ class VersionRecord:
 
     version: int
     """Policy version."""
-    publication: int
-    """Counts publications of one publisher; tells apart two that carry the same version."""
+    push_index: int
+    """Counts one publisher's pushes; tells apart two pushes of the same version."""
     manifest: Manifest
     dtype: torch.dtype
     """Of every floating-point tensor in the manifest."""
     transport: Transport
     host: str
     """`host_identity()` of the publisher."""
-    slot: tuple[int, int, int] | None
-    """Process id, file descriptor and inode of the slot; None where the tensors are in TorchStore."""
+    buffer: tuple[int, int, int] | None
+    """Process id, file descriptor and inode of the buffer; None where the tensors are in TorchStore."""
     layout: bytes
-    """`manifest_digest` of the manifest."""
-    full_digests: bool
-    """Whether the digests look at every byte or at samples."""
-    digests: tuple[int, ...] = ()
-    """`element_sum` of every tensor in the manifest's order, where they are in TorchStore; a slot carries its own."""
+    """`manifest_checksum` of the manifest."""
+    full_checksums: bool
+    """Whether the checksums look at every byte or at samples."""
+    checksums: tuple[int, ...] = ()
+    """`element_sum` of every tensor in the manifest's order, where they are in TorchStore; a buffer carries its own."""
 
     def key(self, name: str) -> str:
         """The key in TorchStore of one of its tensors."""
-        return f"{INDEX_KEY}/{self.version}/{self.publication}/{name}"
+        return f"{INDEX_KEY}/{self.version}/{self.push_index}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the manifest, which versions share, as bytes that a process decodes once: it takes milliseconds."""
@@ -112,10 +112,10 @@ def _decoded(manifest: bytes) -> Manifest:
 
 
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:
-    """Lays tensors out behind header and digests, aligned to lines of digests. ValueError for a name given twice."""
+    """Lays tensors out behind header and checksums, each aligned to a line. Raises ValueError for a duplicate name."""
     tensors = list(tensors)
     specs: dict[str, TensorSpec] = {}
-    offset = HEADER_BYTES + _whole_lines(len(tensors) * _DIGEST_BYTES)
+    offset = HEADER_BYTES + _whole_lines(len(tensors) * _CHECKSUM_BYTES)
     for name, shape, dtype in tensors:
         if name in specs:
             raise ValueError(f"the tensor {name!r} occurs twice among the weights; each name may occur once")
@@ -128,12 +128,12 @@ def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
 
-def slot_size(manifest: Manifest) -> int:
-    """Bytes that a slot for these tensors takes."""
+def buffer_size(manifest: Manifest) -> int:
+    """Bytes that a buffer for these tensors takes."""
     return max((spec.offset + _whole_lines(spec.nbytes) for spec in manifest), default=HEADER_BYTES)
 
 
-def manifest_digest(manifest: Manifest) -> bytes:
+def manifest_checksum(manifest: Manifest) -> bytes:
     """SHA-256 over names, shapes, dtypes and offsets."""
     return hashlib.sha256(repr(manifest).encode()).digest()
 

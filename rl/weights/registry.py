@@ -1,7 +1,7 @@
-"""How a published version is found: TorchStore has its record, or that of the slot of shared memory that holds it.
+"""How a published version is found: TorchStore has its record, or that of the buffer of shared memory that holds it.
 
-A push into a slot tells TorchStore nothing, which would take as long as copying a small model's weights. TorchStore has
-one record for each slot, from the first push into it; which version a slot holds by now stands in its sealed header.
+A push into a buffer does not tell TorchStore, because that takes as long as copying a small model's weights. TorchStore
+has one record for each buffer, from the first push into it; the buffer's sealed header says which version it holds now.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ async def living_versions(store: Store) -> tuple[VersionRecord, ...]:
             raise WeightsError(f"TorchStore did not say which versions there are: {error}") from error
         announced = ()
     living = [record for old in announced if (record := _as_of_now(old)) is not None]
-    return tuple(sorted(living, key=lambda record: record.publication))
+    return tuple(sorted(living, key=lambda record: record.push_index))
 
 
 def find_version(records: Iterable[VersionRecord], version: int) -> VersionRecord:
@@ -64,7 +64,7 @@ def find_version(records: Iterable[VersionRecord], version: int) -> VersionRecor
 
 def check_within_reach(record: VersionRecord) -> None:
     """Raises ValueError for weights in the shared memory of another host."""
-    if record.slot is not None and record.host != host_identity():
+    if record.buffer is not None and record.host != host_identity():
         raise ValueError(
             "the weights lie in the shared memory of another host or container; the trainer needs"
             " weight_transport='torchstore' to reach this one"
@@ -72,9 +72,9 @@ def check_within_reach(record: VersionRecord) -> None:
 
 
 def _as_of_now(record: VersionRecord) -> VersionRecord | None:
-    """The record of what its slot holds by now; None while that is no whole version."""
-    if record.slot is None:
+    """The record of what its buffer holds by now; None while that is no whole version."""
+    if record.buffer is None:
         return record
     check_within_reach(record)
-    held = held_version(record.slot)
-    return replace(record, publication=held[0], version=held[1]) if held is not None else None
+    held = held_version(record.buffer)
+    return replace(record, push_index=held[0], version=held[1]) if held is not None else None

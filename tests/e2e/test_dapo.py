@@ -77,13 +77,13 @@ def test_steps_are_filled_up_and_evaluation_disturbs_nothing(config: DAPOConfig,
     assert [r["problem_id"] for r in rollouts] == [p.id for p in problems for _ in range(config.group_size)]
     assert [row["policy_version"] for row in metrics] == [1, 2, 3]
 
-    often = _run(replace(config, evaluate_every=1, heldout_samples=3), tmp_path / "often")
+    often = _run(replace(config, evaluate_every=1, eval_samples=3), tmp_path / "often")
     assert _training(often) == (metrics, rollouts)
-    evaluations = [row for row in often.metrics() if "heldout_pass_at_3" in row]
+    evaluations = [row for row in often.metrics() if "eval_pass_at_3" in row]
     assert [row["step"] for row in evaluations] == [0, 1, 2, 3]
     for row in evaluations:
-        assert row["heldout_pass_at_1"] <= row["heldout_pass_at_2"] <= row["heldout_pass_at_3"]
-        assert row["heldout_pass_at_3_low"] <= row["heldout_pass_at_3"] <= row["heldout_pass_at_3_high"]
+        assert row["eval_pass_at_1"] <= row["eval_pass_at_2"] <= row["eval_pass_at_3"]
+        assert row["eval_pass_at_3_low"] <= row["eval_pass_at_3"] <= row["eval_pass_at_3_high"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_steps_are_filled_up_and_evaluation_disturbs_nothing(config: DAPOConfig,
     [
         ({"max_rounds": 0}, "max_rounds is 0"),
         ({"overlong_cache": 9}, "cache is 9; it must not exceed max_tokens 8"),
-        ({"heldout_samples": 0}, "heldout_samples is 0"),
+        ({"eval_samples": 0}, "eval_samples is 0"),
         ({"group_size": 1}, "group_size is 1"),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.e2e
 
 SMALL = (
-    *("--num-steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--num-heldout", "8"),
+    *("--num-steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--num-eval", "8"),
     *("--trainer.num-threads", "1", "--generator.num-threads", "1", "--sampling.max-tokens", "6"),
 )
 
@@ -74,15 +74,15 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     steps = [row for row in rows if "seconds_push" in row]
     assert [row["policy_version"] for row in steps] == [1, 2]
     # bfloat16, where the recipe computes in it, itself costs about 0.03 per token of this model.
-    assert steps[0]["logprob_gap_mean"] <= 0.045
+    assert steps[0]["logprob_mismatch_mean"] <= 0.045
     assert steps[0]["ratio_mean"] == pytest.approx(1, abs=0.02)
-    assert [row["step"] for row in rows if "heldout_reward" in row] == [0, 2]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2]
     rollouts = _rows(folder / "rollouts.jsonl")
     assert len([r for r in rollouts if r["split"] == "train"]) == 2 * 4 * 4
     turns = [turn for r in rollouts if r["step"] == 2 and r["split"] == "train" for turn in r["turns"]]
     assert {version for turn in turns for version in turn["versions"]} == {1}
-    train, heldout = ({r["problem_id"] for r in rollouts if r["split"] == split} for split in ("train", "heldout"))
-    assert train.isdisjoint(heldout)
+    train, eval_data = ({r["problem_id"] for r in rollouts if r["split"] == split} for split in ("train", "eval"))
+    assert train.isdisjoint(eval_data)
     assert json.loads((folder / "config.json").read_text())["group_size"] == 4
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "trainer-0.log" in {file.name for file in (folder / "logs").iterdir()}
@@ -102,7 +102,7 @@ def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> No
     steps = [row for row in _rows(tmp_path / "run" / "metrics.jsonl") if "seconds_push" in row]
     assert [row["policy_version"] for row in steps] == [1, 2]
     for row in steps:  # the second step's tokens were sampled from weights that were pushed
-        assert row["logprob_gap_max"] <= 1e-4
+        assert row["logprob_mismatch_max"] <= 1e-4
         assert row["ratio_mean"] == pytest.approx(1, abs=1e-4)
 
 

@@ -35,14 +35,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> GRPOConfig:
         return tiny_recipe.recipe()
 
 
-def _asynchronous(config: GRPOConfig, max_policy_lag: int, **changes: Any) -> GRPOAsyncConfig:
+def _asynchronous(config: GRPOConfig, max_staleness: int, **changes: Any) -> GRPOAsyncConfig:
     fields: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return GRPOAsyncConfig(**{**fields, **changes}, max_policy_lag=max_policy_lag)
+    return GRPOAsyncConfig(**{**fields, **changes}, max_staleness=max_staleness)
 
 
 def _values(folder: RunFolder) -> list[dict[str, float]]:
     """The metrics of every step, but for timings and what only one of the loops has."""
-    aside = ("seconds_", "memory_", "time", "lag_")
+    aside = ("seconds_", "memory_", "time", "staleness_")
     return [
         {name: row[name] for name in row if not name.startswith(aside) and not name.endswith("_per_s")}
         for row in folder.metrics()
@@ -83,12 +83,12 @@ def on_policy(recipe: GRPOConfig, tmp_path_factory: pytest.TempPathFactory) -> R
     return _run(recipe, tmp_path_factory.mktemp("grpo") / "run")
 
 
-def test_without_lag_it_is_grpo(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
+def test_without_staleness_it_is_grpo(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
     folder = _run(_asynchronous(recipe, 0), tmp_path / "run")
     assert _rollouts(folder) == _rollouts(on_policy)
     assert _values(folder) == _values(on_policy)
     assert _weights(folder) == _weights(on_policy)
-    assert [row["lag_max"] for row in folder.metrics() if "lag_max" in row] == [0] * recipe.num_steps
+    assert [row["staleness_max"] for row in folder.metrics() if "staleness_max" in row] == [0] * recipe.num_steps
 
 
 def _assert_replayed(config: GRPOConfig, recorded: RunFolder, path: Path) -> None:
@@ -142,17 +142,17 @@ def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfi
     env: Env = SlowWords()
     config = _asynchronous(recipe, 2, env=env, num_steps=12, evaluate_every=100)
     folder = _run(config, tmp_path / "run")
-    steps = [row for row in folder.metrics() if "lag_max" in row]
+    steps = [row for row in folder.metrics() if "staleness_max" in row]
     assert [row["policy_version"] for row in steps] == list(range(1, 13))
-    assert max(row["lag_max"] for row in steps) == 2
-    assert all(0 <= row["lag_mean"] <= row["lag_max"] for row in steps)
+    assert max(row["staleness_max"] for row in steps) == 2
+    assert all(0 <= row["staleness_mean"] <= row["staleness_max"] for row in steps)
 
     rows = _train_rows(folder)
     versions = {row["step"]: set[int]() for row in rows}
     for row in rows:
         versions[row["step"]] |= {version for turn in row["turns"] for version in turn["versions"]}
     for row in steps:  # what the tokens say is what the metrics say: before step s there are s - 1 versions
-        assert row["step"] - 1 - min(versions[int(row["step"])]) == row["lag_max"]
+        assert row["step"] - 1 - min(versions[int(row["step"])]) == row["staleness_max"]
     expected = [problem.id for problem in env.train_problems(recipe.seed, 0, 48)]
     assert sorted(row["problem_id"] for row in rows if row["sample"] == 0) == sorted(expected)
 
@@ -178,13 +178,13 @@ class EqualWords(EvenWords):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_policy_lag", [None, 2])
+@pytest.mark.parametrize("max_staleness", [None, 2])
 def test_ten_steps_without_signal_end_the_run_with_advice(
-    recipe: GRPOConfig, max_policy_lag: int | None, tmp_path: Path
+    recipe: GRPOConfig, max_staleness: int | None, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(recipe, env=EqualWords(), num_steps=100, evaluate_every=100)
-    if max_policy_lag is not None:
-        config = _asynchronous(config, max_policy_lag)
+    if max_staleness is not None:
+        config = _asynchronous(config, max_staleness)
     folder = RunFolder(tmp_path / "run", config)
     with pytest.raises(TrainingStoppedError, match="10 steps in a row, up to step 10, had nothing to learn from"):
         _run_in(folder, config)
@@ -195,6 +195,6 @@ def test_ten_steps_without_signal_end_the_run_with_advice(
     assert [path.name for path in folder.complete_checkpoints()] == ["step-00010"]
 
 
-def test_a_lag_below_zero_is_refused(recipe: GRPOConfig) -> None:
-    with pytest.raises(ValueError, match="max_policy_lag is -1; it must be at least 0"):
+def test_a_staleness_below_zero_is_refused(recipe: GRPOConfig) -> None:
+    with pytest.raises(ValueError, match="max_staleness is -1; it must be at least 0"):
         _asynchronous(recipe, -1)

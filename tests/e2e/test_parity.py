@@ -60,7 +60,7 @@ class _StaleGenerator:
 
 
 def _sentence(found: Comparison) -> str:
-    return explain([gap.mean for gap in found.gaps], found.stepped.mean)
+    return explain([mismatch.mean for mismatch in found.mismatches], found.stepped.mean)
 
 
 def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
@@ -76,19 +76,19 @@ def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
             )
             stale = await compare(train, generate, PROMPTS, SAMPLING)
             assert "by the generator's weights: before a pull they are not the trainer's." in _sentence(stale)
-            configured, uncut, pulled, alone = stale.gaps
+            configured, uncut, pulled, alone = stale.mismatches
             assert configured.mean > 0.05 < uncut.mean
             assert pulled.mean < 1e-4
             assert alone.max < 1e-3 > stale.stepped.max
             same = await compare(train, generate, PROMPTS, SAMPLING)
-            assert _sentence(same).startswith("There is no gap to explain")
-            assert same.gaps[0].mean_exp == pytest.approx(1, abs=1e-4)
+            assert _sentence(same).startswith("There is no mismatch to explain")
+            assert same.mismatches[0].mean_exp == pytest.approx(1, abs=1e-4)
             hot = await compare(train, generate, PROMPTS, replace(SAMPLING, temperature=1.5))
             assert "100% by sampling away from the model's own distribution" in _sentence(hot)
             leaky = await compare(_LeakyTrainer(train), generate, PROMPTS, SAMPLING)  # pyright: ignore[reportArgumentType]
             assert "100% by packing" in _sentence(leaky)
             unpulled = await compare(train, _StaleGenerator(generate), PROMPTS, SAMPLING)
-            assert "the pulled weights are not those that the trainer has" in _sentence(unpulled)
+            assert "the pulled weights are not the trainer's" in _sentence(unpulled)
 
     asyncio.run(main())
 
@@ -101,7 +101,7 @@ def test_another_dtype_is_named(tmp_path: Path) -> None:
     generator = GeneratorConfig(dtype="float16", max_model_len=128, max_num_seqs=8)
     report = asyncio.run(measure_parity(models, trainer, generator, PROMPTS, SAMPLING, tmp_path / "logs"))
     assert "by the dtype: in float32 both sides agree" in report.explanation
-    assert report.gaps[-1].mean < 1e-5 < 1e-4 < report.gaps[0].mean == report.worst
+    assert report.mismatches[-1].mean < 1e-5 < 1e-4 < report.mismatches[0].mean == report.worst
     table = report.table()
     assert "generator: float32, not float16" in table
     assert report.explanation in table

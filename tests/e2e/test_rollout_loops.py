@@ -22,7 +22,7 @@ from controller.runs.console import Console
 from controller.runs.loop_config import RolloutLoopConfig
 from generator.config import GeneratorConfig
 from rl.advantages.group_relative import ADVANTAGES
-from rl.algorithms.actor_critic import Credit
+from rl.algorithms.actor_critic import PPOParams
 from rl.data.supervised import text_to_datum
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import group_to_data
@@ -47,7 +47,7 @@ def _options(model: Path, **options: Any) -> dict[str, Any]:
         "trainer": TRAINER,
         "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64),
         "sampling": SamplingParams(max_tokens=8),
-        "num_heldout": 32,
+        "num_eval": 32,
         **options,
     }
 
@@ -58,7 +58,7 @@ def _run(loop: Any, config: RolloutLoopConfig, path: Path) -> tuple[list[dict[st
     asyncio.run(loop.run(config, folder, Console(io.StringIO())))
     assert AutoModelForCausalLM.from_pretrained(path / "model").config.vocab_size == VOCAB_SIZE
     rows = folder.metrics()
-    return [row for row in rows if "grad_norm" in row], [row for row in rows if "heldout_reward" in row]
+    return [row for row in rows if "grad_norm" in row], [row for row in rows if "eval_reward" in row]
 
 
 def _recorded_groups(run: Path, step: int) -> list[Group]:
@@ -147,19 +147,19 @@ def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> Non
         teacher_trainer=TRAINER,
         num_steps=20,
         prompts_per_step=16,
-        samples_per_prompt=4,
+        group_size=4,
         learning_rate=3e-3,
         evaluate_every=20,
     )
     steps, evaluations = _run(distill, config, tmp_path / "run")
     measured = [
-        row for row in RunFolder(tmp_path / "run", config, resume=True).metrics() if "heldout_kl_to_teacher" in row
+        row for row in RunFolder(tmp_path / "run", config, resume=True).metrics() if "eval_kl_to_teacher" in row
     ]
     assert [row["step"] for row in measured] == [0, 20]
-    assert measured[1]["heldout_kl_to_teacher_high"] < measured[0]["heldout_kl_to_teacher_low"]
+    assert measured[1]["eval_kl_to_teacher_high"] < measured[0]["eval_kl_to_teacher_low"]
     assert steps[-1]["kl_to_teacher"] < 0.7 * steps[0]["kl_to_teacher"]
-    assert evaluations[1]["heldout_reward_low"] > evaluations[0]["heldout_reward_high"]  # the teacher's even words
-    assert all(row["logprob_gap_max"] < 1e-3 for row in steps)  # each step's tokens are of the weights that learn
+    assert evaluations[1]["eval_reward_low"] > evaluations[0]["eval_reward_high"]  # the teacher's even words
+    assert all(row["logprob_mismatch_max"] < 1e-3 for row in steps)  # each step's tokens are of the weights that learn
 
 
 def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
         critic=replace(TRAINER, head="value"),
         num_steps=12,
         prompts_per_step=16,
-        samples_per_prompt=4,
+        group_size=4,
         learning_rate=2e-3,
         warmup_steps=3,
         critic_learning_rate=5e-3,
-        credit=Credit(kl_coef=0.02, minibatches_per_epoch=4, num_epochs=2),
+        ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=4, num_epochs=2),
         critic_loss_config={"clip_range": 0.0},
         evaluate_every=12,
     )
@@ -185,7 +185,7 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     assert (steps[0]["value_mean"], steps[0]["explained_variance"]) == (0, 0)  # a critic that knows nothing yet
     assert steps[-1]["critic_loss"] < 0.5 * steps[0]["critic_loss"]
     assert steps[-1]["value_mean"] == pytest.approx(steps[-1]["reward_mean"], abs=0.25)
-    assert evaluations[1]["heldout_reward_low"] > evaluations[0]["heldout_reward_high"]
+    assert evaluations[1]["eval_reward_low"] > evaluations[0]["eval_reward_high"]
 
 
 def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     words["w60"], words["w61"] = words["w61"], words["w60"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     common = _options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
-    distilled = DistillConfig(**common, teacher=str(other), teacher_trainer=TRAINER, samples_per_prompt=1)
+    distilled = DistillConfig(**common, teacher=str(other), teacher_trainer=TRAINER, group_size=1)
 
     def refused(loop: Any, config: RolloutLoopConfig, message: str) -> None:
         folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", config)
@@ -217,7 +217,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         replace(distilled, discount=2)
     with pytest.raises(ValueError, match=r"sampling.temperature is 0.7; training rollouts need 1.0"):
         replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.7))
-    actor_critic: dict[str, Any] = {**common, "samples_per_prompt": 1, "critic_learning_rate": 1e-3, "credit": Credit()}
+    actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "params": PPOParams()}
     with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
         PPOConfig(**actor_critic, critic=TRAINER)
     accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)

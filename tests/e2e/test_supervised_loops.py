@@ -40,7 +40,7 @@ def _write(path: Path, *fields: str) -> Path:
 
 def _measured(folder: RunFolder) -> dict[int, dict[str, float]]:
     """What was measured on held-out data, by step."""
-    rows = [row for row in folder.metrics() if "heldout_loss" in row]
+    rows = [row for row in folder.metrics() if "eval_loss" in row]
     return {int(row["step"]): {name: row[name] for name in row if name != "time"} for row in rows}
 
 
@@ -54,16 +54,16 @@ def test_sft_learns_and_keeps_its_schedule(tmp_path: Path) -> None:
         learning_rate=1e-2,
         warmup_steps=3,
         max_tokens=64,
-        num_heldout=100,
+        num_eval=100,
         evaluate_every=12,
     )
     folder, stream = RunFolder(tmp_path / "run", config), io.StringIO()
     asyncio.run(sft.run(config, folder, Console(stream)))
     rows = folder.metrics()
-    measured = [row for row in rows if "heldout_loss" in row]
+    measured = [row for row in rows if "eval_loss" in row]
     assert [row["step"] for row in measured] == [0, 12, 24]
-    assert measured[0]["heldout_loss"] == pytest.approx(np.log(64), rel=0.4)
-    assert measured[-1]["heldout_loss_high"] < 0.3 * measured[0]["heldout_loss_low"]
+    assert measured[0]["eval_loss"] == pytest.approx(np.log(64), rel=0.4)
+    assert measured[-1]["eval_loss_high"] < 0.3 * measured[0]["eval_loss_low"]
     steps = [row for row in rows if "grad_norm" in row]
     assert [row["policy_version"] for row in steps] == list(range(1, 25))
     assert steps[0]["learning_rate"] == pytest.approx(1e-2 / 4)
@@ -91,9 +91,9 @@ class Interrupted:
         self.num_asked.append(start)
         return self.data.train_preferences(seed, start, count)
 
-    def heldout_preferences(self, count: int) -> Sequence[Preference]:
+    def eval_preferences(self, count: int) -> Sequence[Preference]:
         """See `Preferences`."""
-        return self.data.heldout_preferences(count)
+        return self.data.eval_preferences(count)
 
 
 def test_dpo_learns_and_goes_on_with_the_reference_it_had(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_dpo_learns_and_goes_on_with_the_reference_it_had(tmp_path: Path) -> Non
         learning_rate=1e-2,
         beta=0.5,
         max_tokens=64,
-        num_heldout=100,
+        num_eval=100,
         evaluate_every=16,
         checkpoint_every=8,
     )
@@ -122,13 +122,13 @@ def test_dpo_learns_and_goes_on_with_the_reference_it_had(tmp_path: Path) -> Non
     assert list(measured) == [0, 16, 32]
     # At step 16 policy and reference are far apart, so another reference would be seen.
     assert measured[16] == _measured(begun)[16]
-    assert abs(measured[16]["heldout_margin"]) > 0.1
+    assert abs(measured[16]["eval_margin"]) > 0.1
     before, after = measured[0], measured[32]
-    assert before["heldout_loss"] == pytest.approx(np.log(2), abs=1e-6)  # policy and reference are one
-    assert (before["heldout_margin"], before["heldout_reward_accuracy"]) == (0, 0.5)
-    assert after["heldout_loss_high"] < 0.6
-    assert after["heldout_accuracy_low"] > before["heldout_accuracy_high"]
-    assert after["heldout_reward_accuracy_low"] > 0.6
+    assert before["eval_loss"] == pytest.approx(np.log(2), abs=1e-6)  # policy and reference are one
+    assert (before["eval_margin"], before["eval_reward_accuracy"]) == (0, 0.5)
+    assert after["eval_loss_high"] < 0.6
+    assert after["eval_accuracy_low"] > before["eval_accuracy_high"]
+    assert after["eval_reward_accuracy_low"] > 0.6
     steps = [row for row in resumed.metrics() if "grad_norm" in row]
     assert [row["step"] for row in steps] == [row["policy_version"] for row in steps] == list(range(1, 33))
     assert steps[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)

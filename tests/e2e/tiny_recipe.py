@@ -26,6 +26,6 @@ def recipe() -> GRPOConfig:
         prompts_per_step=4,
         group_size=4,
         learning_rate=3e-3,
-        num_heldout=16,
+        num_eval=16,
         evaluate_every=2,
     )

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.types import SamplingParams
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.manifest import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightsMismatchError
 from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
@@ -130,7 +130,7 @@ def test_versions_that_are_gone_are_refused_by_name(tmp_path: Path, build_engine
         await publisher.publish(3, moved(directory, 3).items())
         with pytest.raises(UnknownVersionError, match="versions that can: 2, 3"):
             await pull(engine, store, 1)
-        with pytest.raises(UnknownVersionError, match="its slot holds version 3 by now"):
+        with pytest.raises(UnknownVersionError, match="its buffer holds version 3 by now"):
             await engine.update_weights(stale, store)
         assert engine.version == 1
         assert await greedy(engine) == before
@@ -147,9 +147,9 @@ def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine:
         before = await greedy(engine)
         await publisher.publish(1, moved(directory, 1).items())
         record = await find_record(store, 1)
-        assert record.slot is not None
-        slot = WeightSlot.open(record.slot, writable=True)
-        norm = slot.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
+        assert record.buffer is not None
+        buffer = WeightBuffer.open(record.buffer, writable=True)
+        norm = buffer.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
         norm[3] += 1e-3
         with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):
             await pull(engine, store, 1)
@@ -167,7 +167,7 @@ def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine:
 def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
     tmp_path: Path, build_engine: EngineFactory, packed: bool
 ) -> None:
-    # Matrices of 32 rows and more are packed in float32 on any processor; the last pull may have packed from a slot.
+    # Matrices of 32 rows and more are packed in float32 on any processor; the last pull may have packed from a buffer.
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     norm, head = "model.norm.weight", "model.embed_tokens.weight"
@@ -182,7 +182,7 @@ def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
         publisher = WeightPublisher(torch.float32, "torchstore", store=store)
         for version, name, wrong, message in (
             (3, norm, None, r"TorchStore lost 'model\.norm\.weight' of version 3"),
-            (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its digest is"),  # pyright: ignore[reportUnknownLambdaType]
+            (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its checksum is"),  # pyright: ignore[reportUnknownLambdaType]
             (5, head, lambda t: t[:-1], r"version 5 is corrupted: 'model\.embed_tokens\.weight' .*it is \(63, 128\)"),  # pyright: ignore[reportUnknownLambdaType]
             (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
         ):

@@ -10,7 +10,7 @@ import torch
 from benchmarks.engine_ranks import LENGTHS, plan, random_batch, spawn, whole
 from rl.losses import LossInputs, get_loss
 from rl.types import AdamParams, Datum
-from tests.stores import FakeStore, living, read_slot
+from tests.stores import FakeStore, living, read_buffer
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.push import WeightPublisher
@@ -37,38 +37,38 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     from trainer.engines import load_engine
 
     engine = load_engine(config)
-    index = config.share_of(rank)
+    index = config.data_parallel_rank(rank)
     results: dict[str, Any] = {}
     batch = random_batch(LENGTHS)
 
-    def share(data: list[Datum]) -> list[list[Datum]]:
+    def local_batch(data: list[Datum]) -> list[list[Datum]]:
         return plan(config, data).split(data)[index]
 
-    output = engine.forward_backward(share(batch[:4]), get_loss("importance_sampling"))
+    output = engine.forward_backward(local_batch(batch[:4]), get_loss("importance_sampling"))
     results["logprobs"], results["metrics"] = output.logprobs, output.metrics
-    engine.forward(share(batch))  # leaves the gradient as it is
-    engine.forward_backward(share(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
+    engine.forward(local_batch(batch))  # leaves the gradient as it is
+    engine.forward_backward(local_batch(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
     results["gradients"] = whole(engine, gradients=True)
 
     try:
-        engine.forward_backward(share(batch), get_loss(fail_on_the_longest))
+        engine.forward_backward(local_batch(batch), get_loss(fail_on_the_longest))
     except (ArithmeticError, RuntimeError) as error:
         results["error"] = f"{type(error).__name__}: {error}"
     results["gradients_after_error"] = whole(engine, gradients=True)
 
     steps = [engine.optim_step(PARAMS, 0.1)]
     for _ in range(2):
-        engine.forward(share(batch))  # gathers parameters, which must not outlive the step
-        engine.forward_backward(share(batch), get_loss("cross_entropy"))
+        engine.forward(local_batch(batch))  # gathers parameters, which must not outlive the step
+        engine.forward_backward(local_batch(batch), get_loss("cross_entropy"))
         steps.append(engine.optim_step(replace(PARAMS, grad_clip_norm=0.0), 0.01))
     results["grad_norms"] = [step.grad_norm for step in steps]
     results["parameters"] = whole(engine)
     engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks go on below
     engine.export_hf(directory / "export", torch.float32)
     results["published"] = published(engine)
-    results["forward"] = engine.forward(share(batch), entropy=True)
+    results["forward"] = engine.forward(local_batch(batch), entropy=True)
 
-    engine.forward_backward(share(batch), get_loss("cross_entropy"))
+    engine.forward_backward(local_batch(batch), get_loss("cross_entropy"))
     engine.optim_step(PARAMS)
     assert engine.load_checkpoint(directory / "checkpoint") == 3
     results["loaded"] = whole(engine)
@@ -79,7 +79,7 @@ def published(engine: Engine) -> dict[str, torch.Tensor]:
     """What a push of the engine's parameters leaves for generators; on rank 0."""
     store = FakeStore()
     asyncio.run(WeightPublisher(torch.float32, store=store).publish(3, engine.hf_parameters()))
-    return read_slot(living(store)[-1]) if store.values else {}
+    return read_buffer(living(store)[-1]) if store.values else {}
 
 
 def fail_on_the_longest(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:

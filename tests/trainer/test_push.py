@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl.weights.manifest import INDEX_KEY, WeightsError
 from rl.weights.registry import living_versions
-from tests.stores import FakeStore, living, read_slot
+from tests.stores import FakeStore, living, read_buffer
 from trainer.push import WeightPublisher
 
 
@@ -34,7 +34,7 @@ def _full(seed: int) -> dict[str, torch.Tensor]:
 def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.Tensor]) -> None:
     record = living(store)[-1]
     assert record.version == version
-    published = read_slot(record)
+    published = read_buffer(record)
     assert published.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(published[name], tensor.to(torch.bfloat16)), name
@@ -85,7 +85,7 @@ def _publish_shards(rank: int, store: FakeStore) -> None:
     asyncio.run(publisher.publish(5, tensors.items()))
     if rank == 0:
         _assert_published(store, 5, _full(3))
-    # Nothing is gathered: beside the shared slot, a push takes no memory.
+    # Nothing is gathered: beside the shared buffer, a push takes no memory.
     half = DTensor.from_local(torch.ones(2048, 4096), mesh, [Shard(0)])
     before = _private_bytes()
     asyncio.run(WeightPublisher(torch.bfloat16, "shared_memory", store=store).publish(1, {"half": half}.items()))
@@ -127,16 +127,16 @@ def test_fsdp_times_tensor_parallel(tmp_path: Path) -> None:
     _spawn(tmp_path, 4, _publish_fsdp_times_tp)
 
 
-def test_one_rank_publishes_plain_tensors_and_reuses_its_slots() -> None:
+def test_one_rank_publishes_plain_tensors_and_reuses_its_buffers() -> None:
     store = FakeStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
-    slots: set[tuple[int, int, int] | None] = set()
+    buffers: set[tuple[int, int, int] | None] = set()
     for version in range(5):
         full = _full(version)
         asyncio.run(publisher.publish(version, ((name, nn.Parameter(tensor)) for name, tensor in full.items())))
         _assert_published(store, version, full)
-        slots.add(living(store)[-1].slot)
-    assert len(slots) == 2
+        buffers.add(living(store)[-1].buffer)
+    assert len(buffers) == 2
 
 
 def test_a_tensor_left_out_later_is_refused() -> None:
@@ -167,17 +167,17 @@ def _living(store: FakeStore) -> list[int]:
     records = living(store)
     for record in records:
         for name, tensor in _full(record.version).items():
-            assert torch.equal(read_slot(record)[name], tensor.to(torch.bfloat16))
+            assert torch.equal(read_buffer(record)[name], tensor.to(torch.bfloat16))
     return [record.version for record in records]
 
 
-def test_a_slot_is_introduced_once_and_says_itself_which_version_it_holds() -> None:
+def test_a_buffer_is_introduced_once_and_says_itself_which_version_it_holds() -> None:
     store = _WatchedStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
     for version in (1, 2, 3, 4):
         asyncio.run(publisher.publish(version, _full(version).items()))
         assert _living(store) == [v for v in (version - 1, version) if v > 0]
-    assert store.living == [[], [1]]  # TorchStore heard of two slots, before there was anything in them
+    assert store.living == [[], [1]]  # TorchStore heard of two buffers, before there was anything in them
     store.fails = True
     asyncio.run(publisher.publish(5, _full(5).items()))
     assert _living(store) == [4, 5]
@@ -197,7 +197,7 @@ def test_a_push_that_fails_leaves_the_version_before() -> None:
     assert _living(store) == [4, 5]
 
 
-def test_a_slot_that_torchstore_does_not_hear_of_is_introduced_later() -> None:
+def test_a_buffer_that_torchstore_does_not_hear_of_is_introduced_later() -> None:
     store = _WatchedStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
     store.fails = True
@@ -235,7 +235,7 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             await publisher.publish(1, weights.items())  # the same version, on purpose
-            weights["large"][100, 77] = 1.0  # between the blocks that a digest looks at
+            weights["large"][100, 77] = 1.0  # between the blocks that a checksum looks at
             await publisher.publish(2, weights.items())
             weights["odd"][2] = 1.0
             await publisher.publish(3, weights.items())
@@ -262,7 +262,7 @@ def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monk
         warnings.simplefilter("error")
         asyncio.run(publisher.publish(2, _full(2).items()))
     record = store.values[INDEX_KEY][-1]
-    assert (record.version, record.transport, record.slot) == (2, "torchstore", None)
+    assert (record.version, record.transport, record.buffer) == (2, "torchstore", None)
     for name, tensor in _full(2).items():
         assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
 

@@ -48,7 +48,7 @@ class MicrobatchHooks:
     the caller gets in their place. What the loss gets instead is the business of the loss."""
 
 
-class PeerError(RuntimeError):
+class RankFailureError(RuntimeError):
     """This rank gave up a call because another rank failed in it; the other rank's error says why."""
 
 

@@ -31,7 +31,7 @@ class Mine:
     name, stop = "mine", ()
     def train_problems(self, seed, start, count):
         return [Problem(f"{seed} {i}", f"{seed} + {i}") for i in range(start, start + count)]
-    def heldout_problems(self, count):
+    def eval_problems(self, count):
         return [Problem(f"- {i}", f"- {i}") for i in range(count)]
 """
 

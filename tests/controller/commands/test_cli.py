@@ -136,8 +136,8 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
             "error: --replay is for loops with one rollout batch a step",
         ),
         (
-            ("run", "grpo_async_smollm2_cpu", "--max-policy-lag", "-1"),
-            "error: max_policy_lag is -1; it must be at least 0",
+            ("run", "grpo_async_smollm2_cpu", "--max-staleness", "-1"),
+            "error: max_staleness is -1; it must be at least 0",
         ),
         (("compare", "a", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
         (("list", "--all"), "error: unexpected argument --all"),

@@ -1,4 +1,4 @@
-"""Which sentence follows from which gaps, and what is refused before a process starts."""
+"""Which sentence follows from which mismatches, and what is refused before a process starts."""
 
 import json
 import shutil
@@ -14,19 +14,19 @@ from tests.generator.served_models import served_llama
 @pytest.mark.parametrize(
     ("means", "stepped", "sentence"),
     [
-        ([3e-6, 3e-6, 2e-6, 2e-6], 3e-6, "There is no gap to explain: 3.00e-06"),
-        ([0.9, 0.03, 0.03, 0.03, 1e-6], 0.03, "gap of 9.00e-01 is explained, 97% by sampling away from"),
+        ([3e-6, 3e-6, 2e-6, 2e-6], 3e-6, "There is no mismatch to explain: 3.00e-06"),
+        ([0.9, 0.03, 0.03, 0.03, 1e-6], 0.03, "mismatch of 9.00e-01 is explained, 97% by sampling away from"),
         ([0.9, 0.9, 0.03, 0.03, 1e-6], 0.03, "97% by the generator's weights"),
         ([0.9, 0.4, 0.0, 0.0], 0.0, "56% by sampling away from the model's own distribution (temperature, top_p,"),
         ([0.9, 0.4, 0.0, 0.0], 0.0, "; 44% by the generator's weights"),
         ([0.2, 0.2, 0.2, 1e-6], 0.2, "100% by packing"),
         ([0.03, 0.03, 0.03, 0.03, 1e-6], 0.04, "100% by the dtype: in float32 both sides agree."),
         ([0.03, 0.03, 0.03, 0.03, 0.02], 0.04, "33% by the dtype: in float32 both sides agree; 67% by none of these."),
-        ([0.03, 0.03, 0.03, 0.03, 0.03], 0.04, "None of these explains the gap of 3.00e-02; 3.00e-02 of it stays"),
-        ([3e-6, 3e-6, 3e-6, 3e-6], 0.5, "the pulled weights are not those that the trainer has"),
+        ([0.03, 0.03, 0.03, 0.03, 0.03], 0.04, "None of these explains the mismatch of 3.00e-02; 3.00e-02 of it stays"),
+        ([3e-6, 3e-6, 3e-6, 3e-6], 0.5, "the pulled weights are not the trainer's"),
     ],
 )
-def test_the_causes_are_what_closed_the_gap(means: list[float], stepped: float, sentence: str) -> None:
+def test_the_causes_are_what_closed_the_mismatch(means: list[float], stepped: float, sentence: str) -> None:
     assert sentence in explain(means, stepped)
 
 

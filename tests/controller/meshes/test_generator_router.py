@@ -212,7 +212,7 @@ def test_requests_of_a_dead_replica_raise_on_demand() -> None:
         await settle()
         assert router.states == ("serving", "serving")
 
-    run(test, on_death="raise")
+    run(test, on_failure="raise")
 
 
 def test_a_request_under_which_replica_after_replica_dies_raises() -> None:
@@ -314,5 +314,5 @@ def test_what_is_started_is_stopped_when_another_cannot_be() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     assert replicas[-1].stopped
-    with pytest.raises(ValueError, match="on_death is 'resent', which is not known; did you mean 'resend'"):
-        asyncio.run(GeneratorRouter.launch(start, 1, on_death="resent"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="on_failure is 'retyr', which is not known; did you mean 'retry'"):
+        asyncio.run(GeneratorRouter.launch(start, 1, on_failure="retyr"))  # pyright: ignore[reportArgumentType]

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.tiny_models import tiny_llama
 from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.version_records import Publications
+from controller.meshes.version_records import VersionRecords
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
-from trainer.engines.base import PeerError
+from trainer.engines.base import RankFailureError
 
 
 class FakeRank:
@@ -67,7 +67,7 @@ class FakeMesh:
 def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
     mesh = FakeMesh(config.num_ranks)
-    return TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
+    return TrainerHandle(mesh, config, VersionRecords(), share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
 
 
 def random_batch(lengths: Sequence[int]) -> list[Datum]:
@@ -116,7 +116,7 @@ def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) ->
         data_parallel_shard=2,
     )
     mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
-    handle = TrainerHandle(mesh, config, Publications(), share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    handle = TrainerHandle(mesh, config, VersionRecords(), share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
     output = asyncio.run(handle.forward(batch))
     shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
     assert shares[:2] == shares[2:]
@@ -196,7 +196,7 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
 
 def test_the_cause_is_raised_and_not_a_peers_complaint(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
-    mesh.ranks[0].error, mesh.ranks[1].error = PeerError("another rank"), ArithmeticError("my own mistake")
+    mesh.ranks[0].error, mesh.ranks[1].error = RankFailureError("another rank"), ArithmeticError("my own mistake")
     with pytest.raises(ArithmeticError, match="my own mistake"):
         asyncio.run(handle.forward_backward(random_batch(LENGTHS), "ppo"))
 

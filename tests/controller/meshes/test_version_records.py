@@ -11,34 +11,34 @@ import torch
 from benchmarks.tiny_models import tiny_llama
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.version_records import Publications
+from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 
 RECORD = VersionRecord(
     version=0,
-    publication=0,
+    push_index=0,
     manifest=(),
     dtype=torch.float32,
     transport="torchstore",
     host="",
-    slot=None,
+    buffer=None,
     layout=b"",
-    full_digests=True,
+    full_checksums=True,
 )
 
 
 def test_the_newest_record_of_the_living_versions_is_found() -> None:
-    publications = Publications()
-    assert publications.find(0) is None
-    records = [dataclasses.replace(RECORD, version=v, publication=p) for p, v in enumerate((3, 4, 4, 5))]
+    version_records = VersionRecords()
+    assert version_records.find(0) is None
+    records = [dataclasses.replace(RECORD, version=v, push_index=p) for p, v in enumerate((3, 4, 4, 5))]
     for record in records[:3]:
-        publications.add(record)
-    assert publications.find(4) is records[2]
-    assert publications.find(3) is None
-    publications.add(records[3])
-    assert [publications.find(version) for version in (4, 5, 6)] == [records[2], records[3], None]
+        version_records.add(record)
+    assert version_records.find(4) is records[2]
+    assert version_records.find(3) is None
+    version_records.add(records[3])
+    assert [version_records.find(version) for version in (4, 5, 6)] == [records[2], records[3], None]
 
 
 class FakeMesh:
@@ -63,12 +63,12 @@ class FakeMesh:
 
 
 def test_a_pull_is_sent_the_record_of_what_was_pushed_and_none_of_what_was_not(tmp_path: Path) -> None:
-    model, publications = tiny_llama(tmp_path / "model"), Publications()
+    model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
     pushing: Any = FakeMesh(record)
     pulling: Any = FakeMesh(None)
-    trainer = TrainerHandle(pushing, TrainerConfig(model=model), publications, share_prefixes=False, pushes=True)
-    generator = GeneratorHandle(pulling, GeneratorConfig(model=model), publications)
+    trainer = TrainerHandle(pushing, TrainerConfig(model=model), version_records, share_prefixes=False, pushes=True)
+    generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)
 
     async def main() -> None:
         assert await trainer.push_model_state_dict() == 7

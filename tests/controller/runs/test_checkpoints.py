@@ -220,7 +220,7 @@ def test_what_is_counted_in_a_row_goes_on_with_the_run(tmp_path: Path) -> None:
     _step(report, 3, skipped=True)
     for step in range(4, 11):
         report.step_without_signal(step, PhaseClock())
-    report.folder.log_metrics({"step": 10.0, "heldout_reward": 0.5})
+    report.folder.log_metrics({"step": 10.0, "eval_reward": 0.5})
     asyncio.run(checkpoints.after_step(10))
     report.step_without_signal(11, PhaseClock())  # later than the checkpoint: the resumed run does it again
     asyncio.run(checkpoints.after_step(20))  # makes that checkpoint whole

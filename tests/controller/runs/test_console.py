@@ -15,7 +15,7 @@ METRICS = {
     "loss": -0.0123,
     "grad_norm": 1.234,
     "learning_rate": 2e-5,
-    "logprob_gap_mean": 0.0312,
+    "logprob_mismatch_mean": 0.0312,
     "generation_tokens_per_s": 812.4,
     "training_tokens_per_s": 640.2,
     "seconds_generate": 3.21,
@@ -44,7 +44,7 @@ def shown(console_calls: list[tuple[object, ...]]) -> list[str]:
 def test_a_step_is_one_line_with_everything() -> None:
     (line,) = shown([("step", METRICS, 40)])
     assert line == (
-        " 3/40  reward 0.250±0.43  loss -0.0123  grad 1.23  lr 2e-05  gap 0.0312  tok/s 812/640"
+        " 3/40  reward 0.250±0.43  loss -0.0123  grad 1.23  lr 2e-05  mismatch 0.0312  tok/s 812/640"
         "  6.1 s (generate 3.2 train 2.5 push 0.0)"
     )
 

@@ -53,7 +53,7 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     (row,) = folder.metrics()
     assert row["loss"] == 1.5  # per sampled token: two completions of two
     assert row["clipped_tokens"] == 0.25
-    assert row["logprob_gap_mean"] == 0.25
+    assert row["logprob_mismatch_mean"] == 0.25
     assert row["ratio_mean"] == pytest.approx(np.exp(-0.25))
     assert row["reward_mean"] == 0.5
     assert "1/10  reward 0.500" in stream.getvalue()

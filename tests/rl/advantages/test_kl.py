@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.advantages.kl import at_scored, kl_estimates, kl_from_sampler, to_positions
+from rl.advantages.kl import at_scored, kl_estimates, kl_from_generator, to_positions
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import KLEstimator, kl_terms
 from rl.rollouts.episodes import with_inputs
@@ -13,9 +13,9 @@ ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimates_are_those_of_the_losses(estimator: KLEstimator) -> None:
     rng = np.random.default_rng(0)
-    sampler, other = rng.normal(-2, 1, (2, 50))
-    expected = kl_terms(torch.tensor(sampler), torch.tensor(other), estimator).numpy()
-    np.testing.assert_allclose(kl_estimates(sampler, other, estimator), expected, rtol=1e-12)
+    generator, other = rng.normal(-2, 1, (2, 50))
+    expected = kl_terms(torch.tensor(generator), torch.tensor(other), estimator).numpy()
+    np.testing.assert_allclose(kl_estimates(generator, other, estimator), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -37,4 +37,4 @@ def test_only_scored_positions_count() -> None:
     assert [array.tolist() for array in at_scored(batch, policy)] == [[-1.5, -2], [-1]]
     assert to_positions(batch[0], np.array([3.0, 4.0])).tolist() == [0, 0, 3, 4]
     expected = np.mean([np.exp(-0.5) + 0.5 - 1, 0, np.exp(0.5) - 0.5 - 1])
-    assert kl_from_sampler(batch, policy) == pytest.approx(expected)
+    assert kl_from_generator(batch, policy) == pytest.approx(expected)

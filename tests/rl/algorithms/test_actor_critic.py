@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rl.algorithms.actor_critic import Credit, assign_credit, minibatches, together
+from rl.algorithms.actor_critic import PPOParams, minibatches, ppo_advantages, together
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import KLEstimator
 from rl.rollouts.episodes import with_inputs
@@ -28,10 +28,10 @@ def _batch() -> list[Datum]:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.8)])
-def test_credit_is_the_papers_sums(estimator: KLEstimator, gamma: float, gae_lambda: float) -> None:
+def test_advantages_are_the_papers_sums(estimator: KLEstimator, gamma: float, gae_lambda: float) -> None:
     """Against the definitions, written out: r_t, delta_t, the sum of eq. 16 of 1506.02438, then normalised."""
-    credit = Credit(kl_coef=0.1, kl_estimator=estimator, gamma=gamma, gae_lambda=gae_lambda)
-    batch, metrics = assign_credit(_batch(), REWARDS, _padded(V), _padded(F), credit)
+    params = PPOParams(kl_coef=0.1, kl_estimator=estimator, gamma=gamma, gae_lambda=gae_lambda)
+    batch, metrics = ppo_advantages(_batch(), REWARDS, _padded(V), _padded(F), params)
     advantages: list[list[float]] = []
     to_go: list[float] = []
     for q, f, v, reward in zip(Q, F, V, REWARDS, strict=True):
@@ -59,21 +59,21 @@ def test_credit_is_the_papers_sums(estimator: KLEstimator, gamma: float, gae_lam
 def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
     prompts, answers = range(1, 11), range(50, 53)
     batch = [text_to_datum([5, prompt], [answer], "completion") for prompt in prompts for answer in answers]
-    credit = Credit(num_epochs=3, minibatches_per_epoch=4)
+    params = PPOParams(num_epochs=3, minibatches_per_epoch=4)
 
     def pairs(part: list[Datum]) -> list[tuple[int, int]]:
         return [(int(datum.tokens[1]), int(datum.loss_inputs["target_tokens"][1])) for datum in part]
 
-    parts = [pairs(part) for part in minibatches(batch, credit, (0, 1))]
+    parts = [pairs(part) for part in minibatches(batch, params, (0, 1))]
     assert [len(part) for part in parts] == [9, 9, 6, 6] * 3
     for part in parts:  # the answers to a prompt stay side by side
         assert part == [(prompt, answer) for prompt, _ in part[::3] for answer in answers]
     epochs = [[pair for part in parts[i : i + 4] for pair in part] for i in (0, 4, 8)]
     assert all(Counter(epoch) == Counter(product(prompts, answers)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert parts == [pairs(part) for part in minibatches(batch, credit, (0, 1))]
-    assert parts != [pairs(part) for part in minibatches(batch, credit, (0, 2))]
-    assert len(minibatches(batch[:6], credit, (0, 1))) == 2 * 3  # never an empty one
+    assert parts == [pairs(part) for part in minibatches(batch, params, (0, 1))]
+    assert parts != [pairs(part) for part in minibatches(batch, params, (0, 2))]
+    assert len(minibatches(batch[:6], params, (0, 1))) == 2 * 3  # never an empty one
 
 
 def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
@@ -93,7 +93,7 @@ def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
     assert [len(array) for array in merged.logprobs] == [len(datum.tokens) for datum in batch]
     assert metrics["loss"] == pytest.approx(10 / 5)
     assert metrics["critic_loss"] == pytest.approx(5 / 5)
-    assert metrics["logprob_gap_max"] == pytest.approx(0.5)  # of the first minibatch alone
+    assert metrics["logprob_mismatch_max"] == pytest.approx(0.5)  # of the first minibatch alone
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
 )
 def test_mistakes_are_named(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Credit(**wrong)  # type: ignore[arg-type]
+        PPOParams(**wrong)  # type: ignore[arg-type]

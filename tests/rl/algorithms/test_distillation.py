@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_models import VOCAB_SIZE, tiny_llama
-from rl.algorithms.distillation import heldout_kl, reverse_kl_advantages
+from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
 from rl.data.supervised import text_to_datum
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import with_inputs
@@ -88,7 +88,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     student, teacher = EngineTrainer(model, 64), EngineTrainer(model, 64)
     prompts = [(3, 4 + i) for i in range(4)]
     problems = [TextProblem(id=str(p), prompt=" ".join(f"w{t}" for t in p), score=len) for p in prompts]
-    sampling, sampler = SamplingParams(max_tokens=1, seed=0), EngineSampler(student)
+    sampling, generator = SamplingParams(max_tokens=1, seed=0), EngineSampler(student)
 
     async def run() -> tuple[float, float]:
         for _ in range(3):  # a teacher that is not the student
@@ -96,12 +96,12 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
             await teacher.forward_backward(lesson, "cross_entropy")
             await teacher.optim_step(AdamParams(learning_rate=3e-3))
         before = await true_kl(student, teacher, prompts)
-        measured = await heldout_kl(sampler, teacher, Renderer(model), problems * 40, sampling)
+        measured = await eval_kl(generator, teacher, Renderer(model), problems * 40, sampling)
         assert measured.interval.low * 0.8 < before < measured.interval.high * 1.2
         for _ in range(8):
             sampled: list[Datum] = []
             for prompt in prompts:
-                for completion in await sampler.generate(prompt, sampling, 32):
+                for completion in await generator.generate(prompt, sampling, 32):
                     datum = text_to_datum(prompt, completion.tokens, "completion")
                     logprobs = np.array([0.0, *completion.logprobs], dtype=np.float32)
                     sampled += with_inputs([datum], logprobs=[logprobs])

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.algorithms.metrics import PhaseClock, logprob_gap, num_completion_tokens, rollout_metrics
+from rl.algorithms.metrics import PhaseClock, logprob_mismatch, num_completion_tokens, rollout_metrics
 from rl.rollouts.episodes import rollout_to_datum
 from rl.types import Datum, ForwardBackwardOutput, Group
 from tests.rl.fakes import completion, single_turn
@@ -18,9 +18,9 @@ def test_gap_counts_scored_tokens_only() -> None:
     }
     batch = [Datum(tokens=np.array([0, 1, 2]), loss_inputs=arrays)]
     output = ForwardBackwardOutput(logprobs=(np.array([0, -1.5, -1.9], dtype=np.float32),), entropy=None, metrics={})
-    gap = logprob_gap(batch, output)
-    assert gap["logprob_gap_mean"] == pytest.approx(0.3)
-    assert gap["logprob_gap_max"] == pytest.approx(0.5)
+    gap = logprob_mismatch(batch, output)
+    assert gap["logprob_mismatch_mean"] == pytest.approx(0.3)
+    assert gap["logprob_mismatch_max"] == pytest.approx(0.5)
     assert gap["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
 
 
@@ -67,8 +67,8 @@ def test_a_step_that_lost_all_its_rollouts_still_has_metrics() -> None:
 def test_a_batch_that_scores_nothing_has_no_gap() -> None:
     datum = rollout_to_datum(single_turn((1, 2), completion(""), reward=0.0), 1.0)
     output = ForwardBackwardOutput(logprobs=(np.zeros(2, dtype=np.float32),), entropy=None, metrics={})
-    assert logprob_gap([datum], output) == {}
-    assert logprob_gap([], replace(output, logprobs=())) == {}
+    assert logprob_mismatch([datum], output) == {}
+    assert logprob_mismatch([], replace(output, logprobs=())) == {}
 
 
 def test_phases_add_up() -> None:

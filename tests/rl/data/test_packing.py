@@ -28,18 +28,18 @@ def _batch(sizes: list[tuple[int, list[int]]], seed: int) -> list[Datum]:
 
 
 def _seen(row: PackedRow, index: int) -> list[int]:
-    """The tokens that a position of the row may attend to, by the meaning of trunk and branch."""
+    """The tokens that a position of the row may attend to, by the meaning of prefix and suffix."""
     start = 0
     for document in row.documents:
-        trunk_end = start + document.trunk
-        if index < trunk_end:
+        prefix_end = start + document.prefix
+        if index < prefix_end:
             return row.tokens[start : index + 1].tolist()
-        branch_start = trunk_end
-        for size in document.branches:
-            if index < branch_start + size:
-                return [*row.tokens[start:trunk_end].tolist(), *row.tokens[branch_start : index + 1].tolist()]
-            branch_start += size
-        start = branch_start
+        suffix_start = prefix_end
+        for size in document.suffixes:
+            if index < suffix_start + size:
+                return [*row.tokens[start:prefix_end].tolist(), *row.tokens[suffix_start : index + 1].tolist()]
+            suffix_start += size
+        start = suffix_start
     raise AssertionError("outside of the row")
 
 

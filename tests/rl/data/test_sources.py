@@ -6,7 +6,7 @@ import pytest
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.largest_number import LargestNumber
 from rl.envs.number_words import NumberWords
-from rl.envs.procedural import TextProblem, is_heldout
+from rl.envs.procedural import TextProblem, is_eval
 from rl.protocols import Problem
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -22,7 +22,7 @@ def _examples(path: Path, count: int = 60) -> Path:
 
 
 def test_every_pass_shows_every_example_once_in_an_order_of_its_own(tmp_path: Path) -> None:
-    data = JsonlExamples(path=_examples(tmp_path / "data.jsonl"), heldout_path=_examples(tmp_path / "held.jsonl", 3))
+    data = JsonlExamples(path=_examples(tmp_path / "data.jsonl"), eval_path=_examples(tmp_path / "held.jsonl", 3))
     passes = [[e.completion for e in data.train_examples(7, start, 60)] for start in (0, 60, 120)]
     for one in passes:
         assert sorted(one) == sorted(f"answer {i}" for i in range(60))
@@ -30,25 +30,25 @@ def test_every_pass_shows_every_example_once_in_an_order_of_its_own(tmp_path: Pa
     assert [e.completion for e in data.train_examples(8, 0, 60)] != passes[0]
     # Wherever a run goes on, across the end of a pass too, it sees what it would have seen.
     assert [e.completion for e in data.train_examples(7, 50, 20)] == passes[0][50:] + passes[1][:10]
-    assert [e.prompt for e in data.heldout_examples(2)] == ["question 0", "question 1"]
-    assert len(data.heldout_examples(200)) == 3
+    assert [e.prompt for e in data.eval_examples(2)] == ["question 0", "question 1"]
+    assert len(data.eval_examples(200)) == 3
 
 
 def test_a_tenth_is_held_out_by_its_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i % 100}", "completion": f"answer {i}"} for i in range(300)]
     data = JsonlExamples(path=_write(tmp_path / "data.jsonl", *rows))
-    heldout = data.heldout_examples(300)
-    train = data.train_examples(0, 0, 300 - len(heldout))
-    assert {e.id for e in heldout}.isdisjoint(e.id for e in train)
-    assert len({e.completion for e in (*heldout, *train)}) == 300
-    assert all(is_heldout(e.id) for e in heldout)
-    assert 0.03 < len(heldout) / 300 < 0.2
+    eval_data = data.eval_examples(300)
+    train = data.train_examples(0, 0, 300 - len(eval_data))
+    assert {e.id for e in eval_data}.isdisjoint(e.id for e in train)
+    assert len({e.completion for e in (*eval_data, *train)}) == 300
+    assert all(is_eval(e.id) for e in eval_data)
+    assert 0.03 < len(eval_data) / 300 < 0.2
 
 
 def test_prompts_may_be_chats(tmp_path: Path) -> None:
     row = {"prompt": MESSAGES, "completion": "hi"}
     path = _write(tmp_path / "data.jsonl", row)
-    (example,) = JsonlExamples(path=path, heldout_path=path).heldout_examples(5)
+    (example,) = JsonlExamples(path=path, eval_path=path).eval_examples(5)
     assert example.prompt == MESSAGES
     assert example.id == "hello"
 
@@ -76,39 +76,39 @@ def test_a_line_that_is_not_as_it_must_be_is_named(line: str, message: str, tmp_
 
 def test_files_with_nothing_to_learn_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*; it should hold one JSON object per line"):
-        JsonlExamples(path=tmp_path / "none.jsonl").heldout_examples(1)
+        JsonlExamples(path=tmp_path / "none.jsonl").eval_examples(1)
     with pytest.raises(ValueError, match="holds no line"):
-        JsonlExamples(path=_write(tmp_path / "empty.jsonl")).heldout_examples(1)
+        JsonlExamples(path=_write(tmp_path / "empty.jsonl")).eval_examples(1)
     with pytest.raises(ValueError, match=r"too few prompts to hold a tenth of them out: .* name a file of its own"):
-        JsonlExamples(path=_examples(tmp_path / "short.jsonl", 1)).heldout_examples(1)
+        JsonlExamples(path=_examples(tmp_path / "short.jsonl", 1)).eval_examples(1)
 
 
 def test_preferences_come_from_lines_with_two_answers(tmp_path: Path) -> None:
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = _write(tmp_path / "good.jsonl", good)
-    data = JsonlPreferences(path=path, heldout_path=path)
+    data = JsonlPreferences(path=path, eval_path=path)
     (pair,) = data.train_preferences(0, 5, 1)
     assert (pair.prompt, pair.chosen, pair.rejected) == ("a", "b", "c")
-    assert data.heldout_preferences(3) == [pair]
+    assert data.eval_preferences(3) == [pair]
     same = _write(tmp_path / "same.jsonl", good, {**good, "rejected": "b"})
     with pytest.raises(ValueError, match=r"same.jsonl:2: 'chosen' and 'rejected' are the same"):
-        JsonlPreferences(path=same).heldout_preferences(1)
+        JsonlPreferences(path=same).eval_preferences(1)
     lacking = _write(tmp_path / "lacking.jsonl", {"prompt": "a", "chosen": "b"})
     with pytest.raises(ValueError, match=r"lacking.jsonl:1 lacks 'rejected'"):
-        JsonlPreferences(path=lacking).heldout_preferences(1)
+        JsonlPreferences(path=lacking).eval_preferences(1)
 
 
 def test_an_environment_gives_its_right_and_wrong_answers() -> None:
     env = LargestNumber()
     examples, pairs = EnvExamples(env=env), EnvPreferences(env=env)
-    problems = {p.id: p for p in (*env.train_problems(3, 10, 20), *env.heldout_problems(20))}
-    given = [*examples.train_examples(3, 10, 20), *examples.heldout_examples(20)]
+    problems = {p.id: p for p in (*env.train_problems(3, 10, 20), *env.eval_problems(20))}
+    given = [*examples.train_examples(3, 10, 20), *examples.eval_examples(20)]
     assert len({e.id for e in given}) > 35
     assert all(problems[e.id].score(e.completion) == 1 for e in given)
-    both = [*pairs.train_preferences(3, 10, 20), *pairs.heldout_preferences(20)]
+    both = [*pairs.train_preferences(3, 10, 20), *pairs.eval_preferences(20)]
     assert all(problems[p.id].score(p.chosen) == 1 and problems[p.id].score(p.rejected) == 0 for p in both)
     assert all(p.rejected in p.id for p in both)  # one of the numbers in question, not any number
-    assert both == [*pairs.train_preferences(3, 10, 20), *pairs.heldout_preferences(20)]
+    assert both == [*pairs.train_preferences(3, 10, 20), *pairs.eval_preferences(20)]
 
 
 class Unanswered:
@@ -121,13 +121,13 @@ class Unanswered:
         """See `rl.protocols.Env`."""
         return [TextProblem(id=f"{seed}/{i}", prompt="?", score=float) for i in range(start, start + count)]
 
-    def heldout_problems(self, count: int) -> list[Problem]:
+    def eval_problems(self, count: int) -> list[Problem]:
         """See `rl.protocols.Env`."""
         return self.train_problems(0, 0, count)
 
 
 def test_an_environment_that_knows_no_answers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment 'riddles' knows no answer to problem '0/0'.* or a JSONL file"):
-        EnvExamples(env=Unanswered()).heldout_examples(1)
+        EnvExamples(env=Unanswered()).eval_examples(1)
     with pytest.raises(ValueError, match=r"environment 'number words' knows no wrong answer to problem"):
-        EnvPreferences(env=NumberWords()).heldout_preferences(1)
+        EnvPreferences(env=NumberWords()).eval_preferences(1)

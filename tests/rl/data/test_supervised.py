@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.tiny_models import tiny_llama
 from rl.data.sources import Example
-from rl.data.supervised import examples_to_data, heldout_loss, text_to_datum
+from rl.data.supervised import eval_loss, examples_to_data, text_to_datum
 from rl.rollouts.evaluation import Measurement, bootstrap
 from rl.rollouts.rendering import Renderer
 from tests.trainer.engine_trainer import EngineTrainer
@@ -52,7 +52,7 @@ def test_held_out_loss_is_transformers_own(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     texts = [([3, 4, 5], [6, 7, 8, 2]), ([9], [10, 2]), ([11, 12], [13] * 9)]
     batch = [text_to_datum(prompt, completion, "completion") for prompt, completion in texts]
-    measured = asyncio.run(heldout_loss(EngineTrainer(model, per_microbatch=2), batch))
+    measured = asyncio.run(eval_loss(EngineTrainer(model, per_microbatch=2), batch))
     reference = ReferencePolicy(model).model
     losses: list[float] = []
     for prompt, completion in texts:

@@ -20,7 +20,7 @@ from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 
-MODULES = {"procedural", "rows", "sandbox"}  # of rl/envs that hold no environment
+MODULES = {"check", "procedural", "rows", "sandbox"}  # of rl/envs that hold no environment
 ELSEWHERE = {"verifiers_env"}  # checked where its package is installed
 
 
@@ -83,7 +83,7 @@ class Numbers:
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
         return [self.make(seed * 10_000 + i) for i in range(start, start + count)]
 
-    def heldout_problems(self, count: int) -> list[Any]:
+    def eval_problems(self, count: int) -> list[Any]:
         return [self.make(-1 - i) for i in range(count)]
 
 
@@ -146,7 +146,7 @@ BROKEN: list[tuple[Any, str]] = [
     (Numbers, "Numbers is a class; an instance of it is needed"),
     (Numbers(name=""), "its name is ''"),
     (Numbers(stop="\n"), r"its stop is '\n'; a tuple of non-empty strings"),
-    (Numbers(heldout_problems=None), "it has no method heldout_problems(count)"),
+    (Numbers(eval_problems=None), "it has no method eval_problems(count)"),
     (Numbers(train_problems=lambda seed, start, count: 1 / 0), "train_problems raised ZeroDivisionError"),
     (Numbers(train_problems=lambda seed, start, count: [_item(0)]), "returned 1 problems when asked for 256"),
     (Numbers(lambda number: _item(next(_counter))), "returned other problems the second time"),
@@ -158,15 +158,15 @@ BROKEN: list[tuple[Any, str]] = [
         Numbers(train_problems=lambda seed, start, count: [_item(i) for i in range(start, start + count)]),
         "the same problems for seeds 0 and 1",
     ),
-    (Numbers(heldout_problems=lambda count: [_item(-1)] * count), "heldout_problems returned an id twice"),
-    (Numbers(heldout_problems=lambda count: [_item(i + 5) for i in range(count)]), "share the id '10'"),
+    (Numbers(eval_problems=lambda count: [_item(-1)] * count), "eval_problems returned an id twice"),
+    (Numbers(eval_problems=lambda count: [_item(i + 5) for i in range(count)]), "share the id '10'"),
     (
-        Numbers(heldout_problems=lambda count: [Item(id=f"h{i}", prompt=f"number {i}") for i in range(count)]),
+        Numbers(eval_problems=lambda count: [Item(id=f"h{i}", prompt=f"number {i}") for i in range(count)]),
         "share the prompt 'number 0'",
     ),
     (
-        Numbers(heldout_problems=lambda count: [_item(-i - count) for i in range(count)]),
-        "does not begin with heldout_problems(n / 2)",
+        Numbers(eval_problems=lambda count: [_item(-i - count) for i in range(count)]),
+        "does not begin with eval_problems(n / 2)",
     ),
     (_with(id=3), "the id of a training problem is 3"),
     (_with(id="p"), "the id 'p' belongs to two different prompts"),
@@ -218,5 +218,5 @@ def test_a_coroutine_that_awaits_is_in_order() -> None:
 
 def test_a_loop_refuses_what_is_no_environment() -> None:
     require_env(Numbers())
-    with pytest.raises(ValueError, match=r"^env is a Numbers, and it has no method heldout_problems\(count\); see "):
-        require_env(Numbers(heldout_problems=None))
+    with pytest.raises(ValueError, match=r"^env is a Numbers, and it has no method eval_problems\(count\); see "):
+        require_env(Numbers(eval_problems=None))

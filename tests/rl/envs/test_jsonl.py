@@ -25,23 +25,23 @@ def _rows(count: int) -> list[Any]:
 
 def test_an_epoch_holds_every_training_row_once(tmp_path: Path) -> None:
     env = _env(tmp_path, _rows(200))
-    heldout = {p.id for p in env.heldout_problems(10)}
-    size = 200 - len(env.heldout_problems(len(_heldout(env))))
+    eval_data = {p.id for p in env.eval_problems(10)}
+    size = 200 - len(env.eval_problems(len(_eval(env))))
     first, second = (env.train_problems(3, epoch * size, size) for epoch in range(2))
     assert Counter(p.id for p in first) == Counter(p.id for p in second)
     assert len({p.id for p in first}) == size
     assert [p.id for p in first] != [p.id for p in second]
-    assert heldout.isdisjoint(p.id for p in first)
+    assert eval_data.isdisjoint(p.id for p in first)
 
 
-def _heldout(env: JsonlReward) -> list[str]:
+def _eval(env: JsonlReward) -> list[str]:
     """All ids of the held-out side."""
     count = 1
     while True:
         try:
-            ids = [p.id for p in env.heldout_problems(count)]
+            ids = [p.id for p in env.eval_problems(count)]
         except ValueError:
-            return [p.id for p in env.heldout_problems(count - 1)]
+            return [p.id for p in env.eval_problems(count - 1)]
         assert len(set(ids)) == count
         count += 1
 
@@ -53,8 +53,8 @@ def test_a_prompt_is_on_one_side_whatever_else_its_row_and_file_hold(tmp_path: P
     first = _env(few, _rows(50))
     rows = [{**row, "answer": "changed", "prompt": row["prompt"]} for row in _rows(300)]
     second = _env(many, rows)
-    prompts = {p.prompt for p in first.heldout_problems(len(_heldout(first)))}
-    assert prompts < {p.prompt for p in second.heldout_problems(len(_heldout(second)))}
+    prompts = {p.prompt for p in first.eval_problems(len(_eval(first)))}
+    assert prompts < {p.prompt for p in second.eval_problems(len(_eval(second)))}
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, options: dict[str, Any
 def test_a_file_too_small_to_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both splits need at least one"):
         _env(tmp_path, _rows(1))
-    with pytest.raises(ValueError, match="num_heldout is 1000, but"):
-        _env(tmp_path, _rows(200)).heldout_problems(1000)
+    with pytest.raises(ValueError, match="num_eval is 1000, but"):
+        _env(tmp_path, _rows(200)).eval_problems(1000)

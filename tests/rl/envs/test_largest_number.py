@@ -17,9 +17,9 @@ def test_reward_is_for_the_largest_number_alone() -> None:
 
 def test_splits_are_disjoint() -> None:
     env = LargestNumber()
-    heldout = {p.id for p in env.heldout_problems(300)}
-    assert len(heldout) == 300
-    assert heldout.isdisjoint(p.id for seed in range(3) for p in env.train_problems(seed, 0, 500))
+    eval_data = {p.id for p in env.eval_problems(300)}
+    assert len(eval_data) == 300
+    assert eval_data.isdisjoint(p.id for seed in range(3) for p in env.train_problems(seed, 0, 500))
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ def test_reward_is_for_the_exact_digits() -> None:
 
 def test_splits_are_disjoint_and_streams_differ() -> None:
     env = NumberWords()
-    heldout = {p.id for p in env.heldout_problems(300)}
+    eval_data = {p.id for p in env.eval_problems(300)}
     streams = [{p.id for p in env.train_problems(seed, 0, 600)} for seed in range(2)]
-    assert len(heldout) == 300
-    assert heldout.isdisjoint(streams[0] | streams[1])
+    assert len(eval_data) == 300
+    assert eval_data.isdisjoint(streams[0] | streams[1])
     assert len(streams[0] & streams[1]) < 300
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rl.envs.procedural import TextProblem, heldout_set, is_heldout, train_stream
+from rl.envs.procedural import TextProblem, eval_set, is_eval, train_stream
 from rl.envs.reasoning import ReasoningGym
 
 ENV = ReasoningGym(
@@ -8,11 +8,11 @@ ENV = ReasoningGym(
 )
 
 
-def test_train_and_heldout_never_overlap() -> None:
-    heldout = {p.id for p in ENV.heldout_problems(200)}
-    assert len(heldout) == 200
+def test_train_and_eval_never_overlap() -> None:
+    eval_data = {p.id for p in ENV.eval_problems(200)}
+    assert len(eval_data) == 200
     for seed in range(3):
-        assert heldout.isdisjoint(p.id for p in ENV.train_problems(seed, 0, 1000))
+        assert eval_data.isdisjoint(p.id for p in ENV.train_problems(seed, 0, 1000))
 
 
 def test_a_stream_is_a_function_of_seed_and_number() -> None:
@@ -46,6 +46,6 @@ def test_too_few_distinct_problems_is_said() -> None:
     def coin(number: int) -> TextProblem:
         return TextProblem(id=f"coin {number % 40}", prompt="?", score=lambda a: 0.0)
 
-    assert all(not is_heldout(p.id) for p in train_stream(coin, 0, 0, 50))
-    with pytest.raises(ValueError, match="num_heldout is 200, but the environment has only about"):
-        heldout_set(coin, 200)
+    assert all(not is_eval(p.id) for p in train_stream(coin, 0, 0, 50))
+    with pytest.raises(ValueError, match="num_eval is 200, but the environment has only about"):
+        eval_set(coin, 200)

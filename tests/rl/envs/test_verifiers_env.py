@@ -121,11 +121,11 @@ def test_several_turns_are_the_environments_own() -> None:
 def test_no_prompt_is_in_both_splits(with_eval: bool) -> None:
     env = _env(with_eval=with_eval)
     train = {str(p.prompt) for p in env.train_problems(0, 0, 200)}
-    heldout = {str(p.prompt) for p in env.heldout_problems(2)}
-    assert train.isdisjoint(heldout)
+    eval_data = {str(p.prompt) for p in env.eval_problems(2)}
+    assert train.isdisjoint(eval_data)
     assert len(train) == 30 if with_eval else 30 < len(train) < 40
-    with pytest.raises(ValueError, match="num_heldout is 100, but"):
-        env.heldout_problems(100)
+    with pytest.raises(ValueError, match="num_eval is 100, but"):
+        env.eval_problems(100)
 
 
 @installed
@@ -156,7 +156,7 @@ class _Wide:
 
     def __init__(self, env: VerifiersEnv) -> None:
         self.name, self.stop = env.name, env.stop
-        self.train_problems, self.heldout_problems = env.train_problems, env.heldout_problems
+        self.train_problems, self.eval_problems = env.train_problems, env.eval_problems
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="needs an environment without verifiers")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
-from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, evaluate, heldout_sampling
+from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, eval_sampling, evaluate
 from rl.rollouts.rendering import Renderer
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
@@ -145,8 +145,8 @@ def test_what_the_environment_failed_is_left_out() -> None:
 
 def test_evaluation_has_seeds_of_its_own() -> None:
     sampling = SamplingParams(max_tokens=4, seed=3)
-    assert heldout_sampling(sampling, 1) == (replace(sampling, temperature=0.0), 1)
-    often, num_samples = heldout_sampling(sampling, 8)
+    assert eval_sampling(sampling, 1) == (replace(sampling, temperature=0.0), 1)
+    often, num_samples = eval_sampling(sampling, 8)
     assert num_samples == 8
     assert often.seed is not None
     assert often.seed > step_seed(2**20, 2**20)

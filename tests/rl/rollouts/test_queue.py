@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rl.algorithms.metrics import policy_lag
+from rl.algorithms.metrics import policy_staleness
 from rl.rollouts.queue import RolloutQueue
 from rl.runs.folder import to_json
 from rl.types import Group
@@ -53,31 +53,31 @@ async def _loop(sampler: Sampler, queue: RolloutQueue, steps: range, after: Call
         for step in steps:
             groups = await rollouts.take()
             taken.append([int(group.problem_id) for group in groups])
-            lag = policy_lag(groups, sampler.version)
-            assert lag["lag_max"] <= step - 1
-            after(int(lag["lag_max"]))
+            staleness = policy_staleness(groups, sampler.version)
+            assert staleness["staleness_max"] <= step - 1
+            after(int(staleness["staleness_max"]))
             await _ticks(20)
             sampler.version += 1
             rollouts.advance()
     return taken
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_token_is_older_than_the_bound_and_none_is_lost(max_lag: int, seed: int) -> None:
-    steps, sampler, lags = range(1, 21), Sampler(seed), list[int]()
+def test_no_token_is_older_than_the_bound_and_none_is_lost(max_staleness: int, seed: int) -> None:
+    steps, sampler, staleness = range(1, 21), Sampler(seed), list[int]()
 
     async def run() -> list[list[int]]:
-        return await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, max_lag), steps, lags.append)
+        return await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, max_staleness), steps, staleness.append)
 
     taken = asyncio.run(run())
     assert sorted(number for numbers in taken for number in numbers) == list(range(20 * PER_STEP))
     assert all(len(numbers) == PER_STEP for numbers in taken)
     assert sampler.started == list(range(20 * PER_STEP))
-    assert max(lags) == max_lag  # the bound is kept, and used
+    assert max(staleness) == max_staleness  # the bound is kept, and used
 
 
-def test_without_lag_every_step_has_its_own_groups_in_order() -> None:
+def test_without_staleness_every_step_has_its_own_groups_in_order() -> None:
     steps, sampler = range(1, 6), Sampler()
 
     async def run() -> list[list[int]]:
@@ -167,9 +167,9 @@ def test_a_queue_goes_on_from_the_state_of_another() -> None:
         assert state["unfinished"]
         again = Sampler()
         again.version = sampler.version
-        lags: list[int] = []
-        taken += await _loop(again, RolloutQueue(again, second, PER_STEP, 3, state), second, lags.append)
-        assert max(lags) <= 3
+        staleness: list[int] = []
+        taken += await _loop(again, RolloutQueue(again, second, PER_STEP, 3, state), second, staleness.append)
+        assert max(staleness) <= 3
         recorded = {entry["number"] for entry in state["finished"]}
         assert recorded.isdisjoint(again.started)  # what was sampled is not sampled again
         return taken
@@ -179,7 +179,7 @@ def test_a_queue_goes_on_from_the_state_of_another() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_policy_lag is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match="max_staleness is -1; it must be at least 0"):
         RolloutQueue(Sampler(), range(1, 3), PER_STEP, -1)
     with pytest.raises(ValueError, match="groups_per_step is 0"):
         RolloutQueue(Sampler(), range(1, 3), 0, 1)

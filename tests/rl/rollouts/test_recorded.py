@@ -20,7 +20,7 @@ def _group(name: str, *rewards: float) -> Group:
 
 def _recording(path: Path) -> Path:
     folder = RunFolder(path, {})
-    folder.log_rollouts(0, [_group("held out", 1.0)], split="heldout")
+    folder.log_rollouts(0, [_group("held out", 1.0)], split="eval")
     folder.log_rollouts(1, [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)])
     folder.log_rollouts(2, [_group("a", 0.25, 0.5)])  # the environment failed the other group
     folder.log_rollouts(4, [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)])
@@ -43,7 +43,7 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
     assert step(4) == [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)]
     assert generator.calls == []
     assert [p.group.problem_id for n in (0, 1) for p in env.train_problems(0, n, 1)] == ["a", "b"]
-    assert env.heldout_problems(5) == []
+    assert env.eval_problems(5) == []
     with pytest.raises(ValueError, match="ends with step 4; step 5 is not there"):
         step(5)
 

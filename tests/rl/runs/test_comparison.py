@@ -4,20 +4,20 @@ from rl.runs.comparison import ABSENT, by_step, differences, metric_differences
 
 
 def test_metrics_that_differ_are_found_and_timings_are_not() -> None:
-    ours = by_step([{"step": 0.0, "heldout": 0.5}, {"step": 1.0, "loss": 1.0, "seconds_step": 3.0, "time": 1.0}])
+    ours = by_step([{"step": 0.0, "eval": 0.5}, {"step": 1.0, "loss": 1.0, "seconds_step": 3.0, "time": 1.0}])
     theirs = by_step(
         [
-            {"step": 0.0, "heldout": 0.5},
-            {"step": 1.0, "loss": 1.5, "seconds_step": 4.0, "time": 2.0, "lag_max": 1.0},
+            {"step": 0.0, "eval": 0.5},
+            {"step": 1.0, "loss": 1.5, "seconds_step": 4.0, "time": 2.0, "staleness_max": 1.0},
             {"step": 2.0, "loss": 7.0},
         ]
     )
     assert metric_differences(ours, ours) == []
-    loss, lag = metric_differences(ours, theirs)
+    loss, staleness = metric_differences(ours, theirs)
     assert (loss.step, loss.name, loss.values) == (1, "loss", (1.0, 1.5))
     assert math.isclose(loss.relative, 1 / 3)
-    assert lag.name == "lag_max"
-    assert math.isinf(lag.relative)
+    assert staleness.name == "staleness_max"
+    assert math.isinf(staleness.relative)
 
 
 def test_numbers_that_are_none_are_the_same() -> None:

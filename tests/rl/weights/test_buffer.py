@@ -1,4 +1,4 @@
-"""Slots: whole versions only, whoever dies, and nothing left behind."""
+"""Buffers: whole versions only, whoever dies, and nothing left behind."""
 
 import signal
 import subprocess
@@ -9,42 +9,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.weights.buffer import WeightSlot, held_version
+from rl.weights.buffer import WeightBuffer, held_version
 from rl.weights.host import available_memory_bytes, host_identity
 from rl.weights.manifest import (
     Manifest,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
+    buffer_size,
     build_manifest,
-    manifest_digest,
-    slot_size,
+    manifest_checksum,
 )
 from rl.weights.registry import find_version
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
 
 
-def _record(slot: WeightSlot, version: int, publication: int | None = None) -> VersionRecord:
+def _record(buffer: WeightBuffer, version: int, push_index: int | None = None) -> VersionRecord:
     return VersionRecord(
         version=version,
-        publication=version if publication is None else publication,
+        push_index=version if push_index is None else push_index,
         manifest=MANIFEST,
         dtype=torch.float32,
         transport="shared_memory",
         host=host_identity(),
-        slot=slot.location,
-        layout=manifest_digest(MANIFEST),
-        full_digests=False,
+        buffer=buffer.location,
+        layout=manifest_checksum(MANIFEST),
+        full_checksums=False,
     )
 
 
-def _write(slot: WeightSlot, version: int) -> VersionRecord:
-    record = _record(slot, version)
-    slot.begin_write(timeout_s=10)
+def _write(buffer: WeightBuffer, version: int) -> VersionRecord:
+    record = _record(buffer, version)
+    buffer.begin_write(timeout_s=10)
     for spec in MANIFEST:
-        slot.tensor(spec).fill_(version % 128)
-    slot.seal(record, slot.digests(record))
+        buffer.tensor(spec).fill_(version % 128)
+    buffer.seal(record, buffer.checksums(record))
     return record
 
 
@@ -73,50 +73,50 @@ def test_manifest_lays_tensors_out_without_overlap() -> None:
         assert spec.offset >= end
         assert spec.offset % 64 == 0
         end = spec.offset + spec.nbytes
-    assert slot_size(MANIFEST) == -(-end // 64) * 64
+    assert buffer_size(MANIFEST) == -(-end // 64) * 64
     with pytest.raises(ValueError, match="the tensor 'a' occurs twice"):
         build_manifest([("a", (1,), torch.float32), ("a", (1,), torch.float32)])
 
 
-def test_the_newest_publication_of_a_version_is_found() -> None:
-    slot = WeightSlot.create(slot_size(MANIFEST))
-    records = [_record(slot, 3, 0), _record(slot, 4, 1), _record(slot, 4, 2)]
-    assert find_version(records, 4).publication == 2
+def test_the_newest_push_of_a_version_is_found() -> None:
+    buffer = WeightBuffer.create(buffer_size(MANIFEST))
+    records = [_record(buffer, 3, 0), _record(buffer, 4, 1), _record(buffer, 4, 2)]
+    assert find_version(records, 4).push_index == 2
     with pytest.raises(UnknownVersionError, match="version 5 cannot be pulled; versions that can: 3, 4"):
         find_version(records, 5)
 
 
 def test_a_reader_sees_what_was_written_and_only_that_version() -> None:
-    slot = WeightSlot.create(slot_size(MANIFEST))
-    assert held_version(slot.location) is None
-    first = _write(slot, 1)
-    assert held_version(slot.location) == (1, 1)
-    reader = WeightSlot.open(slot.location)
+    buffer = WeightBuffer.create(buffer_size(MANIFEST))
+    assert held_version(buffer.location) is None
+    first = _write(buffer, 1)
+    assert held_version(buffer.location) == (1, 1)
+    reader = WeightBuffer.open(buffer.location)
     with reader.reading(first):
-        assert held_version(slot.location) == (1, 1)
+        assert held_version(buffer.location) == (1, 1)
         assert all((reader.tensor(spec) == 1).all() for spec in MANIFEST)
-        with pytest.raises(WeightsError, match=r"kept the weight slot locked for 0\.05 s"):
-            slot.begin_write(timeout_s=0.05)
-    second = _write(slot, 2)
-    with pytest.raises(UnknownVersionError, match="its slot holds version 2 by now"), reader.reading(first):
+        with pytest.raises(WeightsError, match=r"kept the weight buffer locked for 0\.05 s"):
+            buffer.begin_write(timeout_s=0.05)
+    second = _write(buffer, 2)
+    with pytest.raises(UnknownVersionError, match="its buffer holds version 2 by now"), reader.reading(first):
         pass
-    slot.begin_write(timeout_s=1)
-    assert held_version(slot.location) is None
+    buffer.begin_write(timeout_s=1)
+    assert held_version(buffer.location) is None
     with pytest.raises(UnknownVersionError, match="it or a newer one is being written"), reader.reading(second):
         pass
-    slot.abandon_write()
-    with pytest.raises(UnknownVersionError, match="its slot holds an unfinished push"), reader.reading(second):
+    buffer.abandon_write()
+    with pytest.raises(UnknownVersionError, match="its buffer holds an unfinished push"), reader.reading(second):
         pass
 
 
 def test_the_same_version_published_twice_is_not_confused() -> None:
-    slot = WeightSlot.create(slot_size(MANIFEST))
-    _write(slot, 1)
-    with pytest.raises(UnknownVersionError, match="holds version 1 by now"), slot.reading(_record(slot, 1, 9)):
+    buffer = WeightBuffer.create(buffer_size(MANIFEST))
+    _write(buffer, 1)
+    with pytest.raises(UnknownVersionError, match="holds version 1 by now"), buffer.reading(_record(buffer, 1, 9)):
         pass
 
 
-def test_slots_larger_than_memory_are_refused() -> None:
+def test_buffers_larger_than_memory_are_refused() -> None:
     elements = (available_memory_bytes() // 2 + (1 << 30)) // 4  # one would fit, the two that live do not
     manifest = build_manifest([("a", (elements,), torch.float32)])
     need = f"weights need {int(2 * 4 * elements / 1e6)}"
@@ -124,19 +124,19 @@ def test_slots_larger_than_memory_are_refused() -> None:
         WeightsError,
         match=rf"{need}.* MB of shared memory and .* MB are available; weight_transport='torchstore' needs none",
     ):
-        WeightSlot.create_for(manifest)
+        WeightBuffer.create_for(manifest)
 
 
 READ = """
-slot = WeightSlot.open(tuple(arguments[:3]))
+buffer = WeightBuffer.open(tuple(arguments[:3]))
 print("ready", flush=True)
 whole = refused = 0
 end = time.monotonic() + 2
 while time.monotonic() < end:
-    version = int.from_bytes(slot._memory[16:24], "little", signed=True)
+    version = int.from_bytes(buffer._memory[16:24], "little", signed=True)
     try:
-        with slot.reading(_record(slot, version)):
-            values = {float(v) for spec in MANIFEST for v in slot.tensor(spec).unique()}
+        with buffer.reading(_record(buffer, version)):
+            values = {float(v) for spec in MANIFEST for v in buffer.tensor(spec).unique()}
             assert values == {float(version % 128)}, (version, values)
         whole += 1
     except UnknownVersionError:
@@ -146,15 +146,15 @@ print(whole, refused, flush=True)
 
 
 def test_readers_and_a_writer_that_hammer_never_tear() -> None:
-    slot = WeightSlot.create(slot_size(MANIFEST))
-    _write(slot, 1)
-    readers = [_child(READ, *slot.location) for _ in range(2)]
+    buffer = WeightBuffer.create(buffer_size(MANIFEST))
+    _write(buffer, 1)
+    readers = [_child(READ, *buffer.location) for _ in range(2)]
     try:
         assert [_line(reader) for reader in readers] == ["ready", "ready"]
         version = 1
         while any(reader.poll() is None for reader in readers):
             version += 1
-            _write(slot, version)
+            _write(buffer, version)
         counts = [[int(n) for n in _line(reader).split()] for reader in readers]
         assert [reader.wait() for reader in readers] == [0, 0]
         assert all(whole > 20 for whole, _ in counts)
@@ -165,23 +165,23 @@ def test_readers_and_a_writer_that_hammer_never_tear() -> None:
 
 
 WRITE_HALF = """
-slot = WeightSlot.create(slot_size(MANIFEST))
-record = _write(slot, 1)
-print(*slot.location, flush=True)
+buffer = WeightBuffer.create(buffer_size(MANIFEST))
+record = _write(buffer, 1)
+print(*buffer.location, flush=True)
 time.sleep(1)
-slot.begin_write(timeout_s=1)
-slot.tensor(MANIFEST[0])[:5].fill_(99)
+buffer.begin_write(timeout_s=1)
+buffer.tensor(MANIFEST[0])[:5].fill_(99)
 print("half", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_killed_writer_leaves_a_slot_that_is_refused_and_then_freed() -> None:
+def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> None:
     writer = _child(WRITE_HALF)
     try:
         location = tuple(map(int, _line(writer).split()))
         assert len(location) == 3
-        reader = WeightSlot.open(location)
+        reader = WeightBuffer.open(location)
         with reader.reading(_record(reader, 1)):
             assert (reader.tensor(MANIFEST[0]) == 1).all()
         assert _line(writer) == "half"
@@ -191,7 +191,7 @@ def test_a_killed_writer_leaves_a_slot_that_is_refused_and_then_freed() -> None:
             pass
         reader.close()
         with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
-            WeightSlot.open(location)
+            WeightBuffer.open(location)
         with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
             held_version(location)
         assert not [path for path in Path("/dev/shm").iterdir() if "ownloop" in path.name]
@@ -200,24 +200,24 @@ def test_a_killed_writer_leaves_a_slot_that_is_refused_and_then_freed() -> None:
 
 
 HOLD = """
-slot = WeightSlot.open(tuple(arguments[:3]))
-with slot.reading(_record(slot, 1)):
+buffer = WeightBuffer.open(tuple(arguments[:3]))
+with buffer.reading(_record(buffer, 1)):
     print("reading", flush=True)
     time.sleep(60)
 """
 
 
 def test_a_killed_reader_does_not_block_the_writer() -> None:
-    slot = WeightSlot.create(slot_size(MANIFEST))
-    _write(slot, 1)
-    reader = _child(HOLD, *slot.location)
+    buffer = WeightBuffer.create(buffer_size(MANIFEST))
+    _write(buffer, 1)
+    reader = _child(HOLD, *buffer.location)
     try:
         assert _line(reader) == "reading"
         with pytest.raises(WeightsError, match="is it stopped"):
-            slot.begin_write(timeout_s=0.1)
+            buffer.begin_write(timeout_s=0.1)
         reader.send_signal(signal.SIGKILL)
         start = time.monotonic()
-        _write(slot, 2)
+        _write(buffer, 2)
         assert time.monotonic() - start < 1
     finally:
         _end(reader)

@@ -1,14 +1,14 @@
-"""Digests see what is wrong, wherever it is."""
+"""Checksums see what is wrong, wherever it is."""
 
 import pytest
 import torch
 
-from rl.weights.checksums import SlotDigests, add_up, element_sum
+from rl.weights.checksums import BufferChecksums, add_up, element_sum
 
 SIZES = (64, 1002, 8192, 10_000_003)
 
 
-def _slot() -> tuple[torch.Tensor, list[tuple[int, int]]]:
+def _buffer() -> tuple[torch.Tensor, list[tuple[int, int]]]:
     extents: list[tuple[int, int]] = []
     end = 4096
     for size in SIZES:
@@ -21,21 +21,25 @@ def _slot() -> tuple[torch.Tensor, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_wrong_byte_of_a_small_tensor_changes_its_digest_alone(full: bool) -> None:
-    data, extents = _slot()
-    digests = SlotDigests(extents, full=full)
-    expected = digests(data)
-    assert expected == digests(data.clone())
+def test_a_wrong_byte_of_a_small_tensor_changes_its_checksum_alone(full: bool) -> None:
+    data, extents = _buffer()
+    checksums = BufferChecksums(extents, full=full)
+    expected = checksums(data)
+    assert expected == checksums(data.clone())
     for position in (0, 500, 1001):
         wrong = data.clone()
         wrong[extents[1][0] + position] ^= 1
-        found = digests(wrong)
+        found = checksums(wrong)
         assert [a != b for a, b in zip(found, expected, strict=True)] == [False, True, False, False]
 
 
-def test_full_digests_see_every_byte_and_sampled_ones_every_part() -> None:
-    data, extents = _slot()
-    (offset, size), sampled, full = extents[3], SlotDigests(extents, full=False), SlotDigests(extents, full=True)
+def test_full_checksums_see_every_byte_and_sampled_ones_every_part() -> None:
+    data, extents = _buffer()
+    (offset, size), sampled, full = (
+        extents[3],
+        BufferChecksums(extents, full=False),
+        BufferChecksums(extents, full=True),
+    )
     words = data.view(torch.int64)
     assert full(data)[0] == int(words[512:520].sum())
     for position in torch.randint(0, size, (50,), generator=torch.Generator().manual_seed(0)).tolist():
@@ -49,14 +53,14 @@ def test_full_digests_see_every_byte_and_sampled_ones_every_part() -> None:
 
 
 @pytest.mark.parametrize("num_columns", [4096, 1024, 576, 11008])
-def test_sampled_digests_see_every_ranks_columns(num_columns: int) -> None:
+def test_sampled_checksums_see_every_ranks_columns(num_columns: int) -> None:
     weight = torch.zeros(512, num_columns, dtype=torch.bfloat16)
-    digests = SlotDigests([(0, weight.nbytes)], full=False)
+    checksums = BufferChecksums([(0, weight.nbytes)], full=False)
     width = num_columns // 8
     for rank in range(8):
         wrong = weight.clone()
         wrong[:, rank * width : (rank + 1) * width] = 1
-        assert digests(wrong.view(-1).view(torch.uint8)) != digests(weight.view(-1).view(torch.uint8))
+        assert checksums(wrong.view(-1).view(torch.uint8)) != checksums(weight.view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])

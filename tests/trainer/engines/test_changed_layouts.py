@@ -13,7 +13,7 @@ from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, w
 from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
 from rl.types import AdamParams
-from tests.stores import FakeStore, living, read_slot
+from tests.stores import FakeStore, living, read_buffer
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -33,7 +33,7 @@ def train(engine: Engine, of: TrainerConfig, steps: int, rank: int = 0) -> dict[
     """Parameters afterwards."""
     batch = random_batch(LENGTHS)
     for _ in range(steps):
-        engine.forward_backward(plan(of, batch).split(batch)[of.share_of(rank)], get_loss("cross_entropy"))
+        engine.forward_backward(plan(of, batch).split(batch)[of.data_parallel_rank(rank)], get_loss("cross_entropy"))
         engine.optim_step(AdamParams(learning_rate=1e-3), 0.01)
     return whole(engine)
 
@@ -45,16 +45,16 @@ def published(engine: Engine) -> dict[str, torch.Tensor]:
     asyncio.run(publisher.publish(engine.policy_version, engine.hf_parameters()))
     if dist.get_rank():
         return {}
-    return read_slot(living(store)[-1])
+    return read_buffer(living(store)[-1])
 
 
 def bfloat16_logprobs(of: TrainerConfig) -> dict[str, torch.Tensor]:
     """By datum, before and after a step."""
     engine, batch = load_engine(of), random_batch(LENGTHS)
-    share = plan(of, batch).split(batch)[0]
-    first = engine.forward_backward(share, get_loss("cross_entropy"))
+    local_batch = plan(of, batch).split(batch)[0]
+    first = engine.forward_backward(local_batch, get_loss("cross_entropy"))
     engine.optim_step(AdamParams(learning_rate=1e-3), 0.01)
-    logprobs = (*first.logprobs, *engine.forward(share).logprobs)
+    logprobs = (*first.logprobs, *engine.forward(local_batch).logprobs)
     return {str(index): torch.from_numpy(array) for index, array in enumerate(logprobs)}
 
 

@@ -27,7 +27,7 @@ def gradients(of: TrainerConfig, rank: int = 0) -> dict[str, torch.Tensor]:
     engine = load_engine(of)
     batch = random_batch(LENGTHS)
     for datums in (batch[:1], batch[1:]):
-        engine.forward_backward(plan(of, datums).split(datums)[of.share_of(rank)], get_loss("cross_entropy"))
+        engine.forward_backward(plan(of, datums).split(datums)[of.data_parallel_rank(rank)], get_loss("cross_entropy"))
     assert of.compile == (counters["stats"]["unique_graphs"] > 0), "what is compared is compiled"
     return whole(engine, gradients=True)
 

@@ -5,52 +5,52 @@ import torch
 
 from rl.data.packing import Document
 from trainer.config import TrainerConfig
-from trainer.engines.titan.context import context_masks, document_mask, row_multiple, share_row
+from trainer.engines.titan.context import context_masks, document_mask, row_multiple, shard_row
 
 DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(1), Document(9))
 LENGTH = 24
 
 
 def owners() -> list[tuple[int, int]]:
-    """Document and branch (0 is the trunk) of every token."""
+    """Document and suffix (0 is the prefix) of every token."""
     return [
-        (index, branch)
+        (index, suffix)
         for index, document in enumerate(DOCUMENTS)
-        for branch, size in enumerate((document.trunk, *document.branches))
+        for suffix, size in enumerate((document.prefix, *document.suffixes))
         for _ in range(size)
     ]
 
 
 def may_attend(query: int, key: int) -> bool:
     """Word by word what a packed row promises."""
-    (document, branch), (key_document, key_branch) = owners()[query], owners()[key]
-    return key <= query and document == key_document and key_branch in (0, branch)
+    (document, suffix), (key_document, key_suffix) = owners()[query], owners()[key]
+    return key <= query and document == key_document and key_suffix in (0, suffix)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shares_are_equal_balanced_and_cover_the_row(num_ranks: int) -> None:
     scored = torch.tensor([0, 7, 7, 8, 23, 11])
-    shares = [share_row(LENGTH, scored, rank, num_ranks) for rank in range(num_ranks)]
-    assert torch.equal(torch.cat([share.rows for share in shares]), shares[0].order)
-    assert sorted(shares[0].order.tolist()) == list(range(LENGTH))
-    assert len({int((share.rows + 1).sum()) for share in shares}) == 1, "causal attention costs each rank as much"
-    assert sorted(torch.cat([share.where for share in shares]).tolist()) == list(range(len(scored)))
-    for share in shares:
-        assert torch.equal(share.rows[share.scored], scored[share.where])
+    shards = [shard_row(LENGTH, scored, rank, num_ranks) for rank in range(num_ranks)]
+    assert torch.equal(torch.cat([shard.rows for shard in shards]), shards[0].order)
+    assert sorted(shards[0].order.tolist()) == list(range(LENGTH))
+    assert len({int((shard.rows + 1).sum()) for shard in shards}) == 1, "causal attention costs each rank as much"
+    assert sorted(torch.cat([shard.where for shard in shards]).tolist()) == list(range(len(scored)))
+    for shard in shards:
+        assert torch.equal(shard.rows[shard.scored], scored[shard.where])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_masks_of_a_share_are_those_of_the_row(num_ranks: int) -> None:
     for rank in range(num_ranks):
-        share = share_row(LENGTH, torch.tensor([0]), rank, num_ranks)
-        masks = context_masks(DOCUMENTS, share)
-        assert torch.equal(share.order[masks.restore], torch.arange(LENGTH))
-        allowed = torch.zeros(len(share.rows), LENGTH, dtype=torch.bool)
+        shard = shard_row(LENGTH, torch.tensor([0]), rank, num_ranks)
+        masks = context_masks(DOCUMENTS, shard)
+        assert torch.equal(shard.order[masks.restore], torch.arange(LENGTH))
+        allowed = torch.zeros(len(shard.rows), LENGTH, dtype=torch.bool)
         first = 0
         for piece in masks.pieces:
             allowed[first : first + piece.size, piece.first_key : piece.last_key] = piece.mask
             first += piece.size
-        expected = [[may_attend(int(query), key) for key in range(LENGTH)] for query in share.rows]
+        expected = [[may_attend(int(query), key) for key in range(LENGTH)] for query in shard.rows]
         assert torch.equal(allowed, torch.tensor(expected))
 
 

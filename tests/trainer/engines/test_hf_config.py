@@ -145,15 +145,15 @@ def test_expert_parallel_ranks_are_among_the_others() -> None:
     config = TrainerConfig(
         data_parallel_shard=2, data_parallel_replicate=3, context_parallel=2, tensor_parallel=2, expert_parallel=8
     )
-    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_ranks_per_share) == (24, 6, 4)
+    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_model_parallel_ranks) == (24, 6, 4)
     with pytest.raises(ValueError, match=r"expert_parallel is 3; .* which is 8: \[1, 2, 4, 8\]"):
         TrainerConfig(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
 
 
 def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
     config = TrainerConfig(pipeline_parallel=2, data_parallel_shard=2, tensor_parallel=2)
-    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_ranks_per_share) == (8, 2, 4)
-    assert [config.share_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_model_parallel_ranks) == (8, 2, 4)
+    assert [config.data_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
-from trainer.engines.pytorch.failure_sync import Peers
-from trainer.engines.pytorch.mixed_precision import MasterWeights
-from trainer.engines.pytorch.offload import PARTS, Part, Placement
+from trainer.engines.pytorch.failure_sync import FailureSync
+from trainer.engines.pytorch.mixed_precision import MixedPrecision
+from trainer.engines.pytorch.offload import PARTS, Offload, Part
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.outputs import IDLE_DATUM, OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
@@ -59,15 +59,15 @@ class TorchEngine(Engine):
         self._model_info = model_info
         self._device = device
         dtype = DTYPES[config.compute_dtype]
-        self._masters: MasterWeights | None = None
+        self._mixed_precision: MixedPrecision | None = None
         if config.num_ranks == 1 and dtype != torch.float32:
-            self._masters = MasterWeights(model, dtype)
-            parameters = dict(zip(parameters, self._masters.masters, strict=True))
+            self._mixed_precision = MixedPrecision(model, dtype)
+            parameters = dict(zip(parameters, self._mixed_precision.master_weights, strict=True))
         self._parameters = parameters
         self._optimizer = Optimizer(parameters, replicas)
-        self._placement = Placement(device, self._move)
+        self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
-        self._peers = Peers(config.num_ranks, device)
+        self._failure_sync = FailureSync(config.num_ranks, device)
         self._detached_gradients: dict[str, Tensor] = {}  # while they are elsewhere than their parameters
         self._saver = CheckpointSaver()
         self._version = 0
@@ -92,7 +92,7 @@ class TorchEngine(Engine):
         output = OutputCollector(self._memory, self._config.head, entropy=False)
         with (
             self._memory.phase("forward_backward"),
-            self._placement.resident("model", "gradients"),
+            self._offload.resident("model", "gradients"),
             self._gradient_restored_on_failure(),
         ):
             self._forward_backward_rows(self._rows(microbatches), loss, output)
@@ -117,12 +117,12 @@ class TorchEngine(Engine):
                 output.add(row, None, None, {})
             if self._config.num_ranks > 1:
                 scores, _ = self._score(self._idle_row(), entropy=False)
-                self._peers.tell(failed=False)
+                self._failure_sync.tell(failed=False)
                 (scores.sum() * 0.0).backward()
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
         scores, entropy = self._score(row, entropy=loss.needs_entropy)
-        loss_sum, metrics = self._peers.do(lambda: loss(scores, entropy, self._loss_inputs(row)))
+        loss_sum, metrics = self._failure_sync.do(lambda: loss(scores, entropy, self._loss_inputs(row)))
         output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
 
@@ -139,12 +139,12 @@ class TorchEngine(Engine):
 
     def _rows(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
         """What a call computes."""
-        return self._peers.do(lambda: [self._pack(microbatch) for microbatch in microbatches])
+        return self._failure_sync.do(lambda: [self._pack(microbatch) for microbatch in microbatches])
 
     def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
         if self.hooks.after is None:
             return output.result()
-        return self._peers.do(lambda: output.result(self.hooks.after))
+        return self._failure_sync.do(lambda: output.result(self.hooks.after))
 
     def _pack(self, microbatch: Microbatch) -> PackedRow | None:
         if microbatch and self.hooks.before is not None:
@@ -173,7 +173,7 @@ class TorchEngine(Engine):
             raise ValueError(f"grad_scale is {grad_scale}; it must be finite")
         if not self._detached_gradients and all(parameter.grad is None for parameter in self._parameters.values()):
             raise ValueError("optim_step was called without a gradient; call forward_backward first")
-        with self._memory.phase("optim_step"), self._placement.resident(*PARTS):
+        with self._memory.phase("optim_step"), self._offload.resident(*PARTS):
             grad_norm = self._optimizer.step(params, grad_scale)
             skipped = not math.isfinite(grad_norm)
             if not skipped:
@@ -195,16 +195,16 @@ class TorchEngine(Engine):
 
     def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         chosen = {"model": model, "gradients": gradients, "optimizer": optimizer}
-        self._placement.rest([part for part in PARTS if chosen[part]], device)
+        self._offload.rest([part for part in PARTS if chosen[part]], device)
 
     @contextlib.contextmanager
     def train_mode(self) -> Generator[None]:
-        with self._placement.resident(*PARTS), self._training(True):
+        with self._offload.resident(*PARTS), self._training(True):
             yield
 
     @contextlib.contextmanager
     def eval_mode(self) -> Generator[None]:
-        with self._placement.resident("model"), self._training(False):
+        with self._offload.resident("model"), self._training(False):
             yield
 
     @contextlib.contextmanager
@@ -222,7 +222,7 @@ class TorchEngine(Engine):
             if parameter.grad is not None:
                 self._detached_gradients[name] = parameter.grad
                 parameter.grad = None
-        places = {each: self._placement.device_of(each) for each in PARTS} | {part: device}
+        places = {each: self._offload.device_of(each) for each in PARTS} | {part: device}
         if part == "model":
             self._move_model(device)
         elif part == "gradients":
@@ -238,8 +238,8 @@ class TorchEngine(Engine):
 
     def _move_model(self, device: torch.device) -> None:
         """Takes the parameters, which have no gradients now, to a device."""
-        if self._masters is not None:
-            self._masters.to(device, self._device)
+        if self._mixed_precision is not None:
+            self._mixed_precision.to(device, self._device)
         else:
             self._reshard()
             self._model.to(device)
@@ -270,8 +270,8 @@ class TorchEngine(Engine):
 
     def _refresh(self) -> None:
         """Lets what is computed with follow the parameters, after these have changed."""
-        if self._masters is not None and self._placement.device_of("model") == self._device:
-            self._masters.refresh()
+        if self._mixed_precision is not None and self._offload.device_of("model") == self._device:
+            self._mixed_precision.refresh()
 
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._parameters.items()
@@ -293,7 +293,7 @@ class TorchEngine(Engine):
 
     def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         self._saver.wait()
-        with self._placement.resident("model", "optimizer"):
+        with self._offload.resident("model", "optimizer"):
             state = self._state(optimizer=not weights_only)
             if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
                 del state["rng"]

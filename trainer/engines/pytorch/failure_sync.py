@@ -6,12 +6,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.engines.base import PeerError
+from trainer.engines.base import RankFailureError
 
 T = TypeVar("T")
 
 
-class Peers:
+class FailureSync:
     """The ranks of one trainer. Every method is a collective, and nothing for a single rank."""
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
@@ -19,7 +19,7 @@ class Peers:
         self._device = device
 
     def do(self, work: Callable[[], T]) -> T:
-        """Does something that may raise; on the other ranks PeerError is raised then."""
+        """Does something that may raise; on the other ranks RankFailureError is raised then."""
         try:
             result = work()
         except Exception:
@@ -29,9 +29,9 @@ class Peers:
         return result
 
     def tell(self, *, failed: bool) -> None:
-        """Raises PeerError when another rank has failed."""
+        """Raises RankFailureError when another rank has failed."""
         if self._num_ranks > 1:
             failures = torch.tensor(float(failed), device=self._device)
             dist.all_reduce(failures)
             if failures and not failed:
-                raise PeerError("another rank failed in this call")
+                raise RankFailureError("another rank failed in this call")

@@ -8,27 +8,27 @@ import torch
 from torch import nn
 
 
-class MasterWeights:
+class MixedPrecision:
     """The float32 masters of a model that computes in another dtype."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
         """Turns `model`'s float32 parameters into `compute_dtype` copies; their gradients go to the masters."""
         self._copies = list(model.parameters())
-        self.masters = [nn.Parameter(parameter.data) for parameter in self._copies]
-        for copy, master in zip(self._copies, self.masters, strict=True):
+        self.master_weights = [nn.Parameter(parameter.data) for parameter in self._copies]
+        for copy, master in zip(self._copies, self.master_weights, strict=True):
             copy.data = master.data.to(compute_dtype)
             copy.register_post_accumulate_grad_hook(_Accumulate(master))
 
     def to(self, device: torch.device, compute_device: torch.device) -> None:
         """Moves the masters. The copies are dropped elsewhere than on `compute_device`, and made anew there."""
-        for copy, master in zip(self._copies, self.masters, strict=True):
+        for copy, master in zip(self._copies, self.master_weights, strict=True):
             master.data = master.data.to(device)
             copy.data = master.data.to(copy.dtype) if device == compute_device else copy.data.new_empty(0)
 
     def refresh(self) -> None:
         """Makes the copies equal to the masters again, after these have changed."""
         with torch.no_grad():
-            for copy, master in zip(self._copies, self.masters, strict=True):
+            for copy, master in zip(self._copies, self.master_weights, strict=True):
                 copy.copy_(master)
 
 

@@ -16,7 +16,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
 
 
-class Placement:
+class Offload:
     """Which part of the state is where. On a machine without an accelerator host and device are one."""
 
     def __init__(self, device: torch.device, move: Callable[[Part, torch.device], None]) -> None:

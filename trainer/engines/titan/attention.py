@@ -2,7 +2,7 @@
 
 On a GPU torchtitan's own kernels do it: `varlen` in bfloat16, `flex` in float32, which `varlen` lacks. Neither has a
 backward pass on the CPU, where `DocumentAttention` runs one `scaled_dot_product_attention` per document, and documents
-may branch.
+may suffix.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
-from trainer.engines.titan.context import ContextMasks, Share, context_masks, document_mask
+from trainer.engines.titan.context import ContextMasks, RowShard, context_masks, document_mask
 
 # Mean tokens per call below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
 _SHORT_CALL = 256
-# Tokens of a branching document up to which one masked call is faster than one call per branch.
+# Tokens of a sharing document up to which one masked call is faster than one call per suffix.
 _DENSE_DOCUMENT = 256
 
 
@@ -34,7 +34,7 @@ class DocumentMasks(NamedTuple):
     documents: tuple[Document, ...]
     masks: tuple[Tensor | None, ...]
     """For each document, [tokens, tokens] bool, true where a row may attend to a column; None for plain causal, and
-    for a branching document that is too large for one call."""
+    for a sharing document that is too large for one call."""
 
 
 class DocumentAttention(FlexAttention):
@@ -58,7 +58,7 @@ class DocumentAttention(FlexAttention):
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`.
 
-        Under context parallelism queries are those of a share of the row, and its `ContextMasks` come in their place.
+        Under context parallelism queries are those of a shard of the row, and its `ContextMasks` come in their place.
         """
         if isinstance(attention_masks, ContextMasks):
             return _attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale, enable_gqa=enable_gqa)
@@ -66,14 +66,14 @@ class DocumentAttention(FlexAttention):
         documents = attention_masks.documents
         lengths = [document.num_tokens for document in documents]
         num_calls = sum(
-            1 if mask is not None else 1 + len(d.branches) for d, mask in zip(*attention_masks, strict=True)
+            1 if mask is not None else 1 + len(d.suffixes) for d, mask in zip(*attention_masks, strict=True)
         )
         dtype = torch.float32 if sum(lengths) < _SHORT_CALL * num_calls else q_BLNH.dtype
         parts = zip(*(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True)
         outputs: list[Tensor] = []
         for document, mask, (q, k, v) in zip(documents, attention_masks.masks, parts, strict=True):
-            if mask is None and document.branches:
-                outputs += _attend_by_branch(document, q, k, v, scale=scale, enable_gqa=enable_gqa)
+            if mask is None and document.suffixes:
+                outputs += _attend_by_suffix(document, q, k, v, scale=scale, enable_gqa=enable_gqa)
                 continue
             causal = mask is None
             outputs.append(
@@ -94,7 +94,7 @@ def choose_inner_attention(
 
 
 def shares_prefixes(device: torch.device) -> bool:
-    """Whether the kernel chosen for a device computes documents that branch."""
+    """Whether the kernel chosen for a device computes documents that suffix."""
     return device.type == "cpu"
 
 
@@ -106,19 +106,19 @@ def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Docum
     return masks
 
 
-def shared_attention_masks(
-    model: Decoder, positions: Tensor, documents: Sequence[Document], share: Share, mesh: DeviceMesh
+def sharded_attention_masks(
+    model: Decoder, positions: Tensor, documents: Sequence[Document], shard: RowShard, mesh: DeviceMesh
 ) -> Any:
-    """As `attention_masks`, for this rank's share of a row whose positions are [1, L]; `mesh` is of those who share."""
+    """As `attention_masks`, for this rank's shard of a row whose positions are [1, L]; `mesh` is of those who shard."""
     if positions.device.type == "cpu":
-        return context_masks(documents, share)
+        return context_masks(documents, shard)
     _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
     return masks
 
 
 def _mask(document: Document) -> Tensor | None:
     """See `DocumentMasks.masks`."""
-    if not document.branches or document.num_tokens > _DENSE_DOCUMENT:
+    if not document.suffixes or document.num_tokens > _DENSE_DOCUMENT:
         return None
     return document_mask(document, 0, document.num_tokens)
 
@@ -126,7 +126,7 @@ def _mask(document: Document) -> Tensor | None:
 def _attend_in_context(
     q: Tensor, k: Tensor, v: Tensor, masks: ContextMasks, *, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """[1, L / n, heads, head_dim] queries of a share, [1, L, heads, head_dim] gathered keys and values."""
+    """[1, L / n, heads, head_dim] queries of a shard, [1, L, heads, head_dim] gathered keys and values."""
     q, k, v = q.transpose(1, 2), k[:, masks.restore].transpose(1, 2), v[:, masks.restore].transpose(1, 2)
     queries = q.split([piece.size for piece in masks.pieces], dim=2)
     outputs = [
@@ -143,23 +143,25 @@ def _attend_in_context(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _attend_by_branch(
+def _attend_by_suffix(
     document: Document, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool
 ) -> list[Tensor]:
-    """One call for the trunk, one for each branch with the trunk's keys and its own; all [1, heads, tokens, dim]."""
-    sizes = (document.trunk, *document.branches)
-    (q_trunk, *q_branches), (k_trunk, *k_branches), (v_trunk, *v_branches) = (x.split(sizes, dim=2) for x in (q, k, v))
+    """One call for the prefix, one for each suffix with the prefix's keys and its own; all [1, heads, tokens, dim]."""
+    sizes = (document.prefix, *document.suffixes)
+    (q_prefix, *q_suffixes), (k_prefix, *k_suffixes), (v_prefix, *v_suffixes) = (
+        x.split(sizes, dim=2) for x in (q, k, v)
+    )
     outputs = [
-        F.scaled_dot_product_attention(q_trunk, k_trunk, v_trunk, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        F.scaled_dot_product_attention(q_prefix, k_prefix, v_prefix, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     ]
-    for q_branch, k_branch, v_branch in zip(q_branches, k_branches, v_branches, strict=True):
-        size = q_branch.shape[2]
+    for q_suffix, k_suffix, v_suffix in zip(q_suffixes, k_suffixes, v_suffixes, strict=True):
+        size = q_suffix.shape[2]
         if size:
-            mask = torch.ones(size, document.trunk + size, dtype=torch.bool).tril(document.trunk)
-            keys, values = torch.cat([k_trunk, k_branch], dim=2), torch.cat([v_trunk, v_branch], dim=2)
+            mask = torch.ones(size, document.prefix + size, dtype=torch.bool).tril(document.prefix)
+            keys, values = torch.cat([k_prefix, k_suffix], dim=2), torch.cat([v_prefix, v_suffix], dim=2)
             outputs.append(
                 F.scaled_dot_product_attention(
-                    q_branch, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+                    q_suffix, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
                 )
             )
     return outputs

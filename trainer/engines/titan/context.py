@@ -22,7 +22,7 @@ _BLOCK = 128
 _FLOAT8_MULTIPLE = 16
 
 
-class Share(NamedTuple):
+class RowShard(NamedTuple):
     """The positions of a row that one rank computes, in the order in which it does."""
 
     rows: Tensor
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
-    """What the number of tokens of a row must be a multiple of, for equal shares of ranks and for float8."""
+    """What the number of tokens of a row must be a multiple of, for equal shards of ranks and for float8."""
     if config.context_parallel == 1:
         # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
         parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
@@ -46,22 +46,22 @@ def row_multiple(config: TrainerConfig, device: torch.device) -> int:
     return 2 * config.context_parallel * config.tensor_parallel * block
 
 
-def share_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> Share:
-    """The share of a rank in a row whose length is a multiple of 2 * num_ranks; `scored` [S] are indices into it."""
+def shard_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> RowShard:
+    """The shard of a rank in a row whose length is a multiple of 2 * num_ranks; `scored` [S] are indices into it."""
     chunks = torch.arange(length, device=scored.device).chunk(2 * num_ranks)
-    shares = [torch.cat([chunks[r], chunks[2 * num_ranks - 1 - r]]) for r in range(num_ranks)]
-    order, rows = torch.cat(shares), shares[rank]
+    shards = [torch.cat([chunks[r], chunks[2 * num_ranks - 1 - r]]) for r in range(num_ranks)]
+    order, rows = torch.cat(shards), shards[rank]
     place = order.argsort()[scored] - rank * len(rows)
     where = ((place >= 0) & (place < len(rows))).nonzero()[:, 0]
-    return Share(rows, order, place[where], where)
+    return RowShard(rows, order, place[where], where)
 
 
-def gather_scored(values: Tensor, share: Share, num_scored: int, group: dist.ProcessGroup) -> Tensor:
+def gather_scored(values: Tensor, shard: RowShard, num_scored: int, group: dist.ProcessGroup) -> Tensor:
     """[s] values of a rank's scored positions -> [S] of the row's, on every rank.
 
     The gradient is that of one copy: every rank goes on to compute the same loss from the same values.
     """
-    result: Any = _GatherScored.apply(values, share.where, num_scored, group)
+    result: Any = _GatherScored.apply(values, shard.where, num_scored, group)
     return result
 
 
@@ -80,7 +80,7 @@ class _GatherScored(torch.autograd.Function):
 
 
 class Piece(NamedTuple):
-    """Neighbouring positions of a share that belong to one document."""
+    """Neighbouring positions of a shard that belong to one document."""
 
     size: int
     first_key: int
@@ -91,33 +91,33 @@ class Piece(NamedTuple):
 
 
 class ContextMasks(NamedTuple):
-    """What attention on the CPU needs to know of a rank's share."""
+    """What attention on the CPU needs to know of a rank's shard."""
 
     restore: Tensor
     """[L] takes gathered keys and values to the order of the row."""
     pieces: tuple[Piece, ...]
-    """They add up to the share."""
+    """They add up to the shard."""
 
 
-def context_masks(documents: Sequence[Document], share: Share) -> ContextMasks:
-    """The masks of a share; the documents add up to the row."""
+def context_masks(documents: Sequence[Document], shard: RowShard) -> ContextMasks:
+    """The masks of a shard; the documents add up to the row."""
     starts = torch.cumsum(torch.tensor([0, *(document.num_tokens for document in documents)]), 0)
-    owner = torch.searchsorted(starts, share.rows, right=True) - 1
-    new_piece = (share.rows.diff() != 1) | (owner.diff() != 0)
-    bounds = [0, *(new_piece.nonzero()[:, 0] + 1).tolist(), len(share.rows)]
+    owner = torch.searchsorted(starts, shard.rows, right=True) - 1
+    new_piece = (shard.rows.diff() != 1) | (owner.diff() != 0)
+    bounds = [0, *(new_piece.nonzero()[:, 0] + 1).tolist(), len(shard.rows)]
     pieces: list[Piece] = []
     for begin, end in itertools.pairwise(bounds):
         document, start = documents[int(owner[begin])], int(starts[owner[begin]])
-        first, stop = int(share.rows[begin]), int(share.rows[end - 1]) + 1
+        first, stop = int(shard.rows[begin]), int(shard.rows[end - 1]) + 1
         pieces.append(Piece(end - begin, start, stop, document_mask(document, first - start, stop - start)))
-    return ContextMasks(share.order.argsort(), tuple(pieces))
+    return ContextMasks(shard.order.argsort(), tuple(pieces))
 
 
 def document_mask(document: Document, first: int, stop: int) -> Tensor:
     """[stop - first, stop] bool: which tokens of a document its tokens `first` to `stop - 1` may attend to."""
     mask = torch.ones(stop - first, stop, dtype=torch.bool).tril(first)
-    if document.branches:
-        sizes = torch.tensor((document.trunk, *document.branches))
-        branch = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
-        mask &= (branch[first:, None] == branch) | (branch == 0)
+    if document.suffixes:
+        sizes = torch.tensor((document.prefix, *document.suffixes))
+        suffix = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
+        mask &= (suffix[first:, None] == suffix) | (suffix == 0)
     return mask

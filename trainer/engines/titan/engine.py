@@ -2,7 +2,7 @@
 
 With more than one rank torchtitan's `parallelize_fn` applies tensor, context and expert parallelism, activation
 checkpointing and FSDP2, to each stage of a pipeline if there is one. With one rank nothing is sharded and
-`MasterWeights` does the mixed precision.
+`MixedPrecision` does the mixed precision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
-from trainer.engines.titan.attention import attention_masks, shared_attention_masks, shares_prefixes
+from trainer.engines.titan.attention import attention_masks, sharded_attention_masks, shares_prefixes
 from trainer.engines.titan.build import build_model
-from trainer.engines.titan.context import Share, gather_scored, row_multiple, share_row
+from trainer.engines.titan.context import RowShard, gather_scored, row_multiple, shard_row
 from trainer.engines.titan.experts import split_experts
 from trainer.engines.titan.pipeline import StageInputs
 from trainer.engines.titan.specs import named_parameters, share_rope_cache
@@ -68,24 +68,24 @@ class TitanEngine(TorchEngine):
         return self._answer(super().forward(microbatches, entropy=entropy))
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        inputs, share = self._inputs(row, entropy=entropy)
+        inputs, shard = self._inputs(row, entropy=entropy)
         logprobs, entropies = self._parts[0](inputs.tokens, **inputs.others)
-        whole = self._whole(logprobs, share, len(row.scored))
-        return whole, None if entropies is None else self._whole(entropies, share, len(row.scored))
+        whole = self._whole(logprobs, shard, len(row.scored))
+        return whole, None if entropies is None else self._whole(entropies, shard, len(row.scored))
 
-    def _inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, Share | None]:
-        """What the model takes of a row, and this rank's share of it under context parallelism."""
+    def _inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
+        """What the model takes of a row, and this rank's shard of it under context parallelism."""
         row = pad_row(row, row_multiple(self._config, self._device))
         tokens, positions = self._tensor(row.tokens), self._tensor(row.positions)
         scored, targets = self._tensor(row.scored), self._tensor(row.loss_inputs["target_tokens"])
         decoder = self._parts[0]
         if self._context_mesh is None:
-            share, rows = None, slice(None)
+            shard, rows = None, slice(None)
             masks = attention_masks(decoder, positions[None], row.documents)
         else:
-            share = share_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
-            rows, scored, targets = share.rows, share.scored, targets[share.where]
-            masks = shared_attention_masks(decoder, positions[None], row.documents, share, self._context_mesh)
+            shard = shard_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
+            rows, scored, targets = shard.rows, shard.scored, targets[shard.where]
+            masks = sharded_attention_masks(decoder, positions[None], row.documents, shard, self._context_mesh)
         others: Mapping[str, Any] = {
             "positions": positions[rows][None],
             "attention_masks": masks,
@@ -93,13 +93,13 @@ class TitanEngine(TorchEngine):
             "targets": targets,
             "entropy": entropy,
         }
-        return StageInputs(tokens[rows][None], others), share
+        return StageInputs(tokens[rows][None], others), shard
 
-    def _whole(self, values: Tensor, share: Share | None, num_scored: int) -> Tensor:
-        """The values of a row's scored positions from those of this rank's share, if it has only one."""
-        if self._context_mesh is None or share is None:
+    def _whole(self, values: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
+        """The values of a row's scored positions from those of this rank's shard, if it has only one."""
+        if self._context_mesh is None or shard is None:
             return values
-        return gather_scored(values, share, num_scored, self._context_mesh.get_group())
+        return gather_scored(values, shard, num_scored, self._context_mesh.get_group())
 
     def _forward_backward_rows(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         if self._pipeline is None:
@@ -128,9 +128,9 @@ class TitanEngine(TorchEngine):
         errors: list[Exception] = []
 
         def of_row(scores: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
-            row, share = padded[index], prepared[index][1]
+            row, shard = padded[index], prepared[index][1]
             assert row is not None
-            values = [self._whole(each, share, len(row.scored)) for each in scores]
+            values = [self._whole(each, shard, len(row.scored)) for each in scores]
             return values[0], values[1] if len(values) > 1 else None
 
         def compute_loss(scores: Tensor, index: int) -> Tensor:
@@ -147,7 +147,7 @@ class TitanEngine(TorchEngine):
 
         scores = self._pipeline.run([inputs for inputs, _ in prepared], None if loss is None else compute_loss)
         if loss is not None:
-            self._peers.tell(failed=bool(errors))
+            self._failure_sync.tell(failed=bool(errors))
         if errors:
             raise errors[0]
         if not self._pipeline.is_last:

@@ -1,4 +1,4 @@
-"""The processes of `test_torn_reads`: the real publisher and the real slots, without Monarch and vLLM.
+"""The processes of `test_inconsistent_reads`: the real publisher and the real buffers, without Monarch and vLLM.
 
 Every element of version v of tensor i is `value(v, i)`, so a mixture of two versions shows wherever it is.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl.weights.buffer import WeightSlot
+from rl.weights.buffer import WeightBuffer
 from rl.weights.manifest import UnknownVersionError, WeightsError
 from rl.weights.registry import living_versions
 from trainer.push import WeightPublisher
@@ -98,7 +98,7 @@ def publish(rank: int, folder: str) -> None:
     )
     mesh = init_device_mesh("cpu", (2,))
     publisher = WeightPublisher(
-        torch.bfloat16, "shared_memory", store=StoreClient(f"{folder}/store"), full_digests=True
+        torch.bfloat16, "shared_memory", store=StoreClient(f"{folder}/store"), full_checksums=True
     )
     version = 0
     try:
@@ -118,8 +118,8 @@ def read(folder: str, seed: int) -> None:
     """A generator rank: reads the newest version or the one before it until the store is gone."""
     torch.set_num_threads(1)
     choose = torch.Generator().manual_seed(seed)
-    counts = {"whole": 0, "refused": 0, "torn": 0}
-    slots: dict[tuple[int, int, int], WeightSlot] = {}
+    counts = {"whole": 0, "refused": 0, "inconsistent": 0}
+    buffers: dict[tuple[int, int, int], WeightBuffer] = {}
     store = StoreClient(f"{folder}/store")
 
     async def read_one() -> None:
@@ -128,16 +128,16 @@ def read(folder: str, seed: int) -> None:
             await asyncio.sleep(0.002)
             return
         record = records[int(torch.randint(len(records), (), generator=choose))]
-        assert record.slot is not None
-        if record.slot not in slots:
-            slots[record.slot] = WeightSlot.open(record.slot)
-        slot = slots[record.slot]
-        with slot.reading(record):
-            slot.check_digests(record)
-            tensors = [slot.tensor(spec).clone() for spec in record.manifest]
+        assert record.buffer is not None
+        if record.buffer not in buffers:
+            buffers[record.buffer] = WeightBuffer.open(record.buffer)
+        buffer = buffers[record.buffer]
+        with buffer.reading(record):
+            buffer.check_checksums(record)
+            tensors = [buffer.tensor(spec).clone() for spec in record.manifest]
         for spec, tensor in zip(record.manifest, tensors, strict=True):
             if not (tensor == value(record.version, int(spec.name[1:]))).all():
-                counts["torn"] += 1
+                counts["inconsistent"] += 1
         counts["whole"] += 1
 
     while True:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import torn_processes
+from tests.e2e import inconsistent_read_processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -23,13 +23,13 @@ NUM_SCHEDULES = 200
 
 def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # imports what DTensors need once, not once a process
-    context.set_forkserver_preload(["tests.e2e.torn_processes", "torch._dynamo", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(["tests.e2e.inconsistent_read_processes", "torch._dynamo", "torch.distributed.fsdp"])
     before, totals = set(Path("/dev/shm").iterdir()), Counter[str]()
     for schedule in range(NUM_SCHEDULES):
         folder = tmp_path / str(schedule)
         folder.mkdir()
         totals += _run(context, folder, random.Random(schedule))
-    assert totals["torn"] == 0
+    assert totals["inconsistent"] == 0
     # How many depends on how busy the host is; so many show that the kills fell among pushes and pulls.
     assert totals["whole"] > 3 * NUM_SCHEDULES
     assert totals["published"] > 3 * NUM_SCHEDULES
@@ -40,10 +40,12 @@ def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
 def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
     """Kills one process at a random moment of pushes and pulls, and looks at what the others then do."""
     processes: dict[str, BaseProcess] = {
-        "store": context.Process(target=torn_processes.serve_store, args=(str(folder / "store"),)),
-        "trainer0": context.Process(target=torn_processes.publish, args=(0, str(folder))),
-        "trainer1": context.Process(target=torn_processes.publish, args=(1, str(folder))),
-        "generator": context.Process(target=torn_processes.read, args=(str(folder), choose.randrange(1 << 30))),
+        "store": context.Process(target=inconsistent_read_processes.serve_store, args=(str(folder / "store"),)),
+        "trainer0": context.Process(target=inconsistent_read_processes.publish, args=(0, str(folder))),
+        "trainer1": context.Process(target=inconsistent_read_processes.publish, args=(1, str(folder))),
+        "generator": context.Process(
+            target=inconsistent_read_processes.read, args=(str(folder), choose.randrange(1 << 30))
+        ),
     }
     try:
         for process in processes.values():
@@ -71,7 +73,9 @@ def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
             error = _report(folder, name).get("error")
             assert error in (None, "WeightsError", "RuntimeError", "DistBackendError", "DistNetworkError"), name
         reports = [_report(folder, name) for name in processes]
-        return Counter({key: sum(r.get(key, 0) for r in reports) for key in ("whole", "refused", "torn", "published")})
+        return Counter(
+            {key: sum(r.get(key, 0) for r in reports) for key in ("whole", "refused", "inconsistent", "published")}
+        )
     finally:
         for process in processes.values():
             _kill(process)
