@@ -28,18 +28,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.even_words import EvenWords, even
 from benchmarks.harness import Bar, print_result
-from benchmarks.tiny_models import tiny_llama
 from controller.commands.output import CapturedOutput
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.runs.console import Console
 from generator.config import GeneratorConfig
+from rl.envs.even_words import EvenWords, even
 from rl.envs.procedural import TextProblem
 from rl.rollouts.evaluation import Interval, bootstrap
 from rl.runs.folder import RunFolder
+from rl.tiny_models import tiny_llama
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

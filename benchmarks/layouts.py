@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine_ranks import LENGTHS, critic_batch, plan, relative_error, spawn, whole
 from benchmarks.harness import Bar, print_result
-from benchmarks.tiny_models import tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.losses import get_loss
+from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
 
 LIMIT = 1e-5
 QUICK = ("fsdp 2", "cp 2", "pp 2", "ep 2")

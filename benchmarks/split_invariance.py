@@ -19,15 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine_ranks import random_batch, relative_error, spawn, whole
 from benchmarks.harness import Bar, print_result
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.data.batching import plan_batch
 from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.plain_ranks import relative_error, spawn, whole
 
 LIMIT = 1e-5
 MODELS: dict[str, Callable[[Path], Path]] = {

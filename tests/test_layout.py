@@ -73,6 +73,14 @@ def test_imports_go_one_way(package: str) -> None:
         assert not wrong, f"{path} imports {', '.join(sorted(wrong))}"
 
 
+def test_tests_import_no_benchmark() -> None:
+    # Tests and benchmarks change for different reasons. What both need is in rl/tiny_models.py or the package it tests.
+    for path in sources("tests"):
+        if path.parts[1] != "benchmarks":
+            imported = imported_packages(ast.parse((ROOT / path).read_text()))
+            assert "benchmarks" not in imported, f"{path} imports benchmarks"
+
+
 def test_import_check_sees_every_form_of_import() -> None:
     code = "import vllm.engine\ndef f():\n    from torchtitan.models import x\nimportlib.import_module('monarch.actor')"
     assert imported_packages(ast.parse(code)) == {"vllm", "torchtitan", "monarch"}

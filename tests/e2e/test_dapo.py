@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.even_words import EvenWords
 from controller.loops import dapo
 from controller.loops.dapo import DAPOConfig
 from controller.runs.console import Console
+from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.even_words import EvenWords, even
 from controller.commands.replay import replayed
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.meshes.errors import TrainingStoppedError
 from controller.runs.console import Console
+from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.even_words import EvenWords
-from benchmarks.tiny_models import VOCAB_SIZE
 from controller.loops import accumulate, distill, ppo
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.distill import DistillConfig
@@ -24,10 +22,12 @@ from generator.config import GeneratorConfig
 from rl.advantages.group_relative import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.supervised import text_to_datum
+from rl.envs.even_words import EvenWords
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.runs.folder import RunFolder
 from rl.schedules import adapted_to_kl
+from rl.tiny_models import VOCAB_SIZE
 from rl.types import AdamParams, Completion, Group, Rollout, SamplingParams, Turn
 from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.engine_ranks import LENGTHS, plan, random_batch, relative_error
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.losses import get_loss
 from rl.protocols import Generator, Trainer
+from rl.tiny_models import random_batch
 from rl.types import AdamParams, Completion, Datum
 from tests.e2e.weight_meshes import GREEDY, PROMPTS
 from tests.generator.served_models import served_qwen3, served_qwen3_moe
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
 
 pytestmark = pytest.mark.e2e
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from benchmarks.tiny_models import tiny_llama
 from controller.loops import dpo, sft
 from controller.loops.dpo import DPOConfig
 from controller.loops.sft import SFTConfig
 from controller.runs.console import Console
 from rl.data.sources import JsonlExamples, JsonlPreferences, Preference, Preferences
 from rl.runs.folder import RunFolder
+from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.e2e

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.engine_ranks import random_batch
-from benchmarks.tiny_models import tiny_llama
 from controller.meshes.trainer_handle import TrainerHandle
 from rl.losses import LossInputs, get_loss
+from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from benchmarks.even_words import EvenWords
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
+from rl.envs.even_words import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 
 _OPTIONS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.1}
 

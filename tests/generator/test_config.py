@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny_models import tiny_llama
 from generator.config import GeneratorConfig
 from generator.options import check_hardware, engine_options
+from rl.tiny_models import tiny_llama
 from tests.generator.served_models import served_llama
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.tiny_models import VOCAB_SIZE, tiny_llama, tiny_qwen3
 from rl.hf_config import inspect_model
+from rl.tiny_models import VOCAB_SIZE, tiny_llama, tiny_qwen3
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_ranks import LENGTHS, plan, random_batch, spawn, whole
 from rl.losses import LossInputs, get_loss
+from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from tests.stores import FakeStore, living, read_buffer
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
+from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
 from trainer.push import WeightPublisher
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)

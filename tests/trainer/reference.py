@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.tiny_models import VOCAB_SIZE
+from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
 
 TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.engine_ranks import random_batch
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.reference import ReferencePolicy
 from trainer import checkpoint

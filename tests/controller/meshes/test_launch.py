@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiny_models import tiny_llama
 from controller.meshes.launch import GPUPool, Launcher, launch
 from generator.config import GeneratorConfig
+from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.tiny_models import tiny_llama
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.version_records import VersionRecords
+from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import RankFailureError

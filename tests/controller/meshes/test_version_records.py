@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_models import tiny_llama
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
+from rl.tiny_models import tiny_llama
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 

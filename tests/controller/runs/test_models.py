@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.tiny_models import tiny_llama
 from controller.runs import models
 from controller.runs.models import cache_directory, resolve_model
 from rl.hf_config import inspect_model
+from rl.tiny_models import tiny_llama
 
 BUILD = """
 import shutil, sys, time

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
 from rl.data.supervised import text_to_datum
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.rendering import Renderer
+from rl.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.types import AdamParams, Completion, Datum, PullMode, SamplingParams
 from tests.trainer.engine_trainer import EngineTrainer
 from tests.trainer.reference import ReferencePolicy

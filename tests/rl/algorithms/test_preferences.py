@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.engine_ranks import relative_error
-from benchmarks.tiny_models import tiny_llama
 from rl.algorithms.preferences import (
     PAIR_LOSSES,
     measure_pairs,
@@ -20,9 +18,11 @@ from rl.algorithms.preferences import (
 )
 from rl.data.sources import Preference
 from rl.rollouts.rendering import Renderer
+from rl.tiny_models import tiny_llama
 from rl.types import AdamParams
 from tests.trainer.engine_trainer import EngineTrainer
 from tests.trainer.reference import ReferencePolicy
+from trainer.engines.plain_ranks import relative_error
 
 BETA = 0.3
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {

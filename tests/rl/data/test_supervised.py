@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.tiny_models import tiny_llama
 from rl.data.sources import Example
 from rl.data.supervised import eval_loss, examples_to_data, text_to_datum
 from rl.rollouts.evaluation import Measurement, bootstrap
 from rl.rollouts.rendering import Renderer
+from rl.tiny_models import tiny_llama
 from tests.trainer.engine_trainer import EngineTrainer
 from tests.trainer.reference import ReferencePolicy
 

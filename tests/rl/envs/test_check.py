@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rl.envs.check import check_env, require_env
+from rl.envs.even_words import EvenWords
 from rl.envs.guess_number import GuessNumber
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
@@ -31,6 +32,7 @@ def _jsonl(folder: Path) -> JsonlReward:
 
 
 SHIPPED: dict[str, Callable[[Path], Env]] = {
+    "even_words": lambda folder: EvenWords(),
     "guess_number": lambda folder: GuessNumber(),
     "jsonl": _jsonl,
     "largest_number": lambda folder: LargestNumber(),

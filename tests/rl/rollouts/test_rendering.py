@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.tiny_models import tiny_llama
 from rl.protocols import Done, Episode, Observation, Prompt, Reply
 from rl.rollouts.episodes import rollout_group, rollout_to_datum
 from rl.rollouts.rendering import Renderer
+from rl.tiny_models import tiny_llama
 from rl.types import Completion, SamplingParams
 
 FIRST = [{"role": "user", "content": "Guess a number."}]

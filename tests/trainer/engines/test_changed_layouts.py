@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, whole
-from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.stores import FakeStore, living, read_buffer
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.plain_ranks import plan, relative_error, spawn, whole
 from trainer.push import WeightPublisher
 
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.engine_ranks import plan, random_batch, relative_error, spawn, whole
-from benchmarks.tiny_models import tiny_llama
 from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.plain_ranks import plan, relative_error, spawn, whole
 
 pytestmark = pytest.mark.slow  # compiling takes a minute
 

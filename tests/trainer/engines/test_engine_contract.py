@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.engine_ranks import random_batch, relative_error
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3
 from rl.data.packing import PackedRow
 from rl.losses import LossInputs, get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum
 from tests.trainer.reference import ReferencePolicy, importance_sampling, random_groups
 from trainer.config import EngineName, TrainerConfig
 from trainer.engines import ENGINES, base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
 from trainer.engines.hf import transformers_policy
+from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 from trainer.engines.titan import scoring
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3
+from rl.tiny_models import tiny_llama, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.hf_config import HFMoEConfig, Llama3RopeScaling, check_supported, read_hf_config

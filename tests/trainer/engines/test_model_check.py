@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits, check_model, describe_model
 

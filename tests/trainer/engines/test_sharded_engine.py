@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_ranks import LENGTHS, plan, random_batch, relative_error
-from benchmarks.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer import ranks
 from tests.trainer.reference import ReferencePolicy, by_stored_name
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},

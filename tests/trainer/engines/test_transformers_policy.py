@@ -20,11 +20,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.engine_ranks import random_batch, relative_error
 from rl.losses import get_loss
+from rl.tiny_models import random_batch
 from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.plain_ranks import relative_error
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
-from benchmarks.engine_ranks import critic_batch, relative_error
-from benchmarks.tiny_models import tiny_critic, tiny_llama, tiny_qwen3
 from rl.losses import LossInputs, get_loss
+from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
 from tests.trainer.reference import random_groups
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
 from trainer.engines.model_check import check_model
+from trainer.engines.plain_ranks import relative_error
 
 LENGTHS = (1, 17, 5, 40)
 BATCH = critic_batch(LENGTHS)

@@ -1,9 +1,16 @@
-"""Hugging Face model directories with random weights, small enough that a test builds one in a fraction of a second."""
+"""Tiny models with random weights, and random batches for them: to try a loop, a loss or an engine within seconds.
 
+It is in `rl` because tests, benchmarks and users' own tests all need it, and nothing that they share may import the
+others. `rl.envs.even_words` is a task that such a model learns.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -16,33 +23,38 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rl.types import Datum
+
 VOCAB_SIZE = 64
 
 
 def tiny_llama(
     path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
 ) -> Path:
-    """A Llama of two layers, four heads and 64 tokens; `options` go to `LlamaConfig`."""
+    """Writes a Llama of two layers, four heads and 64 tokens to `path`; `options` go to `LlamaConfig`.
+
+    The directory holds config, weights and a tokenizer whose words are "w0" to "w63", as every directory made here.
+    """
     config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**_shape(), **options})
     return _save(LlamaForCausalLM, config, path, dtype)
 
 
 def tiny_critic(path: Path) -> Path:
-    """The same Llama with one random value per position in the place of its output projection."""
+    """Writes the same Llama with a head that gives one value per position instead of logits."""
     options: dict[str, Any] = {**_shape(), "num_labels": 1}
     config = LlamaConfig(tie_word_embeddings=False, num_key_value_heads=2, **options)
     return _save(LlamaForSequenceClassification, config, path, torch.float32)
 
 
 def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """A Qwen3 of the same shape, whose head size is not dim / heads."""
+    """Writes a Qwen3 of the same shape, except that its head size is not hidden size / heads."""
     options = {**_shape(), "head_dim": 16, **options}
     config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, **options)
     return _save(Qwen3ForCausalLM, config, path, dtype)
 
 
 def tiny_qwen3_moe(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """A Qwen3 of the same shape with four experts per layer, two per token."""
+    """Writes a Qwen3 of the same shape with four experts per layer, two of them used per token."""
     options = {
         **_shape(),
         "head_dim": 16,
@@ -83,3 +95,31 @@ def _save(model_class: Any, config: Any, path: Path, dtype: torch.dtype) -> Path
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0").save_pretrained(path)
     return path
+
+
+def random_batch(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[Datum]:
+    """One datum per length, with inputs for any policy loss; the first third of each datum has weight 0."""
+    rng = np.random.default_rng(seed)
+    batch: list[Datum] = []
+    for length in lengths:
+        tokens = rng.integers(0, vocab_size, length + 1)
+        weights = rng.uniform(0.5, 1.5, length).astype(np.float32)
+        weights[: length // 3] = 0
+        inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
+            "target_tokens": tokens[1:],
+            "weights": weights,
+            "logprobs": rng.normal(-4.0, 0.5, length).astype(np.float32),
+            "advantages": rng.normal(size=length).astype(np.float32),
+        }
+        batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
+    return batch
+
+
+def critic_batch(lengths: Sequence[int], seed: int = 0) -> list[Datum]:
+    """A `random_batch` that also has the inputs of the value loss."""
+    rng = np.random.default_rng(seed)
+    batch: list[Datum] = []
+    for datum in random_batch(lengths, seed):
+        inputs = {name: rng.normal(size=len(datum.tokens)).astype(np.float32) for name in ("old_values", "returns")}
+        batch.append(Datum(tokens=datum.tokens, loss_inputs={**datum.loss_inputs, **inputs}))
+    return batch
