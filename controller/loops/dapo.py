@@ -68,10 +68,10 @@ async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
                 report.evaluation(step - 1, await source.evaluate(generator))
             clock = PhaseClock()
             with clock("generate"):
-                refill = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
-            next_problem += len(refill.sampled)
+                sampled = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
+            next_problem += len(sampled.all)
             keep = (lambda _: True) if config.overlong_cache else not_truncated
-            batch = [datum for group in refill.groups for datum in group_to_data(group, advantage, keep=keep)]
+            batch = [datum for group in sampled.with_signal for datum in group_to_data(group, advantage, keep=keep)]
             if batch:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
@@ -81,10 +81,10 @@ async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
-                report.step(step, clock, refill.sampled, batch, output, update, {"groups_sampled": len(refill.sampled)})
+                report.step(step, clock, sampled.all, batch, output, update, {"groups_sampled": len(sampled.all)})
             else:
-                why = f"none of {len(refill.sampled)} groups had something to learn from"
-                report.step_without_signal(step, clock, refill.sampled, why)
+                why = f"none of {len(sampled.all)} groups had something to learn from"
+                report.step_without_signal(step, clock, sampled.all, why)
             await checkpoints.after_step(step, next_problem=next_problem)
 
         report.evaluation(config.num_steps, await source.evaluate(generator))

@@ -83,13 +83,14 @@ async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
             with clock("forward"):
                 logprobs = await pairs.sequence_logprobs(trainer, batch)
             with clock("forward_backward"):
-                gaps = pairs.pair_gaps(logprobs, reference[step - 1])
-                _, slopes = pairs.PAIR_LOSSES[config.loss](gaps, config.beta)
-                output = await trainer.forward_backward(pairs.weigh_pairs(batch, slopes), "cross_entropy")
+                differences = pairs.log_ratio_differences(logprobs, reference[step - 1])
+                _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
+                output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
             with clock("optim_step"):
-                update = await trainer.optim_step(config.adam(learning_rate(step - 1)), grad_scale=1 / len(gaps))
+                update = await trainer.optim_step(config.adam(learning_rate(step - 1)), grad_scale=1 / len(differences))
             metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, reference[step - 1]).items()}
-            report.step(step, clock, (), batch, output, update, {**metrics, "pairs_too_long": per_step - len(gaps)})
+            metrics["pairs_too_long"] = per_step - len(differences)
+            report.step(step, clock, (), batch, output, update, metrics)
             await checkpoints.after_step(step)
 
         report.measured(config.num_steps, **measure(await pairs.sequence_logprobs(trainer, eval_data), of_eval))

@@ -13,7 +13,7 @@ from controller.runs.console import Console
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.report import Report
 from controller.runs.rollout_source import RolloutSource
-from rl.algorithms.actor_critic import PPOParams, minibatches, ppo_advantages, together
+from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages
 from rl.algorithms.metrics import PhaseClock
 from rl.checks import check_at_least
 from rl.losses import get_loss
@@ -90,7 +90,7 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
-                learned, output, losses = together(parts, outputs)
+                learned, output, losses = merge_minibatches(parts, outputs)
                 report.step(step, clock, groups, learned, output, updates[-1], metrics | losses)
             else:
                 report.step_without_signal(step, clock, groups, why="no rollout has a sampled token")

@@ -1,6 +1,7 @@
-"""How far apart two policies are, by their log-probs of the tokens that one of them sampled.
+"""KL divergence between two policies, estimated from their log-probs of tokens that one of them sampled.
 
-NumPy twins of what `rl.losses.shared` computes with gradients, for rewards, metrics and decisions of the controller.
+In NumPy, for rewards, metrics and decisions of the controller; `rl.losses.shared` has the same estimators with
+gradients. Legend: T positions of a datum, N scored positions.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,15 @@ from rl.types import Datum
 Array = NDArray[np.float64]
 
 
-def kl_estimates(generator: NDArray[np.floating], other: NDArray[np.floating], estimator: KLEstimator) -> Array:
-    """[N] estimates, token by token, of KL(generator || other): k1, k2 or k3 of http://joschu.net/blog/kl-approx.html.
+def kl_estimates(
+    generator_logprobs: NDArray[np.floating], other_logprobs: NDArray[np.floating], estimator: KLEstimator
+) -> Array:
+    """[N] estimates, one per token, of KL(generator || other): k1, k2 or k3 of http://joschu.net/blog/kl-approx.html.
 
-    All are of the policy that sampled the tokens, from the other. k1, the difference, is what a penalty in the reward
-    is made of; k3 is never negative and of low variance, which suits a measurement.
+    The tokens must have been sampled by the first policy. k1, the plain difference, is the usual penalty in the reward.
+    k3 is never negative and has low variance, which suits a measurement.
     """
-    log_ratio = np.asarray(generator, dtype=np.float64) - np.asarray(other, dtype=np.float64)
+    log_ratio = np.asarray(generator_logprobs, dtype=np.float64) - np.asarray(other_logprobs, dtype=np.float64)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -30,22 +33,22 @@ def kl_estimates(generator: NDArray[np.floating], other: NDArray[np.floating], e
 
 def sampled_logprobs(batch: Sequence[Datum]) -> list[NDArray[np.float32]]:
     """One [N] per datum: the generator's log-probs of the scored tokens."""
-    return at_scored(batch, [datum.loss_inputs["logprobs"] for datum in batch])
+    return gather_scored(batch, [datum.loss_inputs["logprobs"] for datum in batch])
 
 
-def at_scored(batch: Sequence[Datum], arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-    """One [T] per datum -> one [N]: its values at the scored positions."""
+def gather_scored(batch: Sequence[Datum], arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+    """One [T] per datum -> one [N] per datum: the values at its scored positions."""
     return [array[datum.weights != 0] for datum, array in zip(batch, arrays, strict=True)]
 
 
-def to_positions(datum: Datum, values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """[N] values of the scored positions -> [T], 0 elsewhere."""
+def scatter_scored(datum: Datum, values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """[N] values of a datum's scored positions -> [T], 0 at all other positions."""
     array = np.zeros(len(datum.tokens), dtype=np.float32)
     array[datum.weights != 0] = values
     return array
 
 
 def kl_from_generator(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]]) -> float:
-    """Mean over the scored tokens of k3 of KL(generator || policy), with the policy's log-probs, one [T] per datum."""
-    pairs = zip(sampled_logprobs(batch), at_scored(batch, logprobs), strict=True)
-    return float(np.concatenate([kl_estimates(generator, policy, "k3") for generator, policy in pairs]).mean())
+    """KL(generator || policy) by k3, averaged over scored tokens. `logprobs` are the policy's, one [T] per datum."""
+    pairs = zip(sampled_logprobs(batch), gather_scored(batch, logprobs), strict=True)
+    return float(np.concatenate([kl_estimates(q, p, "k3") for q, p in pairs]).mean())

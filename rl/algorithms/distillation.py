@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and the teacher says of every token how probable it finds it.
+"""On-policy distillation: the student samples, and the teacher's log-probs of the sampled tokens become advantages.
 
 Legend: N scored tokens of one datum; q the student's log-prob when it sampled a token, f the teacher's.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.advantages.gae import gae
-from rl.advantages.kl import at_scored, kl_estimates, sampled_logprobs, to_positions
+from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
 from rl.data.supervised import text_to_datum
 from rl.protocols import Generator, Problem, Trainer
 from rl.rollouts.episodes import with_inputs
@@ -23,28 +23,31 @@ from rl.types import Datum, SamplingParams
 def reverse_kl_advantages(
     batch: Sequence[Datum], teacher: Sequence[NDArray[np.float32]], *, discount: float = 0.0
 ) -> list[Datum]:
-    """The batch with advantage_t = sum over s >= t of discount^(s - t) (f_s - q_s): the reverse KL, token by token.
+    """Adds `advantages` to the batch: advantage_t = sum over s >= t of discount^(s - t) (f_s - q_s), minus a baseline.
 
-    Less their mean over the batch, a baseline: what all tokens have in common says nothing of any and is only noise.
-    Its policy gradient lessens KL(student || teacher). With discount 0 each token answers for its own divergence only:
-    https://thinkingmachines.ai/blog/on-policy-distillation, the low-variance end; with 1 for all that follows, the
-    whole sequence's gradient: eq. 3 of MiniLLM, https://arxiv.org/abs/2306.08543. `teacher` has one [T] per datum.
+    The policy gradient with these advantages reduces KL(student || teacher). The baseline is the mean over all tokens
+    of the batch; it reduces the variance. `teacher` holds the teacher's log-probs, one [T] per datum.
+
+    With discount 0 a token is credited with its own divergence only: biased, but of low variance
+    (https://thinkingmachines.ai/blog/on-policy-distillation). With discount 1 it is credited with that of all later
+    tokens, which is the unbiased gradient of the sequence's KL: eq. 3 of MiniLLM, https://arxiv.org/abs/2306.08543.
     """
-    pairs = zip(sampled_logprobs(batch), at_scored(batch, teacher), strict=True)
+    pairs = zip(sampled_logprobs(batch), gather_scored(batch, teacher), strict=True)
     rewards = [-kl_estimates(q, f, "k1") for q, f in pairs]
-    sums = [gae(of_tokens, np.zeros(len(of_tokens)), gamma=discount, gae_lambda=1.0)[0] for of_tokens in rewards]
+    # With values of 0 and lambda 1, GAE's advantages are discounted sums of rewards.
+    sums = [gae(reward, np.zeros(len(reward)), gamma=discount, gae_lambda=1.0)[0] for reward in rewards]
     baseline = np.concatenate(sums).mean()
-    advantages = [to_positions(datum, of_tokens - baseline) for datum, of_tokens in zip(batch, sums, strict=True)]
+    advantages = [scatter_scored(datum, values - baseline) for datum, values in zip(batch, sums, strict=True)]
     return with_inputs(batch, advantages=advantages)
 
 
 async def eval_kl(
     student: Generator, teacher: Trainer, renderer: Renderer, problems: Sequence[Problem], sampling: SamplingParams
 ) -> Measurement:
-    """Per problem the KL(student || teacher) per token, by k3, of one answer that the student samples.
+    """KL(student || teacher) per token, estimated by k3 for each problem from one answer that the student samples.
 
-    `sampling` is of the whole distribution and has a seed, so that two measurements differ by the student alone as far
-    as sampling allows.
+    `sampling` must not cut the distribution (no top-p, no top-k) and should have a seed: two measurements with the same
+    seed differ, as far as sampling allows, only because the student changed.
     """
 
     async def answer(index: int, problem: Problem) -> Datum:
@@ -52,9 +55,9 @@ async def eval_kl(
         seeded = replace(sampling, seed=(sampling.seed or 0) + index)
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")
-        return with_inputs([datum], logprobs=[to_positions(datum, np.array(completion.logprobs))])[0]
+        return with_inputs([datum], logprobs=[scatter_scored(datum, np.array(completion.logprobs))])[0]
 
     batch = await asyncio.gather(*(answer(index, problem) for index, problem in enumerate(problems)))
-    of_teacher = at_scored(batch, (await teacher.forward(batch)).logprobs)
-    pairs = zip(sampled_logprobs(batch), of_teacher, strict=True)
+    teacher_logprobs = gather_scored(batch, (await teacher.forward(batch)).logprobs)
+    pairs = zip(sampled_logprobs(batch), teacher_logprobs, strict=True)
     return Measurement(values=np.array([kl_estimates(q, f, "k3").mean() for q, f in pairs]))

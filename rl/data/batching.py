@@ -1,7 +1,6 @@
-"""Cutting a batch into micro-batches of packed rows, sharing it out over data-parallel ranks, and putting results back.
+"""Splits a batch over data-parallel ranks and into micro-batches, and puts the results back in order.
 
-Pure functions of NumPy arrays. Legend: T tokens of a datum, L tokens of a packed row, S scored positions of a row
-(those of non-zero weight).
+Also checks a batch before it is sent, and merges metrics of its parts. Pure functions of NumPy arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,35 +18,35 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Which rank computes which datum in which of its micro-batches."""
+    """Assigns every datum of a batch to a rank and a micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each rank, for each micro-batch, the indices of its datums. Every rank has equally many micro-batches; those
-    of a rank that has less to do are empty."""
+    """For each rank, for each micro-batch, the indices of its datums. Every rank has the same number of micro-batches,
+    because computing one is a collective operation; a rank with less work ends with empty ones."""
 
     def split(self, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
         """For each rank, for each micro-batch, its datums."""
         return [[[batch[i] for i in microbatch] for microbatch in rank] for rank in self.microbatches]
 
     def restore(self, results: Sequence[Sequence[Result]]) -> tuple[Result, ...]:
-        """Takes each rank's results, one per datum in the order of its micro-batches, to the order of the batch."""
-        placed: dict[int, Result] = {}
-        for rank, of_rank in zip(self.microbatches, results, strict=True):
+        """Puts results into the order of the batch. Each rank's results are in the order of its micro-batches."""
+        by_index: dict[int, Result] = {}
+        for rank, rank_results in zip(self.microbatches, results, strict=True):
             indices = [i for microbatch in rank for i in microbatch]
-            placed.update(zip(indices, of_rank, strict=True))
-        return tuple(placed[i] for i in range(len(placed)))
+            by_index.update(zip(indices, rank_results, strict=True))
+        return tuple(by_index[i] for i in range(len(by_index)))
 
 
 def plan_batch(
     batch: Sequence[Datum], *, num_ranks: int, max_tokens_per_microbatch: int, share_prefixes: bool
 ) -> BatchPlan:
-    """Shares datums out over ranks and packs each shard into micro-batches, both balanced by tokens.
+    """Splits a batch over ranks, and each rank's local batch into micro-batches, both balanced by tokens.
 
-    With `share_prefixes`, datums that begin alike stay together and count their common tokens once, as a packed row
-    does. No micro-batch exceeds the budget, except one that holds a single datum longer than it.
+    With `share_prefixes`, datums with a shared prefix stay together, and the prefix is counted once, as on a packed
+    row. A micro-batch has at most `max_tokens_per_microbatch` tokens, unless it is a single datum that has more.
     """
     lengths = [len(datum.tokens) for datum in batch]
-    groups = group_by_prefix(batch) if share_prefixes else [PrefixGroup(0, (i,)) for i in range(len(batch))]
+    groups = group_by_prefix(batch, share_prefixes=share_prefixes)
     tokens_per_rank = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
     units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, tokens_per_rank)]
     sizes = [unit.num_tokens(lengths) for unit in units]
@@ -63,17 +62,19 @@ def plan_batch(
 
 
 def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, tokens_per_rank: int) -> list[PrefixGroup]:
-    """Even parts of a group, each with the prefix of its own, of at most `budget` tokens where that is possible.
+    """Cuts a group into parts of similar size with at most `budget` tokens each, where that is possible.
 
-    A part has at most `tokens_per_rank` tokens beside the prefix, so that a large group does not unbalance the ranks.
+    Every part repeats the prefix. The suffixes of a part have at most `tokens_per_rank` tokens, so that one large group
+    does not unbalance the ranks.
     """
-    own = [lengths[i] - group.prefix for i in group.members]
+    suffixes = [lengths[i] - group.prefix for i in group.members]
     room = max(1, min(budget - group.prefix, tokens_per_rank))
-    target = -(-sum(own) // -(-sum(own) // room)) if sum(own) else 0
+    num_parts = -(-sum(suffixes) // room)
+    target = -(-sum(suffixes) // num_parts) if num_parts else 0
     parts: list[PrefixGroup] = []
     members: list[int] = []
     size = 0
-    for i, tokens in zip(group.members, own, strict=True):
+    for i, tokens in zip(group.members, suffixes, strict=True):
         if members and (size + tokens > room or size >= target):
             parts.append(PrefixGroup(group.prefix, tuple(members)))
             members, size = [], 0
@@ -83,7 +84,7 @@ def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, tokens_per_ran
 
 
 def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
-    """Largest first, each into the emptiest bin: at most 4/3 of the best possible fullest bin (Graham 1969)."""
+    """Largest first, each into the emptiest bin. The fullest bin is at most 4/3 of the optimum (Graham 1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = np.zeros(num_bins, dtype=np.int64)
     for i in sorted(indices, key=lambda i: (-sizes[i], i)):
@@ -94,7 +95,7 @@ def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> lis
 
 
 def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Balanced micro-batches of one rank's shard, as few as the budget allows a balanced split to have."""
+    """Packs one rank's local batch into balanced micro-batches: as few as possible within the budget."""
     if not shard:
         return []
     num_bins = max(1, -(-sum(sizes[i] for i in shard) // budget))
@@ -108,9 +109,9 @@ def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple
 def validate_batch(
     batch: Sequence[Datum], *, required_inputs: Sequence[str] = (), vocab_size: int, max_seq_len: int
 ) -> None:
-    """Raises ValueError naming the datum and the field of the first thing that no trainer could compute with.
+    """Raises ValueError, naming the datum and the field, if no trainer could compute the batch.
 
-    `required_inputs` are names the loss needs beside `target_tokens`.
+    `required_inputs` names the loss inputs that the loss needs besides `target_tokens`.
     """
     if len(batch) == 0:
         raise ValueError("batch is empty; it must hold at least one Datum")
@@ -161,7 +162,7 @@ def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> N
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of parts of a batch -> of the whole: sums, except names that end in `_max` or `_min`."""
+    """Merges metrics of a batch's parts: `_max` and `_min` names by maximum and minimum, all others by sum."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -1,8 +1,8 @@
-"""From the datums of one micro-batch to one row of tokens without padding, on which every distinct prefix stands once.
+"""Packs the datums of one micro-batch into one row of tokens, without padding and with every shared prefix only once.
 
-The completions of a prompt repeat the prompt. Under causal attention what a token becomes depends only on what precedes
-it, so a common prefix goes through the model once, all its continuations attend to it, and the gradient of their sum
-flows back through it: the same numbers for a fraction of the tokens.
+All completions of a prompt begin with the same tokens. Under causal attention the hidden states of a prefix do not
+depend on what follows, so the prefix is computed once and all its suffixes attend to it. The gradients of the suffixes
+add up in the prefix. The results are the same, for a fraction of the tokens.
 
 Legend: T tokens of a datum, L tokens of the row, S scored positions (those of non-zero weight, counted per datum).
 """
@@ -24,43 +24,52 @@ class PrefixGroup:
     """Datums that begin with the same tokens."""
 
     prefix: int
-    """Number of tokens that they share; 0 for a datum on its own."""
+    """Number of shared tokens; 0 for a group of one datum."""
     members: tuple[int, ...]
-    """Their indices in the batch."""
+    """Indices of the datums in the batch."""
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
-        """Tokens they take together; `lengths` are those of all datums of the batch."""
+        """Tokens of the group on a packed row. `lengths` holds the number of tokens of every datum of the batch."""
         return self.prefix + sum(lengths[i] - self.prefix for i in self.members)
 
 
-def group_by_prefix(batch: Sequence[Datum]) -> list[PrefixGroup]:
-    """Groups datums whose tokens are the same up to and including the first position that is scored.
+def shareable_prefix(datum: Datum) -> Ints:
+    """The tokens that a datum can share with others: all up to and including the first scored position.
 
-    In the order of each group's first member. A datum that nobody shares with is a group with prefix 0.
+    This is the only definition of a shared prefix. A sampled datum's shareable prefix is its prompt. Without a scored
+    position it is the whole datum.
     """
+    scored = np.flatnonzero(datum.weights)
+    return datum.tokens[: scored[0] + 1] if len(scored) else datum.tokens
+
+
+def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
+    """Groups the datums that have the same shareable prefix, in the order of each group's first member.
+
+    Without `share_prefixes` every datum is a group of its own.
+    """
+    if not share_prefixes:
+        return [PrefixGroup(0, (i,)) for i in range(len(batch))]
     groups: dict[bytes, list[int]] = {}
     for i, datum in enumerate(batch):
-        groups.setdefault(datum.tokens[: _prefix(datum)].tobytes(), []).append(i)
+        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
     return [
-        PrefixGroup(_prefix(batch[members[0]]) if len(members) > 1 else 0, tuple(members))
+        PrefixGroup(len(shareable_prefix(batch[members[0]])) if len(members) > 1 else 0, tuple(members))
         for members in groups.values()
     ]
 
 
-def _prefix(datum: Datum) -> int:
-    """Tokens up to and including the first scored position; all of them where nothing is scored."""
-    scored = np.flatnonzero(datum.weights)
-    return int(scored[0]) + 1 if len(scored) else len(datum.tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A stretch of a row that attends only to itself: a prefix, and suffixes that attend to it and to themselves."""
+    """A segment of a row whose tokens attend to no other segment: a prefix followed by its suffixes.
+
+    A suffix attends to the prefix and to itself, but not to other suffixes.
+    """
 
     prefix: int
-    """Number of tokens that come first."""
+    """Number of tokens of the prefix."""
     suffixes: tuple[int, ...] = ()
-    """Number of tokens of each suffix; suffixes do not see each other. May be 0."""
+    """Number of tokens of each suffix; may be 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,24 +79,24 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """The datums of one micro-batch, document after document, with what the loss needs at scored positions."""
+    """The datums of one micro-batch as consecutive documents, with the loss inputs of the scored positions."""
 
     tokens: Ints
     """[L]"""
     positions: Ints
-    """[L] position within the datum; a suffix goes on where its prefix ended."""
+    """[L] position within the datum; a suffix continues the count of its prefix."""
     documents: tuple[Document, ...]
-    """They add up to the row."""
+    """The documents in order; their numbers of tokens add up to L."""
     lengths: tuple[int, ...]
-    """T of each datum, in the order given."""
+    """T of each datum, in the order of the micro-batch."""
     scored: Ints
-    """[S] indices into the row; the last token of a prefix occurs once per suffix."""
+    """[S] index into the row. The last token of a prefix occurs once per member: it predicts each one's next token."""
     datum_index: Ints
-    """[S] which datum each scored position belongs to."""
+    """[S] index of the datum that the position belongs to."""
     datum_position: Ints
-    """[S] where in its datum."""
+    """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
-    """Each [S]; always holds `target_tokens` and `weights`."""
+    """Name -> [S]; always holds `target_tokens` and `weights`."""
 
     def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """[S] values of the scored positions -> one [T] array per datum, 0 where nothing is scored."""
@@ -98,8 +107,12 @@ class PackedRow:
 
 
 def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
-    """Packs at least one datum; all name the same loss inputs."""
-    groups = group_by_prefix(datums) if share_prefixes else [PrefixGroup(0, (i,)) for i in range(len(datums))]
+    """Packs one micro-batch of at least one datum. All datums must have the same loss inputs.
+
+    `plan_batch` has grouped the whole batch by prefix before, but a rank is sent only the datums of its micro-batches.
+    They are grouped again here, which finds the same groups.
+    """
+    groups = group_by_prefix(datums, share_prefixes=share_prefixes)
     tokens: list[Ints] = []
     positions: list[Ints] = []
     scored: list[Ints] = []
@@ -117,15 +130,17 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
             datum = datums[i]
             tokens.append(datum.tokens[prefix:])
             positions.append(np.arange(prefix, len(datum.tokens)))
-            here = np.flatnonzero(datum.weights)
-            scored.append(here + np.where(here < prefix, prefix_start, start - prefix))
-            datum_index.append(np.full(len(here), i))
-            datum_position.append(here)
+            scored_here = np.flatnonzero(datum.weights)
+            # Of the prefix only the last position can be scored. It stands in the prefix, all others in the suffix.
+            scored.append(scored_here + np.where(scored_here < prefix, prefix_start, start - prefix))
+            datum_index.append(np.full(len(scored_here), i))
+            datum_position.append(scored_here)
             start += len(datum.tokens) - prefix
-        own = tuple(len(datums[i].tokens) - prefix for i in group.members)
-        documents.append(Document(prefix, own) if prefix else Document(own[0]))
+        suffixes = tuple(len(datums[i].tokens) - prefix for i in group.members)
+        documents.append(Document(prefix, suffixes) if prefix else Document(suffixes[0]))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
     lengths = tuple(len(datum.tokens) for datum in datums)
+    # Index of each scored position in the concatenation of all datums, unshared: `scored` is in the order of the row.
     flat = np.cumsum((0, *lengths))[index] + position
     names = datums[0].loss_inputs.keys() - {"weights"}
     return PackedRow(
@@ -144,7 +159,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
 
 
 def pad_row(row: PackedRow, multiple: int) -> PackedRow:
-    """Lengthens a row to a multiple of `multiple` tokens, by a document of its own that holds nothing to score."""
+    """Pads a row to a multiple of `multiple` tokens with one more document, which has no scored position."""
     missing = -len(row.tokens) % multiple
     if not missing:
         return row

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.advantages.kl import at_scored, kl_estimates, kl_from_generator, to_positions
+from rl.advantages.kl import gather_scored, kl_estimates, kl_from_generator, scatter_scored
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import KLEstimator, kl_terms
 from rl.rollouts.episodes import with_inputs
@@ -34,7 +34,7 @@ def test_only_scored_positions_count() -> None:
         datums, logprobs=[np.array([9, 9, -1, -2], dtype=np.float32), np.array([-1.5], dtype=np.float32)]
     )
     policy = [np.array([0, 0, -1.5, -2], dtype=np.float32), np.array([-1.0], dtype=np.float32)]
-    assert [array.tolist() for array in at_scored(batch, policy)] == [[-1.5, -2], [-1]]
-    assert to_positions(batch[0], np.array([3.0, 4.0])).tolist() == [0, 0, 3, 4]
+    assert [array.tolist() for array in gather_scored(batch, policy)] == [[-1.5, -2], [-1]]
+    assert scatter_scored(batch[0], np.array([3.0, 4.0])).tolist() == [0, 0, 3, 4]
     expected = np.mean([np.exp(-0.5) + 0.5 - 1, 0, np.exp(0.5) - 0.5 - 1])
     assert kl_from_generator(batch, policy) == pytest.approx(expected)

@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rl.algorithms.actor_critic import PPOParams, minibatches, ppo_advantages, together
+from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import KLEstimator
 from rl.rollouts.episodes import with_inputs
@@ -33,16 +33,16 @@ def test_advantages_are_the_papers_sums(estimator: KLEstimator, gamma: float, ga
     params = PPOParams(kl_coef=0.1, kl_estimator=estimator, gamma=gamma, gae_lambda=gae_lambda)
     batch, metrics = ppo_advantages(_batch(), REWARDS, _padded(V), _padded(F), params)
     advantages: list[list[float]] = []
-    to_go: list[float] = []
+    rewards_to_go: list[float] = []
     for q, f, v, reward in zip(Q, F, V, REWARDS, strict=True):
-        gaps = [a - b for a, b in zip(q, f, strict=True)]
-        kl = gaps if estimator == "k1" else [np.exp(-gap) + gap - 1 for gap in gaps]
+        log_ratios = [a - b for a, b in zip(q, f, strict=True)]
+        kl = log_ratios if estimator == "k1" else [np.exp(-x) + x - 1 for x in log_ratios]
         r = [-0.1 * k + (reward if t == len(q) - 1 else 0) for t, k in enumerate(kl)]
         delta = [r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0) - v[t] for t in range(len(v))]
         advantages.append(
             [sum((gamma * gae_lambda) ** (s - t) * delta[s] for s in range(t, len(v))) for t in range(len(v))]
         )
-        to_go += [sum(gamma ** (s - t) * r[s] for s in range(t, len(r))) for t in range(len(r))]
+        rewards_to_go += [sum(gamma ** (s - t) * r[s] for s in range(t, len(r))) for t in range(len(r))]
     flat = np.concatenate(advantages)
     for datum, of_datum, v in zip(batch, advantages, V, strict=True):
         inputs = datum.loss_inputs
@@ -51,7 +51,7 @@ def test_advantages_are_the_papers_sums(estimator: KLEstimator, gamma: float, ga
         np.testing.assert_allclose(inputs["returns"], [0, *(np.array(of_datum) + v)], rtol=1e-5)
         np.testing.assert_allclose(inputs["old_values"], [0, *v], rtol=1e-6)
     values = np.concatenate([np.array(v) for v in V])
-    expected = 1 - np.var(np.array(to_go) - values) / np.var(to_go)
+    expected = 1 - np.var(np.array(rewards_to_go) - values) / np.var(rewards_to_go)
     assert metrics["explained_variance"] == pytest.approx(expected, rel=1e-5)
     assert metrics["kl_reference"] > 0
 
@@ -79,16 +79,16 @@ def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
 def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
     first, second = _batch()
 
-    def output(datum: Datum, loss: float, gap: float) -> ForwardBackwardOutput:
+    def output(datum: Datum, loss: float, mismatch: float) -> ForwardBackwardOutput:
         metrics = {"loss": loss, "num_loss_tokens": float(datum.num_loss_tokens)}
-        logprobs = (datum.loss_inputs["logprobs"] + np.float32(gap),)
+        logprobs = (datum.loss_inputs["logprobs"] + np.float32(mismatch),)
         return ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics=metrics)
 
     outputs = [
         (output(second, 6.0, 0.5), output(second, 3.0, 0.0)),
         (output(first, 4.0, 2.0), output(first, 2.0, 0.0)),
     ]
-    batch, merged, metrics = together([[second], [first]], outputs)
+    batch, merged, metrics = merge_minibatches([[second], [first]], outputs)
     assert [datum is other for datum, other in zip(batch, [second, first], strict=True)] == [True, True]
     assert [len(array) for array in merged.logprobs] == [len(datum.tokens) for datum in batch]
     assert metrics["loss"] == pytest.approx(10 / 5)

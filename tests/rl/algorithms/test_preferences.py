@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rl.algorithms.preferences import (
     PAIR_LOSSES,
+    log_ratio_differences,
     measure_pairs,
-    pair_gaps,
     preferences_to_data,
     reference_logprobs,
     sequence_logprobs,
-    weigh_pairs,
+    weight_pairs,
 )
 from rl.data.sources import Preference
 from rl.rollouts.rendering import Renderer
@@ -26,8 +26,8 @@ from trainer.engines.plain_ranks import relative_error
 
 BETA = 0.3
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dpo": lambda gap: -torch.nn.functional.logsigmoid(BETA * gap),
-    "ipo": lambda gap: (gap - 1 / (2 * BETA)) ** 2,
+    "dpo": lambda h: -torch.nn.functional.logsigmoid(BETA * h),
+    "ipo": lambda h: (h - 1 / (2 * BETA)) ** 2,
 }
 PAIRS = [
     Preference(id=str(i), prompt=f"w3 w{i + 4} w5", chosen=" ".join([f"w{9 + i}"] * (1 + i)), rejected="w6 w7 w8")
@@ -45,16 +45,16 @@ def test_the_gradient_is_autograds_of_the_papers_formula(name: str, per_microbat
 
     async def step() -> tuple[float, np.ndarray]:
         (reference,) = await reference_logprobs(trainer, [batch], tmp_path / "reference.json")
-        for _ in range(2):  # away from the reference, where every gap is 0
+        for _ in range(2):  # away from the reference, where every difference is 0
             await trainer.forward_backward(batch[::2], "cross_entropy")
             await trainer.optim_step(AdamParams(learning_rate=3e-3))
-        gaps = pair_gaps(await sequence_logprobs(trainer, batch), reference)
-        losses, slopes = PAIR_LOSSES[name](gaps, BETA)
-        await trainer.forward_backward(weigh_pairs(batch, slopes), "cross_entropy")
-        return float(losses.sum()), gaps
+        differences = log_ratio_differences(await sequence_logprobs(trainer, batch), reference)
+        losses, slopes = PAIR_LOSSES[name](differences, BETA)
+        await trainer.forward_backward(weight_pairs(batch, slopes), "cross_entropy")
+        return float(losses.sum()), differences
 
-    loss, gaps = asyncio.run(step())
-    assert np.abs(gaps).min() > 0.05
+    loss, differences = asyncio.run(step())
+    assert np.abs(differences).min() > 0.05
 
     policy, frozen = ReferencePolicy(model), ReferencePolicy(model)
     by_name = dict(trainer.engine.hf_parameters())
@@ -78,13 +78,13 @@ def test_the_gradient_is_autograds_of_the_papers_formula(name: str, per_microbat
 
 
 @pytest.mark.parametrize("name", list(PAIR_LOSSES))
-def test_slopes_are_derivatives_and_large_gaps_are_no_nan(name: str) -> None:
-    gaps = np.array([-1e4, -3.0, 0.0, 0.7, 40.0, 1e4])
-    losses, slopes = PAIR_LOSSES[name](gaps, BETA)
-    wanted = torch.tensor(gaps, requires_grad=True)
+def test_slopes_are_derivatives_and_large_differences_give_no_nan(name: str) -> None:
+    differences = np.array([-1e4, -3.0, 0.0, 0.7, 40.0, 1e4])
+    losses, slopes = PAIR_LOSSES[name](differences, BETA)
+    wanted = torch.tensor(differences, requires_grad=True)
     FORMULAS[name](wanted).sum().backward()
     assert wanted.grad is not None
-    np.testing.assert_allclose(losses, FORMULAS[name](torch.tensor(gaps)).numpy(), atol=1e-12)
+    np.testing.assert_allclose(losses, FORMULAS[name](torch.tensor(differences)).numpy(), atol=1e-12)
     np.testing.assert_allclose(slopes, wanted.grad.numpy(), atol=1e-12)
 
 
