@@ -1,8 +1,6 @@
 """What is published, from any sharding, is the full tensors cast to the generator's dtype."""
 
 import asyncio
-import os
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from rl.weights.manifest import INDEX_KEY, WeightsError
 from rl.weights.registry import living_versions
 from tests.stores import FakeStore, living, read_buffer
+from trainer.engines.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 
@@ -40,20 +38,9 @@ def _assert_published(store: FakeStore, version: int, expected: dict[str, torch.
         assert torch.equal(published[name], tensor.to(torch.bfloat16)), name
 
 
-def _run(rank: int, world_size: int, port_file: str, body: Callable[[int, FakeStore], None]) -> None:
-    store = dist.FileStore(port_file, world_size)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-    try:
-        body(rank, FakeStore())
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # at once: the other ranks would wait for this one
-    dist.destroy_process_group()
-
-
-def _spawn(tmp_path: Path, world_size: int, body: Callable[[int, FakeStore], None]) -> None:
-    mp.spawn(_run, args=(world_size, str(tmp_path / "store"), body), nprocs=world_size)
+def _run(rank: int, body: Callable[[int, FakeStore], None]) -> None:
+    dist.init_process_group("gloo")
+    body(rank, FakeStore())
 
 
 def _publish_shards(rank: int, store: FakeStore) -> None:
@@ -98,8 +85,8 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def test_two_ranks_publish_their_shards(tmp_path: Path) -> None:
-    _spawn(tmp_path, 2, _publish_shards)
+def test_two_ranks_publish_their_shards() -> None:
+    spawn(2, _run, _publish_shards)
 
 
 class _Block(nn.Module):
@@ -123,8 +110,8 @@ def _publish_fsdp_times_tp(rank: int, store: FakeStore) -> None:
         _assert_published(store, 1, full)
 
 
-def test_fsdp_times_tensor_parallel(tmp_path: Path) -> None:
-    _spawn(tmp_path, 4, _publish_fsdp_times_tp)
+def test_fsdp_times_tensor_parallel() -> None:
+    spawn(4, _run, _publish_fsdp_times_tp)
 
 
 def test_one_rank_publishes_plain_tensors_and_reuses_its_buffers() -> None:

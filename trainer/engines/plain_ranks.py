@@ -3,9 +3,12 @@
 It is here because tests and benchmarks both compare engines this way, as does whoever writes one.
 """
 
+import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -17,10 +20,22 @@ from torch.distributed.tensor import DTensor
 from rl.data.batching import BatchPlan, plan_batch
 from rl.types import Datum
 from trainer.config import TrainerConfig
+from trainer.engines import ENGINES
 from trainer.engines.base import Engine
 
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 """Tokens of the datums that layouts are compared on: very different, and no multiple of any number of ranks."""
+
+_PRELOADED = (
+    *(path.partition(":")[0] for path in ENGINES.values()),
+    "rl.tiny_models",
+    "trainer.push",
+    # Without these, each process would import them for its first DTensor, checkpoint or pipeline.
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 
 
 def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
@@ -33,12 +48,30 @@ def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
     )
 
 
-def spawn(num_ranks: int, body: Callable[..., None], *args: Any) -> None:
-    """Runs `body(rank, *args)` in `num_ranks` processes in which `load_engine` finds its rank and the others."""
+def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: float = 500) -> None:
+    """Runs `body(rank, *args)` in `num_ranks` processes in which `load_engine` finds its rank and the others.
+
+    The processes are forked from a server that has imported the engines once, which takes longer than most bodies do.
+
+    Raises torch's ProcessRaisedException with the traceback of the first rank that fails, and TimeoutError if they take
+    longer than `timeout_s` seconds. In both cases every rank has ended.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(num_ranks, port, body, args), nprocs=num_ranks)
+    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    ranks = torch.multiprocessing.start_processes(
+        _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method="forkserver"
+    )
+    assert ranks is not None
+    processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
+    deadline = time.monotonic() + timeout_s
+    while not ranks.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+                process.join()
+            raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
 
 
 def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
