@@ -3,14 +3,13 @@
 import ast
 import difflib
 import importlib.util
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl.hf_config import SUPPORTED_ARCHITECTURES
+from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 from rl.types import SamplingParams, WeightTransport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
@@ -85,7 +84,7 @@ class GeneratorConfig:
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
         if not any(self.model.glob("*.safetensors")):
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no *.safetensors weights")
-        model = json.loads((self.model / "config.json").read_text())
+        model = read_config(self.model)
         architectures = model.get("architectures") or []
         if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
             # Others would start, but that their packed weights are renewed after a pull has not been shown.

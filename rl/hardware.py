@@ -1,4 +1,4 @@
-"""What the processor computes fast, for recipes that are for any CPU."""
+"""What a CPU needs to compute fast: the right dtype and the right memory allocation."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,3 +18,17 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "flo
         return "float32"
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return "bfloat16" if _BFLOAT16_FLAGS.intersection(features.split()) else "float32"
+
+
+def cpu_malloc_env() -> dict[str, str]:
+    """Environment variables for a process that computes on the CPU, to be set before it starts.
+
+    A step allocates the same large tensors again and again. With these settings glibc keeps freed memory in the process
+    instead of handing it back to the kernel, and puts it on huge pages.
+    """
+    return {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }

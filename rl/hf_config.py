@@ -1,7 +1,7 @@
-"""What a Hugging Face model directory holds, read without loading the model.
+"""What a Hugging Face model directory holds, read without loading the model. The one reader of `config.json`.
 
 Looks at `config.json`, the headers of the safetensors files and the names of the tokenizer's files, so that a wrong
-directory is reported in milliseconds, before any process starts. Does not read weights, does not import transformers.
+directory is reported in milliseconds, before any process starts. Reads no weights and does not import transformers.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""What the trainer and the generator both implement, and pulls are proven for."""
+"""Architectures that trainer and generator both implement, and for which pulling weights is tested."""
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
@@ -39,14 +39,19 @@ class ModelInfo:
     """The safetensors files, in the order of their names."""
 
 
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
+    return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
 def inspect_model(path: Path) -> ModelInfo:
-    """Checks that `path` is a complete model directory that ownloop can train, and says what is in it.
+    """Checks that `path` is a complete model directory that ownloop can train, and describes the model.
 
     Raises ValueError naming the directory, what is wrong with it and what is accepted.
     """
     if not path.is_dir():
         raise ValueError(f"model directory {path} does not exist or is not a directory")
-    config = _read_config(path)
+    config = read_config(path)
     architecture = _architecture(path, config)
     weight_files = _weight_files(path)
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
@@ -57,7 +62,7 @@ def inspect_model(path: Path) -> ModelInfo:
         architecture=architecture,
         max_context=_positive(path, config, "max_position_embeddings"),
         vocab_size=_positive(path, config, "vocab_size"),
-        # Both families default to an untied output layer; those that tie say so.
+        # An absent key means untied in every supported architecture.
         tied=bool(config.get("tie_word_embeddings", False)),
         hidden_size=_positive(path, config, "hidden_size"),
         num_layers=_positive(path, config, "num_hidden_layers"),
@@ -68,13 +73,8 @@ def inspect_model(path: Path) -> ModelInfo:
     )
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    """The directory's config.json."""
-    return _read_json(path / "config.json", f"model directory {path} has no config.json")
-
-
 def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
-    """A JSON object; ValueError with `missing` when there is no such file."""
+    """Reads a JSON object. Raises ValueError with the message `missing` if there is no such file."""
     if not file.is_file():
         raise ValueError(missing)
     try:
@@ -87,7 +87,7 @@ def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
-    """The one architecture that the config names, if it is supported."""
+    """The first supported architecture that the config names."""
     named = config.get("architectures") or []
     supported = [name for name in named if name in SUPPORTED_ARCHITECTURES]
     if not supported:
@@ -101,7 +101,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer of the config that must be above 0."""
+    """Reads an integer that must be above 0."""
     value = config.get(key)
     if value is None:
         value = default
@@ -111,7 +111,7 @@ def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens of generation_config.json, which may name more than config.json does, else of config.json."""
+    """Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter."""
     generation = path / "generation_config.json"
     value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
     if value is None:
@@ -122,7 +122,7 @@ def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of the directory, each present and complete."""
+    """Lists the directory's safetensors files after checking that each is present and complete."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if single.is_file():
@@ -145,9 +145,9 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _check_complete(file: Path) -> None:
-    """Compares the file's size with the end of its data, which the header names: enough to see a cut-off copy.
+    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy.
 
-    The format: https://huggingface.co/docs/safetensors/index#format
+    Format: https://huggingface.co/docs/safetensors/index#format
     """
     size = file.stat().st_size
     try:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from monarch.actor import Actor, endpoint
 
+from rl.hardware import cpu_malloc_env
 from rl.losses import get_loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
@@ -26,17 +27,9 @@ def trainer_env(config: TrainerConfig) -> dict[str, str]:
         # Spinning threads stall each other when ranks, or a generator, share the cores.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    if torch.cuda.is_available():
-        return env
-    return {
-        **env,
-        # A step allocates the same large tensors again and again. Kept by the process instead of handed back to the
-        # kernel, and on huge pages, they save a quarter of the time of a small model's step on the CPU.
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    }
+    if not torch.cuda.is_available():
+        env |= cpu_malloc_env()  # saves a quarter of the time of a small model's step
+    return env
 
 
 class PolicyTrainer(Actor):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from rl.hf_config import read_config
 from rl.types import Head
 
 _SHARD_BYTES = 5_000_000_000
@@ -86,7 +87,7 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: H
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
             shutil.copy(file, directory / file.name)
-    config = json.loads((source / "config.json").read_text())
+    config = dict(read_config(source))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
