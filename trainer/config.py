@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from rl.checks import check_known
 from rl.types import Head
+from trainer.engine_table import ENGINES
 
-EngineName = Literal["torchtitan", "fsdp2", "fsdp1"]
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
@@ -24,8 +25,8 @@ class TrainerConfig:
     model: Path = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out: a loop sets it to its own model."""
-    engine: EngineName = "torchtitan"
-    """The backend that computes; a row of `trainer.engines.ENGINES`."""
+    engine: str = "torchtitan"
+    """The backend that computes, by its name in `trainer.engine_table.ENGINES`."""
     head: Head = "lm"
     """What the model ends in: `lm` the language model's own output projection, `value` one value per position, which
     makes the trainer a critic. A value head starts at zero unless `model` has a `score.weight`."""
@@ -67,8 +68,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_known("TrainerConfig.engine", self.engine, ENGINES)
         choices = {
-            "engine": get_args(EngineName),
             "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),

@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.reference import ReferencePolicy
 from trainer import checkpoint
-from trainer.config import EngineName, TrainerConfig
-from trainer.engines import load_engine
+from trainer.config import TrainerConfig
+from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
 
 BATCH = random_batch((5, 12, 9))
@@ -141,7 +141,7 @@ def test_loading_weights_only_starts_anew_from_them(engine: Engine, model: Path,
 
 
 def test_engines_resume_from_each_other(model: Path, tmp_path: Path) -> None:
-    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in get_args(EngineName)]
+    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in ENGINES]
     for config, other in zip(configs, (*configs[1:], configs[0]), strict=True):
         engine, resumed = load_engine(config), load_engine(other)
         train(engine, 2)

@@ -1,17 +1,13 @@
-"""Training backends: one file or folder each and a row in the table below."""
+"""Training backends, one folder each. `trainer.engine_table` lists them."""
 
-import importlib
-from collections.abc import Mapping
+from pkgutil import resolve_name
 
 from trainer.config import TrainerConfig
+from trainer.engine_table import ENGINES
 from trainer.engines.base import Engine
 from trainer.engines.model_check import check_model
 
-ENGINES: Mapping[str, str] = {
-    "torchtitan": "trainer.engines.titan.engine:TitanEngine",
-    "fsdp2": "trainer.engines.hf.fsdp2:Fsdp2Engine",
-    "fsdp1": "trainer.engines.hf.fsdp1:Fsdp1Engine",
-}
+__all__ = ["ENGINES", "load_engine"]
 
 
 def load_engine(config: TrainerConfig) -> Engine:
@@ -20,5 +16,4 @@ def load_engine(config: TrainerConfig) -> Engine:
     Raises ValueError for a model or a layout that the engine cannot train.
     """
     check_model(config)
-    module, _, name = ENGINES[config.engine].partition(":")
-    return getattr(importlib.import_module(module), name)(config)
+    return resolve_name(ENGINES[config.engine].engine)(config)

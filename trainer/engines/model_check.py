@@ -1,4 +1,4 @@
-"""Whether an engine can train a model in a layout, from the configuration and what the host has.
+"""Whether an engine can train a model in a layout, judged by the configuration and this host's hardware.
 
 No engine is imported, so the controller can refuse a mistake before any process starts.
 """
@@ -6,12 +6,14 @@ No engine is imported, so the controller can refuse a mistake before any process
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
+from rl.hf_config import read_config
 from rl.types import Head
 from trainer.config import TrainerConfig
-from trainer.engines.hardware_check import check_hardware
-from trainer.engines.hf_config import check_head, check_supported, read_config_json
+from trainer.engine_table import ENGINES
+from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, parse_decoder_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,56 +24,43 @@ class ModelLimits:
     max_seq_len: int
 
 
+class LayoutCheck(Protocol):
+    """What each engine brings to be checked with."""
+
+    def __call__(self, config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+        """Raises ValueError if the engine cannot train the model, or cannot train it in this layout or on this host.
+
+        `hf_config` holds the contents of the model's `config.json`.
+        """
+        ...
+
+
 def check_model(config: TrainerConfig) -> ModelLimits:
-    """Raises ValueError for a model that the engine cannot train, or not in this layout."""
-    raw = read_config_json(config.model)
-    check_head(raw, config.head)
-    if config.engine == "torchtitan":
-        hf_config = check_supported(raw)
-        hf_config.check_layout(
-            config.tensor_parallel, config.expert_parallel, sequence_parallel=config.sequence_parallel
-        )
-        hf_config.check_stages(config.pipeline_parallel, config.num_stages, config.head)
-        check_hardware(config, has_experts=hf_config.moe is not None)
-        return ModelLimits(vocab_size=hf_config.vocab_size, max_seq_len=hf_config.max_seq_len)
-    _check_transformers_layout(config)
-    if not isinstance(raw.get("vocab_size"), int):
-        raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
-    # Without a limit of its own a model takes what fits into memory.
-    longest = raw.get("max_position_embeddings") or raw.get("n_positions") or 1 << 20
-    return ModelLimits(vocab_size=raw["vocab_size"], max_seq_len=longest)
+    """Raises ValueError if the engine cannot train the model, or cannot train it in this layout or on this host."""
+    hf_config = read_config(config.model)
+    _check_head(hf_config, config.head)
+    check: LayoutCheck = resolve_name(ENGINES[config.engine].layout_check)
+    return check(config, hf_config)
 
 
 def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
-    """What a checkpoint says of its model, the same for every engine. Weights fit where it is equal."""
-    raw = read_config_json(path)
+    """Returns what a checkpoint records about its model. It is the same for every engine.
+
+    Weights of one model fit another if the descriptions are equal.
+    """
+    hf_config = read_config(path)
     try:
-        return {**asdict(check_supported(raw)), "head": head}
+        return {**asdict(parse_decoder_config(hf_config)), "head": head}
     except ValueError:
-        # Of an architecture that only transformers knows, its own words, as far as they concern the weights.
+        # Only transformers knows this architecture, so keep every key of its config.json that concerns the weights.
         ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
-        return {**{key: value for key, value in raw.items() if not key.startswith(ignored)}, "head": head}
+        return {**{key: value for key, value in hf_config.items() if not key.startswith(ignored)}, "head": head}
 
 
-def _check_transformers_layout(config: TrainerConfig) -> None:
-    for name, neutral in (("compile", False), ("float8", "none")):
-        if getattr(config, name) != neutral:
-            raise ValueError(
-                f"TrainerConfig.{name} is {getattr(config, name)!r}; engine {config.engine!r} leaves models as they "
-                f"are, so it must be {neutral!r}. The engine 'torchtitan' has it"
-            )
-    if config.num_ranks != config.num_data_parallel_ranks:
+def _check_head(hf_config: Mapping[str, Any], head: Head) -> None:
+    architectures: list[str] = hf_config.get("architectures") or []
+    if head == "lm" and any(name.endswith(CLASSIFIER_SUFFIX) for name in architectures):
         raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r}, which only shards data; data_parallel_replicate x "
-            f"data_parallel_shard is {config.num_data_parallel_ranks} of {config.num_ranks} ranks. "
-            "The engine 'torchtitan' has the other parallelisms"
-        )
-    if config.expert_parallel > 1:
-        raise ValueError(
-            f"TrainerConfig.expert_parallel is {config.expert_parallel}; engine {config.engine!r} only shards data, "
-            "so it must be 1. The engine 'torchtitan' has the other parallelisms"
-        )
-    if config.activation_checkpointing == "selective":
-        raise ValueError(
-            f"TrainerConfig.activation_checkpointing is 'selective'; engine {config.engine!r} has 'none' and 'full'"
+            f"config.json: architectures is {architectures}, a model without a language model's output projection; it "
+            "needs TrainerConfig.head 'value', not 'lm'"
         )

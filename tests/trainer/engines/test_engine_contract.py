@@ -18,13 +18,13 @@ from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum
 from tests.trainer.reference import ReferencePolicy, importance_sampling, random_groups
-from trainer.config import EngineName, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
 from trainer.engines.hf import transformers_policy
 from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
-from trainer.engines.titan import scoring
+from trainer.engines.titan.model import scoring
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -118,7 +118,7 @@ def test_forward_equals_transformers_and_leaves_no_gradient(build: Build, model:
 @pytest.mark.parametrize("make", ["smollm2", "llama", "qwen3"])
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_logits_equal_transformers(
-    engine: EngineName, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = request.getfixturevalue("smollm2") if make == "smollm2" else UNTIED[make](tmp_path / "model")
     rows: list[Tensor] = []

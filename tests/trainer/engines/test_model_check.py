@@ -1,6 +1,8 @@
 """What the controller refuses before any process starts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,14 @@ def test_compilation_is_refused_where_it_fails(model: Path, tmp_path: Path) -> N
         check_model(TrainerConfig(model=experts, compile=True))
     with pytest.raises(ValueError, match="compute_dtype must be 'bfloat16'"):
         check_model(TrainerConfig(model=experts, compile=True, compute_dtype="float32"))
+
+
+def test_a_check_loads_no_engine(model: Path) -> None:
+    code = (
+        "import sys; from trainer.config import ENGINES, TrainerConfig\n"
+        "assert 'torch' not in sys.modules\n"
+        "from pathlib import Path; from trainer.engines.model_check import check_model\n"
+        "for name in ENGINES: check_model(TrainerConfig(model=Path(sys.argv[1]), engine=name))\n"
+        "assert not {'torchtitan', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, model], check=True)

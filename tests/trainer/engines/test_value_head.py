@@ -163,7 +163,7 @@ def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Bui
     assert not gradients(engine)
     for name in ENGINES:
         with pytest.raises(ValueError, match=r"needs TrainerConfig\.head 'value', not 'lm'"):
-            check_model(TrainerConfig(model=critic, engine=name))  # pyright: ignore[reportArgumentType]
+            check_model(TrainerConfig(model=critic, engine=name))
 
 
 def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(build: Build, tmp_path: Path) -> None:

@@ -1,9 +1,4 @@
 """The default engine: torchtitan's own model specs and parallelisms.
 
-torchtitan fixes its device when it is first imported, so the patch for machines without an accelerator has to be
-applied here, before any submodule imports it.
+Importing this package does not import torchtitan, so that the controller can use `layout_check` without it.
 """
-
-from trainer.engines._compat import prepare_torchtitan
-
-prepare_torchtitan()

@@ -18,17 +18,17 @@ from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
-from trainer.engines.hf_config import read_hf_config
+from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
-from trainer.engines.titan.attention import attention_masks, sharded_attention_masks, shares_prefixes
-from trainer.engines.titan.build import build_model
 from trainer.engines.titan.context import RowShard, gather_scored, row_multiple, shard_row
-from trainer.engines.titan.experts import split_experts
+from trainer.engines.titan.model.attention import attention_masks, sharded_attention_masks, shares_prefixes
+from trainer.engines.titan.model.build import build_model
+from trainer.engines.titan.model.experts import split_experts
+from trainer.engines.titan.model.specs import named_parameters, share_rope_cache
 from trainer.engines.titan.pipeline import StageInputs
-from trainer.engines.titan.specs import named_parameters, share_rope_cache
 
 
 class TitanEngine(TorchEngine):
@@ -36,7 +36,7 @@ class TitanEngine(TorchEngine):
 
     def __init__(self, config: TrainerConfig) -> None:
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
-        hf_config = read_hf_config(config.model)
+        hf_config = read_decoder_config(config.model)
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)

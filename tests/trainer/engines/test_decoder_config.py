@@ -9,7 +9,8 @@ import pytest
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.hf_config import HFMoEConfig, Llama3RopeScaling, check_supported, read_hf_config
+from trainer.engines.decoder_config import ExpertsConfig, Llama3RopeScaling, parse_decoder_config, read_decoder_config
+from trainer.engines.titan.layout_check import check_layout
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -28,16 +29,16 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_both_spellings_of_rotary_embeddings_are_read() -> None:
     new = {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}
-    assert check_supported(new) == check_supported(old)
-    assert check_supported(new).rope_theta == 5e5
-    assert check_supported(new).rope_scaling == Llama3RopeScaling(**LLAMA3)  # pyright: ignore[reportArgumentType]
-    assert check_supported({**LLAMA, "rope_theta": 7.0, "rope_scaling": None}).rope_theta == 7.0
+    assert parse_decoder_config(new) == parse_decoder_config(old)
+    assert parse_decoder_config(new).rope_theta == 5e5
+    assert parse_decoder_config(new).rope_scaling == Llama3RopeScaling(**LLAMA3)  # pyright: ignore[reportArgumentType]
+    assert parse_decoder_config({**LLAMA, "rope_theta": 7.0, "rope_scaling": None}).rope_theta == 7.0
 
 
 def test_head_size_is_derived_where_absent() -> None:
-    assert check_supported(LLAMA).head_dim == 8
-    assert check_supported({**LLAMA, "head_dim": 16}).head_dim == 16
-    assert check_supported({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert parse_decoder_config(LLAMA).head_dim == 8
+    assert parse_decoder_config({**LLAMA, "head_dim": 16}).head_dim == 16
+    assert parse_decoder_config({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
 
 
 MOE: dict[str, Any] = {
@@ -51,9 +52,9 @@ MOE: dict[str, Any] = {
 
 def test_both_spellings_of_experts_are_read() -> None:
     old = {key: value for key, value in MOE.items() if key != "num_local_experts"} | {"num_experts": 8}
-    expected = HFMoEConfig(num_experts=8, experts_per_token=2, hidden_dim=48, normalize_scores=False)
-    assert check_supported(MOE).moe == check_supported(old).moe == expected
-    assert check_supported(LLAMA).moe is None
+    expected = ExpertsConfig(num_experts=8, experts_per_token=2, hidden_dim=48, normalize_scores=False)
+    assert parse_decoder_config(MOE).moe == parse_decoder_config(old).moe == expected
+    assert parse_decoder_config(LLAMA).moe is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_both_spellings_of_experts_are_read() -> None:
 )
 def test_experts_that_cannot_be_trained_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_supported({**MOE, **change})
+        parse_decoder_config({**MOE, **change})
 
 
 @pytest.mark.parametrize(
@@ -85,15 +86,15 @@ def test_experts_that_cannot_be_trained_are_refused(change: dict[str, Any], mess
 )
 def test_what_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_supported({key: value for key, value in {**LLAMA, **change}.items() if value is not None})
+        parse_decoder_config({key: value for key, value in {**LLAMA, **change}.items() if value is not None})
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
-        read_hf_config(tmp_path)
+        read_decoder_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        read_hf_config(tmp_path)
+        read_decoder_config(tmp_path)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
@@ -115,30 +116,42 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
         load_engine(TrainerConfig(model=tmp_path))
 
 
+def check(decoder: dict[str, Any], **layout: Any) -> None:
+    check_layout(TrainerConfig(**layout), decoder)
+
+
 def test_tensor_parallel_must_divide_the_heads() -> None:
-    check_supported(LLAMA).check_layout(2)
+    check(LLAMA, tensor_parallel=2)
     with pytest.raises(ValueError, match=r"tensor_parallel is 4, .* num_kv_heads 2; .* \[1, 2\]"):
-        check_supported(LLAMA).check_layout(4)
+        check(LLAMA, tensor_parallel=4)
 
 
 @pytest.mark.parametrize(
-    ("model", "degrees", "message"),
+    ("model", "layout", "message"),
     [
-        (LLAMA, (1, 2), "expert_parallel is 2; this model has no experts, so it must be 1"),
-        (MOE, (1, 3), r"expert_parallel is 3, .* the model's 8 experts; they allow \[1, 2, 4, 8\]"),
-        (MOE, (2, 1), "tensor_parallel is 2 and expert_parallel is 1; .* expert_parallel must be more than 1, 2 say"),
+        (
+            LLAMA,
+            {"data_parallel_shard": 2, "expert_parallel": 2},
+            "expert_parallel is 2; this model has no experts, so it must be 1",
+        ),
+        (
+            MOE,
+            {"data_parallel_shard": 3, "expert_parallel": 3},
+            r"expert_parallel is 3, .* the model's 8 experts; they allow \[1, 2, 4, 8\]",
+        ),
+        (MOE, {"tensor_parallel": 2}, "tensor_parallel is 2 and expert_parallel is 1; .* more than 1, for example 2"),
     ],
 )
-def test_experts_must_fit_the_layout(model: dict[str, Any], degrees: tuple[int, int], message: str) -> None:
-    check_supported(MOE).check_layout(2, 2)
+def test_experts_must_fit_the_layout(model: dict[str, Any], layout: dict[str, int], message: str) -> None:
+    check(MOE, tensor_parallel=2, expert_parallel=2)
     with pytest.raises(ValueError, match=message):
-        check_supported(model).check_layout(*degrees)
+        check(model, **layout)
 
 
 def test_experts_need_sequence_parallelism() -> None:
-    check_supported(LLAMA).check_layout(2, sequence_parallel=False)
+    check(LLAMA, tensor_parallel=2, sequence_parallel=False)
     with pytest.raises(ValueError, match=r"sequence_parallel is False and tensor_parallel is 2; .* must be True"):
-        check_supported(MOE).check_layout(2, 2, sequence_parallel=False)
+        check(MOE, tensor_parallel=2, expert_parallel=2, sequence_parallel=False)
 
 
 def test_expert_parallel_ranks_are_among_the_others() -> None:
@@ -160,7 +173,6 @@ def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
     ("field", "value"),
     [
         ("compute_dtype", "float16"),
-        ("engine", "megatron"),
         ("activation_checkpointing", "some"),
         ("data_parallel_shard", 0),
         ("context_parallel", 0),
@@ -174,6 +186,11 @@ def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
 def test_a_wrong_field_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"TrainerConfig.{field} is {value!r}; it must be"):
         TrainerConfig(model=Path("model"), **{field: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_engine_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"TrainerConfig\.engine is 'fsdp3', which is not known; did you mean 'fsdp"):
+        TrainerConfig(engine="fsdp3")
 
 
 def test_float8_needs_bfloat16() -> None:

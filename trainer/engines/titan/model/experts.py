@@ -19,7 +19,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.decoder_config import DecoderConfig
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 
@@ -45,7 +45,7 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=hidden, B_t=w2, offs=ends)
 
 
-def moe_config(config: HFModelConfig) -> MoE.Config:
+def moe_config(config: DecoderConfig) -> MoE.Config:
     """A layer's router and experts. The gradient is that of the loss alone: nothing balances the experts' load."""
     moe = config.moe
     assert moe is not None

@@ -26,10 +26,10 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from rl.types import Head
-from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.hf_weights import VALUE_HEAD, load_hf_weights
-from trainer.engines.titan.experts import moe_config, split_experts
-from trainer.engines.titan.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
+from trainer.engines.titan.model.experts import moe_config, split_experts
+from trainer.engines.titan.model.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 _NO_INIT = {"weight": skip_param_init}
@@ -78,7 +78,7 @@ def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
     return (1 - kept) * inv_freq / config.scaling_factor + kept * inv_freq
 
 
-def build_spec(config: HFModelConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
+def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
     lm_head = (
         LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=_NO_INIT)
@@ -131,17 +131,17 @@ def build_spec(config: HFModelConfig, head: Head, inner_attention: Module.Config
     )
 
 
-def _norm(config: HFModelConfig, size: int) -> RMSNorm.Config:
+def _norm(config: DecoderConfig, size: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=config.norm_eps, param_init=_NO_INIT)
 
 
-def _feed_forward(config: HFModelConfig) -> FeedForward.Config:
+def _feed_forward(config: DecoderConfig) -> FeedForward.Config:
     return make_ffn_config(
         dim=config.dim, hidden_dim=config.hidden_dim, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
     )
 
 
-def _rope(config: HFModelConfig) -> HFRoPE.Config:
+def _rope(config: DecoderConfig) -> HFRoPE.Config:
     rope = HFRoPE.Config(dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
     if (scaling := config.rope_scaling) is not None:
         rope.scaling = "llama"

@@ -19,11 +19,11 @@ from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
-from trainer.engines.hf_config import HFModelConfig
+from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.ranks import DTYPES
-from trainer.engines.titan.attention import choose_inner_attention
+from trainer.engines.titan.model.attention import choose_inner_attention
+from trainer.engines.titan.model.specs import build_spec, load_weights, share_rope_cache
 from trainer.engines.titan.pipeline import Pipeline
-from trainer.engines.titan.specs import build_spec, load_weights, share_rope_cache
 
 
 class BuiltModel(NamedTuple):
@@ -36,7 +36,7 @@ class BuiltModel(NamedTuple):
     pipeline: Pipeline | None
 
 
-def build_model(config: TrainerConfig, hf_config: HFModelConfig, device: torch.device) -> BuiltModel:
+def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.device) -> BuiltModel:
     """The model of a directory as this rank holds it."""
     attention = choose_inner_attention(
         device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1

@@ -1,0 +1,34 @@
+"""The one table of training engines. A new engine is a folder of its own and a row here.
+
+Imports nothing, so that `TrainerConfig` can check an engine's name without loading torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """Where to find an engine, as importable names `module:attribute`."""
+
+    engine: str
+    """The subclass of `trainer.engines.base.Engine`; a trainer rank calls it with its `TrainerConfig`."""
+    layout_check: str
+    """A `trainer.engines.model_check.LayoutCheck`. The controller imports its module, so the module must not import
+    torchtitan or transformers."""
+
+
+ENGINES: Mapping[str, EngineEntry] = {
+    "torchtitan": EngineEntry(
+        engine="trainer.engines.titan.engine:TitanEngine",
+        layout_check="trainer.engines.titan.layout_check:check_layout",
+    ),
+    "fsdp2": EngineEntry(
+        engine="trainer.engines.hf.fsdp2:Fsdp2Engine",
+        layout_check="trainer.engines.hf.layout_check:check_layout",
+    ),
+    "fsdp1": EngineEntry(
+        engine="trainer.engines.hf.fsdp1:Fsdp1Engine",
+        layout_check="trainer.engines.hf.layout_check:check_layout",
+    ),
+}

@@ -1,0 +1,164 @@
+"""The shape of a Llama or Qwen3 decoder, parsed from the contents of its `config.json`.
+
+Imports neither torch nor an engine, so the controller can refuse a model before any process starts. Both spellings of
+rotary embeddings are read: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`. Absent
+keys get the defaults of transformers' own configuration classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
+
+Family = Literal["llama", "qwen3", "qwen3_moe"]
+
+_FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
+"""How transformers names a backbone with a head called `score`, the form in which critics are exported."""
+_LM_SUFFIX = "ForCausalLM"
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1 for long contexts (https://arxiv.org/abs/2407.21783, section 3.4.2)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts that replace the feed-forward network in every layer."""
+
+    num_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    """Hidden dimension of one expert."""
+    normalize_scores: bool
+    """Whether the scores of a token's experts are scaled to add up to one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a decoder of the Llama or Qwen3 family."""
+
+    family: Family
+    vocab_size: int
+    dim: int
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    max_seq_len: int
+    """Longest sequence that the model accepts, in tokens (`max_position_embeddings`)."""
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    moe: ExpertsConfig | None
+
+
+def read_decoder_config(model: Path) -> DecoderConfig:
+    """Parses `config.json` of a model directory. Raises ValueError if it is missing, unreadable or unsupported."""
+    return parse_decoder_config(read_config(model))
+
+
+def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Parses the contents of a `config.json`. Raises ValueError naming the key, its value and what is supported."""
+    family = _family(config)
+    for key in _REQUIRED:
+        if key not in config:
+            raise ValueError(f"config.json lacks {key!r}")
+    _refuse_options(config)
+    num_heads = int(config["num_attention_heads"])
+    dim = int(config["hidden_size"])
+    rope_theta, rope_scaling = _read_rope(config)
+    return DecoderConfig(
+        family=family,
+        vocab_size=int(config["vocab_size"]),
+        dim=dim,
+        hidden_dim=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else dim // num_heads)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_seq_len=int(config.get("max_position_embeddings", 2048)),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        moe=_read_moe(config) if family == "qwen3_moe" else None,
+    )
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    """The family of the first supported architecture. A classifier counts as the language model of its backbone."""
+    architectures: list[str] = config.get("architectures") or []
+    for name in architectures:
+        backbone = name.removesuffix(CLASSIFIER_SUFFIX) + _LM_SUFFIX if name.endswith(CLASSIFIER_SUFFIX) else name
+        if backbone in _FAMILIES:
+            return _FAMILIES[backbone]
+    raise ValueError(
+        f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _read_moe(config: Mapping[str, Any]) -> ExpertsConfig:
+    """Accepts both spellings, `num_local_experts` of transformers 5 and the older `num_experts`."""
+    num_experts = int(config.get("num_local_experts", config.get("num_experts", 128)))
+    experts_per_token = int(config.get("num_experts_per_tok", 8))
+    if not 1 <= experts_per_token <= num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {experts_per_token}; it must be between 1 and the {num_experts} "
+            "experts of a layer"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        hidden_dim=int(config.get("moe_intermediate_size", 768)),
+        normalize_scores=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _refuse_options(config: Mapping[str, Any]) -> None:
+    accepted: dict[str, Any] = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+    for key, supported in accepted.items():
+        value = config.get(key)
+        if value is not None and value != supported:
+            raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported")
+    if config.get("quantization_config") is not None:
+        raise ValueError("config.json: quantization_config is set; only unquantized weights can be trained")
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type == "llama3":
+        return theta, Llama3RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        )
+    raise ValueError(f"config.json: rope_type is {rope_type!r}; supported are 'default' and 'llama3'")

@@ -1,0 +1,80 @@
+"""Which models and layouts the torchtitan engine can train. Does not import torchtitan."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import TrainerConfig
+from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
+from trainer.engines.hardware_check import check_hardware
+from trainer.engines.model_check import ModelLimits
+
+
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+    """The engine's `LayoutCheck`."""
+    decoder = parse_decoder_config(hf_config)
+    _check_tensor_parallel(config, decoder)
+    _check_expert_parallel(config, decoder)
+    _check_stages(config, decoder)
+    check_hardware(config, has_experts=decoder.moe is not None)
+    return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)
+
+
+def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    tensor_parallel = config.tensor_parallel
+    sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
+    if decoder.moe is None:
+        sizes["hidden_dim"] = decoder.hidden_dim
+    for name, size in sizes.items():
+        if size % tensor_parallel:
+            divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
+                f"{size}; its sizes allow {divisors}"
+            )
+    if decoder.moe is None or tensor_parallel == 1:
+        return
+    if config.expert_parallel == 1:
+        # torchtitan 0.3.0 computes wrong gradients below a layer whose experts are cut by tensor parallelism.
+        raise ValueError(
+            f"TrainerConfig.tensor_parallel is {tensor_parallel} and expert_parallel is 1; tensor parallelism cannot "
+            f"split experts, so expert_parallel must be more than 1, for example {tensor_parallel}"
+        )
+    if not config.sequence_parallel:
+        # torchtitan 0.3.0 asks for the experts' output as a partial sum, which DTensor does not redistribute to.
+        raise ValueError(
+            f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
+            "their tokens from equal parts of the sequence, so sequence_parallel must be True"
+        )
+
+
+def _check_expert_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    if config.expert_parallel == 1:
+        return
+    if decoder.moe is None:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {config.expert_parallel}; this model has no experts, so it must be 1"
+        )
+    num_experts = decoder.moe.num_experts
+    if num_experts % config.expert_parallel:
+        divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {config.expert_parallel}, which does not divide the model's "
+            f"{num_experts} experts; they allow {divisors}"
+        )
+
+
+def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    pipeline_parallel, num_stages = config.pipeline_parallel, config.num_stages
+    if pipeline_parallel > 1 and decoder.tie_embeddings and config.head == "lm":
+        raise ValueError(
+            f"TrainerConfig.pipeline_parallel is {pipeline_parallel}; this model's output projection is its "
+            "embedding (tie_word_embeddings), which cannot be in the first and the last stage at once, so it must "
+            "be 1. data_parallel_shard, tensor_parallel and context_parallel work with such a model"
+        )
+    if num_stages > decoder.num_layers:
+        largest = decoder.num_layers * pipeline_parallel // num_stages
+        raise ValueError(
+            f"TrainerConfig.pipeline_parallel is {pipeline_parallel}, which makes {num_stages} stages; the model "
+            f"has {decoder.num_layers} layers and every stage needs one, so it must be at most {largest}"
+            + (", or pipeline_schedule '1F1B', which makes half as many" if num_stages > pipeline_parallel else "")
+        )
