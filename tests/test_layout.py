@@ -29,7 +29,8 @@ TOP_LEVEL = {
 MAX_CONFIG_FIELDS = 20
 MAX_ALL_CONFIG_FIELDS = 150
 MAX_LOOP_LINES = 60
-MAX_LOOP_FILE_LINES = 100
+MAX_LOOP_FILE_LINES = 90
+MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 350
 
 
@@ -133,6 +134,13 @@ def test_a_loop_is_one_page(loop: str) -> None:
     (start,) = (number for number, line in enumerate(lines) if line.startswith("async def run("))
     assert len(lines) <= MAX_LOOP_FILE_LINES
     assert len(lines) - start <= MAX_LOOP_LINES
+
+
+@pytest.mark.parametrize("loop", loops())
+def test_a_loop_imports_few_modules(loop: str) -> None:
+    statements = ast.parse((ROOT / loop).read_text()).body
+    modules = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert len(modules) <= MAX_LOOP_IMPORTS
 
 
 def test_files_stay_readable() -> None:

@@ -1,13 +1,12 @@
 """The command line: `ownloop run RECIPE [--field value ...]`, `run --resume RUN`, and what looks at parts of a run.
 
-Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. Which loop
-runs follows from the configuration: it is the coroutine function `run(config, folder, console)` in the module that
-defines the configuration's class. That class has a field `seed`, for the name of the folder.
+Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. The loop is
+the coroutine function that the configuration's method `loop` returns, called with (config, folder, console). The
+configuration has a field `seed`, for the name of the folder.
 """
 
 import argparse
 import asyncio
-import importlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
@@ -24,6 +23,9 @@ from controller.commands.recipes import HelpRequestedError, describe, find_recip
 from controller.commands.replay import recording_file, replayed
 from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
 from rl.runs.folder import RunFolder, to_json
+
+if TYPE_CHECKING:
+    from controller.runs import Loop
 
 T = TypeVar("T")
 
@@ -201,9 +203,10 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         recording = recording_file(options.replay).absolute() if options.replay else None
         if recording is not None:
             config = replayed(config, recording)
+        loop = _loop(config)
         folder = RunFolder(_run_path(options, config), config)
         save_recipe(folder.path, file, overrides, recording)
-        return _until_the_end(config, folder, output)
+        return _until_the_end(loop, config, folder, output)
 
 
 def _resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -211,12 +214,20 @@ def _resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = find_run(options.resume, options.runs)
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides)
+        loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, overrides)
-        return _until_the_end(config, folder, output)
+        return _until_the_end(loop, config, folder, output)
 
 
-def _until_the_end(config: Any, folder: RunFolder, output: CapturedOutput) -> int:
+def _loop(config: Any) -> "Loop":
+    """The loop of a configuration. Raises ValueError if it names none."""
+    if not hasattr(config, "loop"):
+        raise ValueError(f"{type(config).__name__} has no method loop(), which returns the function to train with")
+    return config.loop()
+
+
+def _until_the_end(loop: "Loop", config: Any, folder: RunFolder, output: CapturedOutput) -> int:
     """Runs the loop; all of its processes are over when this returns. The exit status."""
     # Later than the configuration, so that a mistake in it is reported at once.
     from controller.runs.console import Console
@@ -229,7 +240,6 @@ def _until_the_end(config: Any, folder: RunFolder, output: CapturedOutput) -> in
         print(f"interrupted; saved: {_saved(folder)}", file=output.errors, flush=True)
 
     adopt_orphans()
-    loop = importlib.import_module(type(config).__module__).run
     code = 0
     with StopSignals(_STOP_DEADLINE_S, say_saved) as stop:
         try:

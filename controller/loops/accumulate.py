@@ -1,28 +1,23 @@
-"""GRPO whose steps gather what they need: rollout batch after rollout batch, until there is enough to learn from.
+"""GRPO over as many rollout batches as it takes: a step samples until enough tokens have an advantage.
 
 Copy this page to write your own loop. Gradients add up over batches of unknown size and are divided once, by the number
-of tokens that there were; the learning rate is lowered after a step that moved the policy further than `kl_target`.
+of tokens there turned out to be. The learning rate is lowered after a step that moved the policy further than
+`kl_target`.
 """
 
 from dataclasses import dataclass
 
 from controller.meshes.launch import launch
-from controller.runs.checkpoints import Checkpoints
-from controller.runs.console import Console
-from controller.runs.loop_config import GroupLoopConfig
-from controller.runs.report import Report
-from controller.runs.rollout_source import RolloutSource
-from rl.advantages.group_relative import ADVANTAGES
+from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.advantages.kl import kl_from_generator
-from rl.algorithms.metrics import PhaseClock, merge_outputs
+from rl.algorithms.metrics import merge_outputs
 from rl.checks import check_above_zero
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import group_to_data
-from rl.runs.folder import RunFolder
 from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group
 
-MAX_BATCHES_PER_STEP = 16  # a step ends after so many rollout batches, whatever they held
+MAX_BATCHES_PER_STEP = 16  # a step ends after this many rollout batches, however few tokens have an advantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,7 @@ class AccumulateConfig(GroupLoopConfig):
     """A recipe of this loop. A rollout batch has `prompts_per_step` prompts; `learning_rate` is the highest."""
 
     tokens_per_step: int
-    """A step adds rollout batches until at least so many tokens have an advantage."""
+    """A step adds rollout batches until at least this many tokens have an advantage."""
     kl_target: float
     """KL(generator || policy) per token that a step should bring about, measured on its last batch."""
 
@@ -39,25 +34,25 @@ class AccumulateConfig(GroupLoopConfig):
         GroupLoopConfig.__post_init__(self)
         check_above_zero(tokens_per_step=self.tokens_per_step, kl_target=self.kl_target)
 
+    def loop(self) -> Loop:
+        return run
+
 
 async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    report = Report(folder, console, config.num_steps)
-    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+    run = Run(config, folder, console)
+    source, advantage = RolloutSource(config, run.phase), config.advantage_function
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
-
-    report.phase("starting trainer and generator")
-    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config, policy=trainer)
-        first_step = await checkpoints.resume()
-        learning_rate: float = checkpoints.values.get("learning_rate", highest(0))
+    run.phase("starting trainer and generator")
+    async with launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator):
+        first_step = await run.resume(policy=trainer)
+        learning_rate: float = run.restored.get("learning_rate", highest(0))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await source.evaluate(generator))
-
-            clock, groups, batch, outputs = PhaseClock(), list[Group](), list[Datum](), list[ForwardBackwardOutput]()
+                run.log_evaluation(step - 1, await source.evaluate(generator))
+            clock = run.begin_step(step)
+            groups, batch, outputs = list[Group](), list[Datum](), list[ForwardBackwardOutput]()
             for number in range((step - 1) * MAX_BATCHES_PER_STEP + 1, step * MAX_BATCHES_PER_STEP + 1):
                 with clock("generate"):
                     new = await source.sample(generator, number, config.group_size)
@@ -69,24 +64,23 @@ async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> 
                 groups, batch = groups + new, batch + data
                 if sum(datum.num_loss_tokens for datum in batch) >= config.tokens_per_step:
                     break
-            if not batch:
-                report.step_without_signal(step, clock, groups)
-                await checkpoints.after_step(step, learning_rate=learning_rate)
-                continue
-            with clock("optim_step"):
-                update = await trainer.optim_step(config.adam(learning_rate), grad_scale=token_mean(batch))
-            with clock("forward"):
-                latest = batch[-len(outputs[-1].logprobs) :]
-                kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
-                learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
-            with clock("push"):
-                version = await trainer.push_model_state_dict()
-            with clock("pull"):
-                await generator.pull_model_state_dict(version)
-            metrics = {"kl_after": kl, "rollout_batches": len(groups) / config.prompts_per_step}
-            report.step(step, clock, groups, batch, merge_outputs(outputs), update, metrics)
-            await checkpoints.after_step(step, learning_rate=learning_rate)
+            if batch:
+                with clock("optim_step"):
+                    update = await trainer.optim_step(config.adam(learning_rate), grad_scale=token_mean(batch))
+                with clock("forward"):
+                    latest = batch[-len(outputs[-1].logprobs) :]
+                    kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
+                    learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
+                with clock("push"):
+                    version = await trainer.push_model_state_dict()
+                with clock("pull"):
+                    await generator.pull_model_state_dict(version)
+                metrics = {"kl_after": kl, "rollout_batches": len(groups) / config.prompts_per_step}
+                run.end_step(groups, batch, merge_outputs(outputs), update, metrics)
+            else:
+                run.end_step_without_update(groups)
+            await run.checkpoint_if_due(learning_rate=learning_rate)
 
-        report.evaluation(config.num_steps, await source.evaluate(generator))
-        await trainer.export_hf(report.model_dir)
-    report.finish()
+        run.log_evaluation(config.num_steps, await source.evaluate(generator))
+        await trainer.export_hf(run.model_dir)
+    run.finish()

@@ -1,26 +1,18 @@
 """DPO (https://arxiv.org/abs/2305.18290): learn from pairs of answers which one is better, by their log-probs alone.
 
-Copy this page to write your own loop. The reference is the policy as it came: it says its log-probs of all pairs before
-the first update, so that no second model is held. `rl/algorithms/preferences.py` says why the gradient is exact.
+Copy this page to write your own loop. The reference is the policy before training: it scores all pairs before the first
+update, so no second model is held. `rl/algorithms/preferences.py` says why the gradient is exact.
 """
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 from controller.meshes.launch import Launcher
-from controller.runs.checkpoints import Checkpoints
-from controller.runs.console import Console
-from controller.runs.loop_config import LoopConfig
-from controller.runs.models import resolve_model
-from controller.runs.preflight import check_texts_fit
-from controller.runs.report import Report
+from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.algorithms import preferences as pairs
-from rl.algorithms.metrics import PhaseClock
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.data.sources import Preferences
 from rl.rollouts.rendering import Renderer
-from rl.runs.folder import RunFolder
 from rl.schedules import linear, warmup
 from rl.types import Datum
 
@@ -32,13 +24,13 @@ class DPOConfig(LoopConfig):
     data: Preferences
     """A source of pairs, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
     pairs_per_step: int
-    """Preference pairs that a step learns from; every one counts the same."""
+    """Preference pairs that a step learns from; each counts the same."""
     loss: str = "dpo"
     """A row of `rl.algorithms.preferences.PAIR_LOSSES`."""
     beta: float = 0.1
     """How strongly the policy is held to the reference."""
     max_tokens: int = 2048
-    """Pairs of which one is longer are left out, and counted."""
+    """A pair is left out, and counted, if either answer makes it longer than this."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -47,52 +39,52 @@ class DPOConfig(LoopConfig):
         check_known("loss", self.loss, pairs.PAIR_LOSSES)
         check_above_zero(beta=self.beta)
 
+    def loop(self) -> Loop:
+        return run
+
 
 async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    report = Report(folder, console, config.num_steps)
-    model, per_step = resolve_model(config.model, report.phase), config.pairs_per_step
+    run = Run(config, folder, console)
+    model, per_step = resolve_model(config.model, run.phase), config.pairs_per_step
     measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
     learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps), config.warmup_steps)
     to_data = functools.partial(pairs.preferences_to_data, Renderer(model), max_tokens=config.max_tokens)
     eval_data = to_data(config.data.eval_preferences(config.num_eval))
     check_texts_fit(config.max_tokens, model, eval_data)
 
-    def batch_of(step: int) -> list[Datum]:
+    def training_data(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))
 
-    report.phase("starting trainer")
-    async with Launcher(report.log_dir) as launcher:
+    async def evaluate(step: int) -> None:
+        run.log_measurements(step, **measure(await pairs.sequence_logprobs(trainer, eval_data), eval_reference))
+
+    run.phase("starting trainer")
+    async with Launcher(run.log_dir) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        report.phase("asking the reference about every pair")
-        batches = itertools.chain([eval_data], map(batch_of, range(1, config.num_steps + 1)))
-        of_eval, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
-        checkpoints = Checkpoints(report, config, policy=trainer)
-
-        for step in range(await checkpoints.resume(), config.num_steps + 1):
+        run.phase("scoring every pair with the reference")
+        batches = (training_data(step) if step else eval_data for step in range(config.num_steps + 1))
+        eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
+        for step in range(await run.resume(policy=trainer), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.measured(step - 1, **measure(await pairs.sequence_logprobs(trainer, eval_data), of_eval))
-
-            clock = PhaseClock()
+                await evaluate(step - 1)
+            clock = run.begin_step(step)
             with clock("pack"):
-                batch = batch_of(step)
-            if not batch:
-                report.step_without_signal(step, clock, why="every pair was longer than max_tokens")
-                await checkpoints.after_step(step)
-                continue
-            with clock("forward"):
-                logprobs = await pairs.sequence_logprobs(trainer, batch)
-            with clock("forward_backward"):
-                differences = pairs.log_ratio_differences(logprobs, reference[step - 1])
-                _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
-                output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
-            with clock("optim_step"):
-                update = await trainer.optim_step(config.adam(learning_rate(step - 1)), grad_scale=1 / len(differences))
-            metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, reference[step - 1]).items()}
-            metrics["pairs_too_long"] = per_step - len(differences)
-            report.step(step, clock, (), batch, output, update, metrics)
-            await checkpoints.after_step(step)
-
-        report.measured(config.num_steps, **measure(await pairs.sequence_logprobs(trainer, eval_data), of_eval))
-        await trainer.export_hf(report.model_dir)
-    report.finish()
+                batch = training_data(step)
+            if batch:
+                with clock("forward"):
+                    logprobs = await pairs.sequence_logprobs(trainer, batch)
+                with clock("forward_backward"):
+                    differences = pairs.log_ratio_differences(logprobs, reference[step - 1])
+                    _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
+                    output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
+                with clock("optim_step"):
+                    update = await trainer.optim_step(config.adam(learning_rate(step - 1)), 1 / len(differences))
+                metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, reference[step - 1]).items()}
+                run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(differences)})
+            else:
+                run.end_step_without_update(why="every pair was longer than max_tokens")
+            await run.checkpoint_if_due()
+        await evaluate(config.num_steps)
+        await trainer.export_hf(run.model_dir)
+    run.finish()

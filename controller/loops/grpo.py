@@ -7,15 +7,9 @@ policy that sampled it, and the loss is averaged over the tokens of the step (DA
 from dataclasses import dataclass
 
 from controller.meshes.launch import launch
-from controller.runs.checkpoints import Checkpoints
-from controller.runs.console import Console
-from controller.runs.loop_config import GroupLoopConfig
-from controller.runs.report import Report
-from controller.runs.rollout_source import RolloutSource
-from rl.advantages.group_relative import ADVANTAGES
-from rl.algorithms.metrics import PhaseClock, num_completion_tokens
+from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
+from rl.algorithms.metrics import num_completion_tokens
 from rl.rollouts.episodes import group_to_data
-from rl.runs.folder import RunFolder
 from rl.schedules import constant, warmup
 
 
@@ -23,22 +17,24 @@ from rl.schedules import constant, warmup
 class GRPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
+    def loop(self) -> Loop:
+        return run
+
 
 async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    report = Report(folder, console, config.num_steps)
-    source, advantage = RolloutSource(config, report), ADVANTAGES[config.advantage]
+    run = Run(config, folder, console)
+    source, advantage = RolloutSource(config, run.phase), config.advantage_function
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
-    report.phase("starting trainer and generator")
-    async with launch(source.model, config.trainer, config.generator, report.log_dir) as (trainer, generator):
-        checkpoints = Checkpoints(report, config, policy=trainer)
-        first_step = await checkpoints.resume()
+    run.phase("starting trainer and generator")
+    async with launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator):
+        first_step = await run.resume(policy=trainer)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await source.evaluate(generator))
-            clock = PhaseClock()
+                run.log_evaluation(step - 1, await source.evaluate(generator))
+            clock = run.begin_step(step)
             with clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
             batch = [datum for group in groups for datum in group_to_data(group, advantage)]
@@ -52,11 +48,11 @@ async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
-                report.step(step, clock, groups, batch, output, update)
+                run.end_step(groups, batch, output, update)
             else:
-                report.step_without_signal(step, clock, groups)
-            await checkpoints.after_step(step)
+                run.end_step_without_update(groups)
+            await run.checkpoint_if_due()
 
-        report.evaluation(config.num_steps, await source.evaluate(generator))
-        await trainer.export_hf(report.model_dir)
-    report.finish()
+        run.log_evaluation(config.num_steps, await source.evaluate(generator))
+        await trainer.export_hf(run.model_dir)
+    run.finish()

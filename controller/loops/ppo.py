@@ -1,80 +1,70 @@
-"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference: a token's advantage is what nobody expected.
+"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference: an advantage is the reward nobody expected.
 
 Copy this page to write your own loop. `warmup_steps` are the policy's: time for the critic to learn what to expect.
 """
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from controller.meshes.launch import Launcher
-from controller.runs.checkpoints import Checkpoints
-from controller.runs.console import Console
-from controller.runs.loop_config import RolloutLoopConfig
-from controller.runs.report import Report
-from controller.runs.rollout_source import RolloutSource
+from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages
-from rl.algorithms.metrics import PhaseClock
-from rl.checks import check_at_least
 from rl.losses import get_loss
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import rollout_to_datum, with_tokens
-from rl.runs.folder import RunFolder
 from rl.schedules import constant, warmup
 from rl.types import ForwardBackwardOutput, OptimStepOutput
-from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPOConfig(RolloutLoopConfig):
-    """A recipe of this loop. The critic needs `head="value"`; the reference is laid out as `trainer` is."""
+    """A recipe of this loop. The critic needs `head="value"`; the reference is laid out like `trainer`."""
 
     critic: TrainerConfig
-    group_size: int
     critic_learning_rate: float
     ppo: PPOParams
-    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
-    critic_loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    loss_config: LossConfig = field(default_factory=dict[str, float | str])
+    critic_loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """Options of the losses "ppo" and "value"."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(1, group_size=self.group_size)
         if self.critic.head != "value":
             raise ValueError(f"critic.head is {self.critic.head!r}; a critic needs 'value'")
         self.adam(self.critic_learning_rate)
         get_loss("ppo", self.loss_config)
         get_loss("value", self.critic_loss_config)
 
+    def loop(self) -> Loop:
+        return run
+
 
 async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains policy and critic and reports every step. Every process it starts has ended when it returns or raises."""
-    report = Report(folder, console, config.num_steps)
-    source = RolloutSource(config, report)
+    run = Run(config, folder, console)
+    source = RolloutSource(config, run.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
-    report.phase("starting trainer, critic, reference and generator")
-    async with Launcher(report.log_dir) as launcher:
+    run.phase("starting trainer, critic, reference and generator")
+    async with Launcher(run.log_dir) as launcher:
         trainer, critic, reference, generator = await asyncio.gather(
             launcher.trainer(source.model, config.trainer, generator=config.generator),
             launcher.trainer(source.model, config.critic, name="critic"),
             launcher.trainer(source.model, config.trainer, name="reference"),
             launcher.generator(source.model, config.generator),
         )
-        checkpoints = Checkpoints(report, config, policy=trainer, critic=critic)
-        first_step = await checkpoints.resume()
+        first_step = await run.resume(policy=trainer, critic=critic)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in range(first_step, config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.evaluation(step - 1, await source.evaluate(generator))
-            clock = PhaseClock()
+                run.log_evaluation(step - 1, await source.evaluate(generator))
+            clock = run.begin_step(step)
             with clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
             if rollouts := with_tokens(groups):
+                sampled, rewards = [rollout_to_datum(r, 0.0) for r in rollouts], [r.reward for r in rollouts]
                 with clock("forward"):
-                    sampled = [rollout_to_datum(rollout, 0.0) for rollout in rollouts]
                     judged, frozen = await asyncio.gather(critic.forward(sampled), reference.forward(sampled))
-                rewards = [rollout.reward for rollout in rollouts]
                 batch, metrics = ppo_advantages(sampled, rewards, judged.values, frozen.logprobs, config.ppo)
                 outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
                 for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
@@ -91,10 +81,10 @@ async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
                 learned, output, losses = merge_minibatches(parts, outputs)
-                report.step(step, clock, groups, learned, output, updates[-1], metrics | losses)
+                run.end_step(groups, learned, output, updates[-1], metrics | losses)
             else:
-                report.step_without_signal(step, clock, groups, why="no rollout has a sampled token")
-            await checkpoints.after_step(step)
-        report.evaluation(config.num_steps, await source.evaluate(generator))
-        await trainer.export_hf(report.model_dir)
-    report.finish()
+                run.end_step_without_update(groups, why="no rollout has a sampled token")
+            await run.checkpoint_if_due()
+        run.log_evaluation(config.num_steps, await source.evaluate(generator))
+        await trainer.export_hf(run.model_dir)
+    run.finish()

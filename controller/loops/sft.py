@@ -1,6 +1,6 @@
-"""SFT: cross-entropy on what the model should say, held-out loss before, between and after.
+"""SFT: cross-entropy on given completions, with the held-out loss before, during and after training.
 
-Copy this page to write your own loop. Every step divides by its own number of scored tokens, so a token counts the same
+Copy this page to write your own loop. Each step divides by its own number of scored tokens, so a token counts the same
 whatever the length of its example.
 """
 
@@ -8,19 +8,12 @@ import functools
 from dataclasses import dataclass, replace
 
 from controller.meshes.launch import Launcher
-from controller.runs.checkpoints import Checkpoints
-from controller.runs.console import Console
-from controller.runs.loop_config import LoopConfig
-from controller.runs.models import resolve_model
-from controller.runs.preflight import check_texts_fit
-from controller.runs.report import Report
-from rl.algorithms.metrics import PhaseClock
+from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.checks import check_at_least
 from rl.data.sources import Examples
 from rl.data.supervised import TrainOn, eval_loss, examples_to_data
 from rl.losses.reduction import token_mean
 from rl.rollouts.rendering import Renderer
-from rl.runs.folder import RunFolder
 from rl.schedules import cosine, warmup
 
 
@@ -31,15 +24,15 @@ class SFTConfig(LoopConfig):
     data: Examples
     """A source of examples, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
     examples_per_step: int
-    """Examples that a step learns from; every one of their tokens counts the same."""
+    """Examples that a step learns from; every scored token counts the same."""
     final_learning_rate: float = 0.0
-    """Where the cosine ends that starts at `learning_rate`."""
+    """Where the cosine that starts at `learning_rate` ends."""
     weight_decay: float = 0.0
     """AdamW's, decoupled from the gradient."""
     train_on: TrainOn = "completion"
-    """Which tokens are learned: those of the completion and its end, or those of the prompt as well."""
+    """Which tokens are learned: the completion and its end, or the prompt's as well."""
     max_tokens: int = 2048
-    """Examples that are longer are left out, and counted."""
+    """Longer examples are left out, and counted."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -48,11 +41,14 @@ class SFTConfig(LoopConfig):
         cosine(self.learning_rate, self.final_learning_rate, self.num_steps)
         replace(self.adam(0.0), weight_decay=self.weight_decay)
 
+    def loop(self) -> Loop:
+        return run
+
 
 async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    report = Report(folder, console, config.num_steps)
-    model, per_step = resolve_model(config.model, report.phase), config.examples_per_step
+    run = Run(config, folder, console)
+    model, per_step = resolve_model(config.model, run.phase), config.examples_per_step
     schedule = cosine(config.learning_rate, config.final_learning_rate, config.num_steps)
     learning_rate = warmup(schedule, config.warmup_steps)
     to_data = functools.partial(
@@ -61,30 +57,26 @@ async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     eval_data = to_data(config.data.eval_examples(config.num_eval))
     check_texts_fit(config.max_tokens, model, eval_data)
 
-    report.phase("starting trainer")
-    async with Launcher(report.log_dir) as launcher:
+    run.phase("starting trainer")
+    async with Launcher(run.log_dir) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        checkpoints = Checkpoints(report, config, policy=trainer)
-
-        for step in range(await checkpoints.resume(), config.num_steps + 1):
+        for step in range(await run.resume(policy=trainer), config.num_steps + 1):
             if (step - 1) % config.evaluate_every == 0:
-                report.measured(step - 1, loss=await eval_loss(trainer, eval_data))
-
-            clock = PhaseClock()
+                run.log_measurements(step - 1, loss=await eval_loss(trainer, eval_data))
+            clock = run.begin_step(step)
             with clock("pack"):
                 batch = to_data(config.data.train_examples(config.seed, (step - 1) * per_step, per_step))
-            if not batch:
-                report.step_without_signal(step, clock, why="every example was longer than max_tokens")
-                await checkpoints.after_step(step)
-                continue
-            with clock("forward_backward"):
-                output = await trainer.forward_backward(batch, "cross_entropy")
-            with clock("optim_step"):
-                params = replace(config.adam(learning_rate(step - 1)), weight_decay=config.weight_decay)
-                update = await trainer.optim_step(params, grad_scale=token_mean(batch))
-            report.step(step, clock, (), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
-            await checkpoints.after_step(step)
+            if batch:
+                with clock("forward_backward"):
+                    output = await trainer.forward_backward(batch, "cross_entropy")
+                with clock("optim_step"):
+                    adam = replace(config.adam(learning_rate(step - 1)), weight_decay=config.weight_decay)
+                    update = await trainer.optim_step(adam, grad_scale=token_mean(batch))
+                run.end_step((), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
+            else:
+                run.end_step_without_update(why="every example was longer than max_tokens")
+            await run.checkpoint_if_due()
 
-        report.measured(config.num_steps, loss=await eval_loss(trainer, eval_data))
-        await trainer.export_hf(report.model_dir)
-    report.finish()
+        run.log_measurements(config.num_steps, loss=await eval_loss(trainer, eval_data))
+        await trainer.export_hf(run.model_dir)
+    run.finish()

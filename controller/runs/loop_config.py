@@ -1,22 +1,30 @@
-"""What the recipes of all loops have in common; each loop adds its own fields."""
+"""The configuration fields that loops share. Each loop adds its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from controller.runs.console import Console
 from controller.runs.preflight import check_sampled_distribution
 from generator.config import GeneratorConfig
-from rl.advantages.group_relative import ADVANTAGES
+from rl.advantages.group_relative import ADVANTAGES, Rewards
 from rl.checks import check_at_least, check_known
 from rl.envs.check import require_env
 from rl.losses import get_loss
 from rl.protocols import Env
+from rl.runs.folder import RunFolder
 from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
+
+Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
+"""A loop: `run(config, folder, console)` trains a model. The processes it starts end before it does."""
+LossConfig: TypeAlias = Mapping[str, float | str]
+"""A loss's options by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """Of every loop."""
+    """Fields that every loop has."""
 
     model: str
     """A local Hugging Face directory, or a name that `controller.runs.models` knows."""
@@ -54,6 +62,13 @@ class LoopConfig:
         check_at_least(0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps)
         self.adam(self.learning_rate)
 
+    def loop(self) -> Loop:
+        """The loop that trains with this configuration. Each loop's configuration overrides it.
+
+        Raises ValueError if it was not overridden.
+        """
+        raise ValueError(f"{type(self).__name__} has no method loop(), which returns the function to train with")
+
     def adam(self, learning_rate: float) -> AdamParams:
         """The optimizer's parameters for a step with this learning rate."""
         return AdamParams(learning_rate=learning_rate, grad_clip_norm=self.grad_clip_norm)
@@ -61,7 +76,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLoopConfig(LoopConfig):
-    """Of a loop that samples what it learns from."""
+    """Fields of a loop that learns from rollouts."""
 
     env: Env
     """Where problems come from, and what rewards the answers."""
@@ -71,6 +86,8 @@ class RolloutLoopConfig(LoopConfig):
     """Of training rollouts."""
     prompts_per_step: int
     """Problems that a step samples rollouts of."""
+    group_size: int
+    """Rollouts of each problem."""
     eval_samples: int = 1
     """Answers to each held-out problem: one greedy, or several sampled ones with pass@k; training sees none of it."""
 
@@ -78,21 +95,21 @@ class RolloutLoopConfig(LoopConfig):
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
-        check_at_least(1, prompts_per_step=self.prompts_per_step, eval_samples=self.eval_samples)
+        check_at_least(
+            1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
+        )
         check_sampled_distribution(self.sampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoopConfig(RolloutLoopConfig):
-    """Of a loop that compares the rollouts of one prompt."""
+    """Fields of a loop that compares the rollouts of one prompt, so `group_size` is at least 2."""
 
-    group_size: int
-    """Rollouts of each prompt, at least 2: an advantage is relative to its group."""
     advantage: str = "group_mean_std"
     """How a group's rewards become advantages, by its name in `rl.advantages.group_relative.ADVANTAGES`."""
     loss: str = "importance_sampling"
     """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
-    loss_config: Mapping[str, float | str] = field(default_factory=dict[str, float | str])
+    loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """The loss's options, and those that all policy losses share (`rl.losses.shared`), by name."""
 
     def __post_init__(self) -> None:
@@ -101,3 +118,8 @@ class GroupLoopConfig(RolloutLoopConfig):
         check_at_least(2, group_size=self.group_size)
         check_known("advantage", self.advantage, ADVANTAGES)
         get_loss(self.loss, self.loss_config)
+
+    @property
+    def advantage_function(self) -> Callable[[Rewards], Rewards]:
+        """The function that `advantage` names: [G] rewards of one group -> [G] advantages."""
+        return ADVANTAGES[self.advantage]

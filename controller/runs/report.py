@@ -6,7 +6,6 @@ Turns the values of a step into metrics, and writes them where a user looks: the
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from controller.runs.console import Console
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, num_completion_tokens, per_token, rollout_metrics
@@ -35,8 +34,8 @@ class Report:
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None
-        self._first_measured: dict[str, Measurement] = {}
-        self._last_measured: dict[str, Measurement] = {}
+        self._first_measurements: Mapping[str, Measurement] = {}
+        self._last_measurements: Mapping[str, Measurement] = {}
         self._first_step: int | None = None  # after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
         self.skipped_in_a_row = 0
@@ -45,16 +44,6 @@ class Report:
         """Steps in a row, up to the latest, that had nothing to learn from."""
         self.why_without_signal = EQUAL_REWARDS
         """Of the latest of them."""
-
-    @property
-    def log_dir(self) -> Path:
-        """Where processes log."""
-        return self.folder.logs
-
-    @property
-    def model_dir(self) -> Path:
-        """Where the trained model goes, in Hugging Face's format."""
-        return self.folder.path / "model"
 
     def resume(self) -> None:
         """Counts again what a run that goes on had counted, from the steps that its folder holds."""
@@ -131,13 +120,13 @@ class Report:
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
         self._plot()
 
-    def measured(self, step: int, **measured: Measurement) -> None:
-        """What was measured on held-out data after a number of steps, the most telling first."""
-        self._first_measured = {**measured, **self._first_measured}
+    def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
+        """Measurements on held-out data after a number of steps, the most telling first."""
+        self._first_measurements = {**measurements, **self._first_measurements}
         self._first_step = step if self._first_step is None else self._first_step
-        self._last_measured = measured
-        self._console.measurements(_label(step), measured)
-        self._log_intervals(step, {name: measurement.interval for name, measurement in measured.items()})
+        self._last_measurements = measurements
+        self._console.measurements(_label(step), measurements)
+        self._log_intervals(step, {name: measurement.interval for name, measurement in measurements.items()})
         self._plot()
 
     def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
@@ -161,10 +150,13 @@ class Report:
         took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
         changes = [
             _change(
-                name, self._first_measured[name].interval, last.interval, last.change_since(self._first_measured[name])
+                name,
+                self._first_measurements[name].interval,
+                last.interval,
+                last.change_since(self._first_measurements[name]),
             )
             + f", {len(last.values)} items)"
-            for name, last in self._last_measured.items()
+            for name, last in self._last_measurements.items()
         ]
         first, last = self._first_evaluation, self._last_evaluation
         if first is not None and last is not None:
@@ -204,7 +196,7 @@ class Report:
         metrics, folder = self.folder.metrics(), self.folder.path
         if self._first_evaluation is not None:
             plot_curve(metrics, folder / "reward.png", folder.name)
-        for name in self._last_measured:
+        for name in self._last_measurements:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=name)
 
 

@@ -1,13 +1,14 @@
 """A run's rollouts: which problems come at which step, how they are sampled, and how held-out ones are answered."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from controller.runs.loop_config import RolloutLoopConfig
-from controller.runs.models import resolve_model
+from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.preflight import check_prompts_fit
-from controller.runs.report import Report
 from rl.protocols import Generator
-from rl.rollouts.episodes import rollout_groups, step_seed
+from rl.rollouts.episodes import rollout_group, rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.rendering import Renderer
 from rl.types import Group
@@ -16,9 +17,13 @@ from rl.types import Group
 class RolloutSource:
     """What a recipe says of rollouts, checked and ready to use."""
 
-    def __init__(self, config: RolloutLoopConfig, report: Report) -> None:
-        """Raises ValueError for a model that is none, and for prompts that the generator has no room for."""
-        self.model = resolve_model(config.model, report.phase)
+    def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None]) -> None:
+        """`tell` is told, in a few words, about work that takes long.
+
+        Raises ValueError if `config.model` is not a model that can be trained, and for a held-out prompt that leaves no
+        room for its completion in the generator's context.
+        """
+        self.model = resolve_model(config.model, tell)
         """The policy's directory."""
         self.renderer = Renderer(self.model, config.generator.max_model_len)
         self.sampling = replace(config.sampling, stop=config.env.stop)
@@ -26,6 +31,27 @@ class RolloutSource:
         """The held-out problems."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
         self._config = config
+        self._tell = tell
+
+    def resolve_teacher(self, name_or_path: str) -> Path:
+        """The directory of a model that can score the policy's tokens. Raises ValueError for another tokenizer."""
+        return resolve_teacher(name_or_path, self.model, self._tell)
+
+    async def sample_group(self, generator: Generator, number: int, num_samples: int) -> Group:
+        """Group `number`, from 0, of the training stream: the same problem and seeds that `sample` gives it."""
+        step, index = divmod(number, self._config.prompts_per_step)
+        (problem,) = self._config.env.train_problems(self._config.seed, number, 1)
+        seeded = replace(self.sampling, seed=step_seed(self._config.seed, step + 1) + index * num_samples)
+        return await rollout_group(generator, self.renderer, problem, seeded, num_samples)
+
+    async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
+        """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.
+
+        For loops whose steps need more or fewer problems: seeds follow from the run's seed and the problem's number.
+        """
+        problems = self._config.env.train_problems(self._config.seed, start, count)
+        seeded = replace(self.sampling, seed=step_seed(self._config.seed, 0) + start * num_samples)
+        return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
         """Rollout batch `number`, from 1, of the training stream: as many problems as a step has, each tried so often.

@@ -65,6 +65,42 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert not is_alive(int((folder / "pid").read_text()))
 
 
+SUBCLASS = """
+'''Any machine: the toy loop with a field and a check of its own.'''
+from dataclasses import dataclass
+from tests.controller.commands.toy_recipe import ToyConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MineConfig(ToyConfig):
+    flavour: str = "plain"
+
+def recipe():
+    return MineConfig()
+"""
+
+
+def test_a_recipe_may_define_its_own_configuration(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(SUBCLASS)
+    result = ownloop(tmp_path, "run", str(recipe), "--name", "a", "--flavour", "sweet")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "That was all."), result.stderr
+    config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert config.keys() == {"num_steps", "mode", "optimizer", "seed", "flavour"}
+    assert config["flavour"] == "sweet"
+    recipe.write_text("")
+    result = ownloop(tmp_path, "run", "--resume", "a")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "That was all."), result.stderr
+
+
+def test_a_configuration_without_a_loop_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(SUBCLASS.replace("(ToyConfig)", "").replace('flavour: str = "plain"', "seed: int = 0"))
+    result = ownloop(tmp_path, "run", str(recipe))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: MineConfig has no method loop(), which returns the function to train with")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a", "--mode", "crash")
     assert result.returncode == 1

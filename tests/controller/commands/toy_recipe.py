@@ -6,8 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from controller.runs.console import Console
-from rl.runs.folder import RunFolder
+from controller.runs import Console, Loop, RunFolder
 
 STUBBORN = (
     "import signal, time\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(60)"
@@ -27,12 +26,15 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyConfig:
-    """The recipe of `run`."""
+    """A recipe of the loop below."""
 
     num_steps: int = 2
     mode: str = "finish"
     optimizer: Optimizer = field(default_factory=Optimizer)
     seed: int = 0
+
+    def loop(self) -> Loop:
+        return run
 
 
 def recipe() -> ToyConfig:

@@ -1,0 +1,114 @@
+"""A run as its loop sees it: one object for the clock, the metrics, the console and the checkpoints.
+
+A loop says when a step begins and what came of it. `Run` measures the time, writes the run's folder, tells the user,
+and saves and restores checkpoints. It knows nothing of the algorithm.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from controller.runs.checkpoints import Checkpoints
+from controller.runs.console import Console
+from controller.runs.loop_config import LoopConfig
+from controller.runs.report import EQUAL_REWARDS, Report
+from rl.algorithms.metrics import PhaseClock
+from rl.protocols import Trainer
+from rl.rollouts.evaluation import Evaluation, Measurement
+from rl.runs.folder import RunFolder
+from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
+
+
+class Run:
+    """One run of a loop. Steps count from 1; step 0 is the model before training.
+
+    run = Run(config, folder, console)
+    for step in range(await run.resume(policy=trainer), config.num_steps + 1):
+        clock = run.begin_step(step)
+        with clock("generate"):
+            groups = ...
+        run.end_step(groups, batch, output, update)
+        await run.checkpoint_if_due()
+    run.finish()
+    """
+
+    def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
+        """`config` says how many steps the run has and when it is saved."""
+        self._report = Report(folder, console, config.num_steps)
+        self._config = config
+        self._checkpoints: Checkpoints | None = None
+        self._step = 0
+        self._clock = PhaseClock()
+
+    @property
+    def log_dir(self) -> Path:
+        """Where processes log."""
+        return self._report.folder.logs
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the trained model goes, in Hugging Face's format."""
+        return self._report.folder.path / "model"
+
+    @property
+    def restored(self) -> Mapping[str, Any]:
+        """The values that the loop gave to `checkpoint_if_due` with the restored checkpoint; empty in a new run."""
+        return {} if self._checkpoints is None else self._checkpoints.values
+
+    def phase(self, text: str) -> None:
+        """Tells the user what is going on while there is no step to show."""
+        self._report.phase(text)
+
+    async def resume(self, **trainers: Trainer) -> int:
+        """Restores the newest checkpoint into these trainers and returns the first step to do, 1 in a new run.
+
+        `checkpoint_if_due` saves the same trainers, under these names. Raises ValueError for a checkpoint of another
+        model or of other trainers.
+        """
+        self._checkpoints = Checkpoints(self._report, self._config, **trainers)
+        return await self._checkpoints.resume()
+
+    def begin_step(self, step: int) -> PhaseClock:
+        """Starts the clock of a step: `with clock("generate"): ...` adds to the step's `seconds_generate`."""
+        self._step = step
+        self._clock = PhaseClock()
+        return self._clock
+
+    def end_step(
+        self,
+        groups: Sequence[Group],
+        batch: Sequence[Datum],
+        output: ForwardBackwardOutput,
+        update: OptimStepOutput,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Records a finished step: the sampled groups, if any, the batch trained on, and what the trainer answered.
+
+        `metrics` are the loop's own. They replace metrics of the same name.
+        """
+        self._report.step(self._step, self._clock, groups, batch, output, update, metrics)
+
+    def end_step_without_update(self, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS) -> None:
+        """Records a step that had nothing to learn from, and why."""
+        self._report.step_without_signal(self._step, self._clock, groups, why)
+
+    async def checkpoint_if_due(self, **values: Any) -> None:
+        """Saves a checkpoint if the configuration asks for one after this step.
+
+        `values` (JSON types) are whatever else the loop needs to go on; a resumed run finds them in `restored`. Raises
+        `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
+        """
+        assert self._checkpoints is not None, "Run.resume names the trainers to save; call it before the first step"
+        await self._checkpoints.after_step(self._step, **values)
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Records the reward on held-out problems after `step` steps. An evaluation without problems is ignored."""
+        self._report.evaluation(step, evaluation)
+
+    def log_measurements(self, step: int, **measurements: Measurement) -> None:
+        """Records measurements on held-out data after `step` steps, by name, the most telling first."""
+        self._report.measurements(step, measurements)
+
+    def finish(self) -> None:
+        """Draws the curves and prints samples and the sentence that says what the run achieved."""
+        self._report.finish()
