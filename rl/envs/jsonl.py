@@ -1,67 +1,66 @@
-"""A plain Python function as the reward, over prompts in a JSONL file.
+"""Prompts from a JSONL file, with a plain Python function as the reward.
 
-    {"prompt": "What is 6 * 7?", "answer": "42"}          one row per line
+    {"prompt": "What is 6 * 7?", "answer": "42"}          one line of train.jsonl
 
-    def exact(prompt, completion, answer) -> float:       a module's function, "module:function"
+    def exact(prompt, completion, answer) -> float:       a function of the module rewards
         return float(completion.strip() == answer)
 
     JsonlReward(file="train.jsonl", reward="rewards:exact", fields=("answer",))
 
-A tenth of the prompts is held out, chosen by their text: a prompt is on the same side in every file, run and process.
+A tenth of the prompts is held out, chosen by their text (`rl.data.streams`).
 """
 
 import functools
 import importlib
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rl.envs.procedural import is_eval
-from rl.envs.rows import content_id, epochs
+from rl.data.rows import no_fault, prompt_fault, read_rows
+from rl.data.streams import content_id, python_order, split, stream
 from rl.protocols import Done, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlReward:
-    """Prompts from a file, rewards from a function `(prompt, completion) -> float`, which may be `async`."""
+    """Prompts from a file, rewards from a function `(prompt, completion, **fields) -> float`, which may be async."""
 
     file: Path
     """One JSON object per line."""
     reward: str
-    """`"module:function"`, called with the prompt, the completion and the row's `fields` by name."""
+    """`"module:function"`. It is called with the prompt, the completion and the row's `fields` as keyword arguments."""
     prompt_field: str = "prompt"
-    """The row's prompt: text, or messages with role and content."""
+    """Name of the field with the prompt: text, or messages with role and content."""
     fields: tuple[str, ...] = ()
-    """Further fields of the row that the function takes."""
+    """Names of the row's other fields that the function takes."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
-        """Reads the file. Raises ValueError naming file and line of a bad row, and for a function that is not there."""
+        """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
         self._reward_function()
         _read.cache_clear()  # the file may have changed since another environment read it
-        train, eval_data = self._split()
-        if not train or not eval_data:
+        train_rows, eval_rows = self._split()
+        if not train_rows or not eval_rows:
             raise ValueError(
-                f"JsonlReward.file {self.file} has {len(train)} training and {len(eval_data)} held-out prompts; both "
-                "splits need at least one (about a tenth is held out)"
+                f"JsonlReward.file {self.file} has {len(train_rows)} training and {len(eval_rows)} held-out prompts; "
+                "both splits need at least one (about a tenth is held out)"
             )
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file's name without its extension."""
         return Path(self.file).stem
 
     def train_problems(self, seed: int, start: int, count: int) -> list["JsonlProblem"]:
-        """Every row once in an order that seed and epoch decide, then all of them in the next order."""
+        """See `rl.protocols.Env`. Every epoch has every row once, in an order of its own."""
         rows, _ = self._split()
-        return [self._problem(row) for row in epochs(rows, seed, start, count)]
+        return [self._problem(row) for row in stream(rows, python_order, seed, start, count)]
 
     def eval_problems(self, count: int) -> list["JsonlProblem"]:
-        """The first rows of the held-out side. Raises ValueError when there are fewer."""
+        """The first held-out rows. Raises ValueError if there are fewer."""
         _, rows = self._split()
         if count > len(rows):
             raise ValueError(f"num_eval is {count}, but {self.file} has only {len(rows)} held-out prompts")
@@ -93,7 +92,7 @@ class JsonlReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlProblem:
-    """A row with the function that rewards answers to it."""
+    """A row, with the function that scores answers to it."""
 
     id: str
     prompt: Prompt
@@ -101,11 +100,11 @@ class JsonlProblem:
     row: Mapping[str, Any]
 
     def start(self) -> "JsonlProblem":
-        """There is nothing to keep track of."""
+        """Returns itself: a single-turn problem has no state."""
         return self
 
     def reply(self, completion: str) -> Done | Awaitable[Done]:
-        """The first answer is the last."""
+        """Scores the answer and ends the episode."""
         reward = self.score(self.prompt, completion, **self.row)
         return _awaited(reward) if inspect.isawaitable(reward) else Done(reward=reward)
 
@@ -118,34 +117,9 @@ async def _awaited(reward: Awaitable[float]) -> Done:
 def _read(
     file: Path, prompt_field: str, fields: tuple[str, ...]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Training and held-out rows, no row twice."""
-    splits: tuple[dict[str, Mapping[str, Any]], dict[str, Mapping[str, Any]]] = ({}, {})
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"JsonlReward.file {file} cannot be read: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            row = _row(f"{file}, line {number}", line, prompt_field, fields)
-            key = content_id([row[prompt_field], {name: row[name] for name in fields}])
-            splits[is_eval(content_id(row[prompt_field]))].setdefault(key, row)
-    return list(splits[0].values()), list(splits[1].values())
-
-
-def _row(where: str, line: str, prompt_field: str, fields: tuple[str, ...]) -> Mapping[str, Any]:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a {type(row).__name__}; an object is needed")
-    row = cast("dict[str, Any]", row)
-    for name in (prompt_field, *fields):
-        if name not in row:
-            raise ValueError(f"{where}: lacks the field {name!r}; it has {', '.join(row)}")
-    prompt: Any = row[prompt_field]
-    messages = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-    is_chat = bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= {*m} for m in messages)
-    if not is_chat and not (isinstance(prompt, str) and prompt):
-        raise ValueError(f"{where}: its {prompt_field!r} is {prompt!r:.80}; text, or messages with role and content")
-    return row
+    """Training and held-out rows without duplicates."""
+    rows = read_rows(file, {prompt_field: prompt_fault, **{name: no_fault for name in fields if name != prompt_field}})
+    distinct: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        distinct.setdefault(content_id([row[prompt_field], {name: row[name] for name in fields}]), row)
+    return split(distinct.values(), lambda row: content_id(row[prompt_field]))

@@ -4,9 +4,9 @@
 
     VerifiersEnv(environment="wordle")        an installed environment, or any module with `load_environment(**args)`
 
-The environment runs its own rollout and asks a client for the model's messages; that client is the one here, which
-passes on what ownloop's generator sampled. Environments whose rewards compare rollouts, and those with tools in the
-model's own call format, are refused.
+A verifiers environment runs its own rollout and asks a client for the model's messages. The client in this file answers
+with what ownloop's generator sampled. Two kinds of environments are refused: those whose rewards compare the rollouts
+of a group, and those with tools in the model's own call format.
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.envs.procedural import is_eval
-from rl.envs.rows import content_id, epochs
+from rl.data.streams import content_id, python_order, split, stream
 from rl.protocols import Done, Observation, Reply
 
 _Messages = list[dict[str, str]]
@@ -27,28 +26,30 @@ _Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersEnv:
-    """One environment of `verifiers`. What it calls its evaluation data is held out, or else a tenth of its data."""
+    """One environment of `verifiers`. Its evaluation data are held out; if it has none, a tenth of its data is."""
 
     environment: str
-    """What `verifiers.load_environment` takes: the name of an installed environment."""
+    """Name of an installed environment, as `verifiers.load_environment` takes it."""
     args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The environment's own options."""
+    """The environment's own options, by its names."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an environment that cannot be loaded, or is of a kind that is not supported."""
+        """Raises ValueError if the environment cannot be loaded or is of an unsupported kind."""
         loaded = self._load()
         if loaded.requires_group_rollouts:
-            raise ValueError(f"{self._which} compares rollouts of a group in its rewards, which is not supported")
+            raise ValueError(f"{self._which} has rewards that compare the rollouts of a group, which is not supported")
         if loaded.tool_defs:
             raise ValueError(
                 f"{self._which} has tools in the model's own call format ({len(loaded.tool_defs)} of them), which is "
                 "not supported; rl.envs.python_arithmetic shows a tool that the model calls in plain text"
             )
-        train, eval_data = self._split()
-        if not train or not eval_data:
-            raise ValueError(f"{self._which} has {len(train)} training and {len(eval_data)} held-out rows; needs both")
+        train_rows, eval_rows = self._split()
+        if not train_rows or not eval_rows:
+            raise ValueError(
+                f"{self._which} has {len(train_rows)} training and {len(eval_rows)} held-out rows; both are needed"
+            )
 
     @property
     def name(self) -> str:
@@ -56,11 +57,11 @@ class VerifiersEnv:
         return self.environment
 
     def train_problems(self, seed: int, start: int, count: int) -> list["VerifiersProblem"]:
-        """Every row once in an order that seed and epoch decide, then all of them in the next order."""
-        return [self._problem(row) for row in epochs(self._split()[0], seed, start, count)]
+        """See `rl.protocols.Env`. Every epoch has every row once, in an order of its own."""
+        return [self._problem(row) for row in stream(self._split()[0], python_order, seed, start, count)]
 
     def eval_problems(self, count: int) -> list["VerifiersProblem"]:
-        """The first held-out rows. Raises ValueError when there are fewer."""
+        """The first held-out rows. Raises ValueError if there are fewer."""
         _, rows = self._split()
         if count > len(rows):
             raise ValueError(f"num_eval is {count}, but {self._which} has only {len(rows)} held-out rows")
@@ -76,7 +77,7 @@ class VerifiersEnv:
     def _load(self) -> Any:
         try:
             return _load(self.environment, tuple(sorted(self.args.items())))
-        except Exception as error:  # whatever its module and its data are like
+        except Exception as error:  # its module may raise anything
             raise ValueError(f"{self._which} cannot be loaded: {error}") from error
 
     def _split(self) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -85,7 +86,7 @@ class VerifiersEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersProblem:
-    """A row of the environment's data."""
+    """A row of the environment's data as a problem."""
 
     id: str
     prompt: _Messages
@@ -93,25 +94,28 @@ class VerifiersProblem:
     environment: Any
 
     async def start(self) -> "VerifiersEpisode":
-        """Starts the environment's own rollout, which waits for what the model says."""
+        """Starts the environment's own rollout, which then waits for the model's first message."""
         return VerifiersEpisode(self)
 
 
 class VerifiersEpisode:
-    """One rollout of the environment. It runs in a task, which ends when nobody has the episode any more."""
+    """One rollout of the environment, in a task that is cancelled when the episode is garbage-collected."""
 
     def __init__(self, problem: VerifiersProblem) -> None:
-        """Runs on the event loop."""
+        """Starts the task. Must be called on the event loop."""
         self._client = _client_class()(None)
         self._said: _Messages = list(problem.prompt)
         self._started = False
         rollout = problem.environment.run_rollout(dict(problem.row), self._client, "policy", {})
         self._rollout: asyncio.Task[Any] = asyncio.create_task(rollout)
+        # An episode may be abandoned (full context, cancelled rollout), and nothing else would end its task.
         weakref.finalize(self, _cancel, asyncio.get_running_loop(), self._rollout)
 
     async def reply(self, completion: str) -> Reply:
-        """What the environment adds to the conversation, or its rubric's verdict. Raises what the environment raised,
-        and RuntimeError when it does not go on from where the conversation was."""
+        """The messages that the environment adds to the conversation, or its reward at the end.
+
+        Raises what the environment raised, and RuntimeError if it changes the conversation so far.
+        """
         if not self._started:
             self._started = True
             prompt = await self._next_prompt()
@@ -131,7 +135,7 @@ class VerifiersEpisode:
         return Observation(messages=prompt[num_said:])
 
     async def _next_prompt(self) -> _Messages | None:
-        """The conversation that the environment asks the model to go on with; None when it is over."""
+        """The conversation that the environment wants the model to continue; None at the end of the rollout."""
         asked = asyncio.ensure_future(self._client.next_prompt())
         await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
@@ -148,12 +152,12 @@ class VerifiersEpisode:
 
 @functools.cache
 def _client_class() -> Any:
-    """A class, because the package is only imported where it is used."""
+    """The client's class. It is made in a function because its base class comes from an optional package."""
     types: Any = importlib.import_module("verifiers.types")
     base: Any = importlib.import_module("verifiers.clients").Client
 
     class PolicyClient(base):
-        """Passes prompts out and answers in."""
+        """A client of two queues: prompts of the environment, and answers of the model."""
 
         def __init__(self, client: Any) -> None:
             super().__init__(client)
@@ -180,24 +184,24 @@ def _client_class() -> Any:
             return await self._answers.get()
 
         async def raise_from_native_response(self, response: str) -> None:
-            """A text is never an error."""
+            """Does nothing: a text is never an error."""
 
         async def from_native_response(self, response: str) -> Any:
             message = types.ResponseMessage(content=response, finish_reason="stop", is_truncated=False)
             return types.Response(id="", created=0, model="policy", message=message)
 
         async def close(self) -> None:
-            """There is nothing to close."""
+            """Does nothing: there is no connection."""
 
     return PolicyClient
 
 
 def _plain(messages: Any) -> _Messages:
-    """As dictionaries of text. Raises ValueError for images, and for what a tool was called with."""
+    """Messages as dictionaries of text. Raises ValueError for other content, such as images or tool calls."""
     pairs = [(m["role"], m["content"]) if isinstance(m, dict) else (m.role, m.content) for m in messages]
     for role, content in pairs:
         if not isinstance(content, str):
-            raise ValueError(f"a message of role {role} is no text but {content!r:.80}")
+            raise ValueError(f"a message of role {role!r} has content {content!r:.80}; text is needed")
     return [{"role": role, "content": content} for role, content in pairs]
 
 
@@ -221,16 +225,18 @@ def _load(environment: str, args: tuple[tuple[str, Any], ...]) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _rows(environment: Any) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Training and held-out rows; no prompt is in both."""
+    """Training and held-out rows. No prompt is in both."""
     environment.build_eval_dataset()
     if environment.eval_dataset is None:
-        rows = _distinct(environment.get_dataset())
-        held = [is_eval(content_id(_plain(row["prompt"]))) for row in rows]
-        return [r for r, h in zip(rows, held, strict=True) if not h], [r for r, h in zip(rows, held, strict=True) if h]
-    eval_data = _distinct(environment.get_eval_dataset())
-    prompts = {content_id(_plain(row["prompt"])) for row in eval_data}
-    train = [row for row in _distinct(environment.get_dataset()) if content_id(_plain(row["prompt"])) not in prompts]
-    return train, eval_data
+        return split(_distinct(environment.get_dataset()), _prompt_id)
+    eval_rows = _distinct(environment.get_eval_dataset())
+    eval_prompts = {_prompt_id(row) for row in eval_rows}
+    train_rows = [row for row in _distinct(environment.get_dataset()) if _prompt_id(row) not in eval_prompts]
+    return train_rows, eval_rows
+
+
+def _prompt_id(row: Mapping[str, Any]) -> str:
+    return content_id(_plain(row["prompt"]))
 
 
 def _distinct(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
+from rl.data.streams import is_eval
 from rl.envs.largest_number import LargestNumber
 from rl.envs.number_words import NumberWords
-from rl.envs.procedural import TextProblem, is_eval
+from rl.envs.procedural import TextProblem
 from rl.protocols import Problem
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -21,15 +22,15 @@ def _examples(path: Path, count: int = 60) -> Path:
     return _write(path, *({"prompt": f"question {i}", "completion": f"answer {i}", "more": 1} for i in range(count)))
 
 
-def test_every_pass_shows_every_example_once_in_an_order_of_its_own(tmp_path: Path) -> None:
-    data = JsonlExamples(path=_examples(tmp_path / "data.jsonl"), eval_path=_examples(tmp_path / "held.jsonl", 3))
-    passes = [[e.completion for e in data.train_examples(7, start, 60)] for start in (0, 60, 120)]
-    for one in passes:
-        assert sorted(one) == sorted(f"answer {i}" for i in range(60))
-    assert len({tuple(one) for one in passes}) == 3
-    assert [e.completion for e in data.train_examples(8, 0, 60)] != passes[0]
-    # Wherever a run goes on, across the end of a pass too, it sees what it would have seen.
-    assert [e.completion for e in data.train_examples(7, 50, 20)] == passes[0][50:] + passes[1][:10]
+def test_every_epoch_has_every_example_once_in_its_own_order(tmp_path: Path) -> None:
+    data = JsonlExamples(path=_examples(tmp_path / "data.jsonl"), eval_path=_examples(tmp_path / "eval.jsonl", 3))
+    epochs = [[e.completion for e in data.train_examples(7, start, 60)] for start in (0, 60, 120)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(f"answer {i}" for i in range(60))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [e.completion for e in data.train_examples(8, 0, 60)] != epochs[0]
+    # A run resumed anywhere, also across the end of an epoch, sees the same examples.
+    assert [e.completion for e in data.train_examples(7, 50, 20)] == epochs[0][50:] + epochs[1][:10]
     assert [e.prompt for e in data.eval_examples(2)] == ["question 0", "question 1"]
     assert len(data.eval_examples(200)) == 3
 
@@ -37,12 +38,12 @@ def test_every_pass_shows_every_example_once_in_an_order_of_its_own(tmp_path: Pa
 def test_a_tenth_is_held_out_by_its_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i % 100}", "completion": f"answer {i}"} for i in range(300)]
     data = JsonlExamples(path=_write(tmp_path / "data.jsonl", *rows))
-    eval_data = data.eval_examples(300)
-    train = data.train_examples(0, 0, 300 - len(eval_data))
-    assert {e.id for e in eval_data}.isdisjoint(e.id for e in train)
-    assert len({e.completion for e in (*eval_data, *train)}) == 300
-    assert all(is_eval(e.id) for e in eval_data)
-    assert 0.03 < len(eval_data) / 300 < 0.2
+    eval_examples = data.eval_examples(300)
+    train = data.train_examples(0, 0, 300 - len(eval_examples))
+    assert {e.id for e in eval_examples}.isdisjoint(e.id for e in train)
+    assert len({e.completion for e in (*eval_examples, *train)}) == 300
+    assert all(is_eval(e.id) for e in eval_examples)
+    assert 0.03 < len(eval_examples) / 300 < 0.2
 
 
 def test_prompts_may_be_chats(tmp_path: Path) -> None:
@@ -67,9 +68,9 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
         ('["a", "b"]', r"data.jsonl:3 is a list; a JSON object with 'prompt', 'completion' is needed"),
     ],
 )
-def test_a_line_that_is_not_as_it_must_be_is_named(line: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(f'{{"prompt": "a", "completion": "b"}}\n\n{line}\n')  # empty lines are counted, and skipped
+    path.write_text(f'{{"prompt": "a", "completion": "b"}}\n\n{line}\n')  # empty lines are skipped but counted
     with pytest.raises(ValueError, match=message):
         JsonlExamples(path=path).train_examples(0, 0, 1)
 
@@ -79,7 +80,7 @@ def test_files_with_nothing_to_learn_are_refused(tmp_path: Path) -> None:
         JsonlExamples(path=tmp_path / "none.jsonl").eval_examples(1)
     with pytest.raises(ValueError, match="holds no line"):
         JsonlExamples(path=_write(tmp_path / "empty.jsonl")).eval_examples(1)
-    with pytest.raises(ValueError, match=r"too few prompts to hold a tenth of them out: .* name a file of its own"):
+    with pytest.raises(ValueError, match=r"too few prompts to hold out a tenth of them: .* in a file of its own"):
         JsonlExamples(path=_examples(tmp_path / "short.jsonl", 1)).eval_examples(1)
 
 

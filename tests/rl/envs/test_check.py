@@ -21,8 +21,8 @@ from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 
-MODULES = {"check", "procedural", "rows", "sandbox"}  # of rl/envs that hold no environment
-ELSEWHERE = {"verifiers_env"}  # checked where its package is installed
+MODULES = {"check", "check_episodes", "findings", "procedural", "sandbox"}  # modules of rl/envs without environment
+ELSEWHERE = {"verifiers_env"}  # tested where its package is installed
 
 
 def _jsonl(folder: Path) -> JsonlReward:
@@ -173,9 +173,9 @@ BROKEN: list[tuple[Any, str]] = [
     (_with(id=3), "the id of a training problem is 3"),
     (_with(id="p"), "the id 'p' belongs to two different prompts"),
     (_with(prompt=""), "is empty"),
-    (_with(prompt=[]), "is []; text, or a list of at least one message"),
-    (_with(prompt=["hello"]), "holds 'hello'; a message is a dictionary"),
-    (_with(prompt=[{"role": "user", "content": None}]), "a message is a dictionary with role and content"),
+    (_with(prompt=[]), "is []; text, or messages with 'role' and 'content'"),
+    (_with(prompt=["hello"]), "holds 'hello'; each message needs 'role' and 'content'"),
+    (_with(prompt=[{"role": "user", "content": None}]), "each message needs 'role' and 'content', both text"),
     (_with(prompt=[{"role": "human", "content": "?"}]), "a message of role 'human'; roles are system, user"),
     (Numbers(lambda number: f"problem {number}"), "the id of a training problem is None"),
     (Numbers(lambda number: Lazy()), "train_problems raised KeyError: 'question'"),
@@ -184,13 +184,13 @@ BROKEN: list[tuple[Any, str]] = [
     (_answering(lambda completion: Done(reward=float("nan"))), "its reward is nan; it must be a finite number"),
     (
         _answering(lambda completion: Done(reward=next(_counter))),
-        "went otherwise the second time, in turn 1 with ('done'",
+        "went differently the second time, in turn 1 with ('done'",
     ),
     (
         Numbers(Turns),
-        "went otherwise the second time, in turn 1 with ('done', 0.0) instead of ('observation', 'again', 0.0)",
+        "went differently the second time, in turn 1 with ('done', 0.0) instead of ('observation', 'again', 0.0)",
     ),
-    (Numbers(Shared), "episodes share state; start() must return an independent one"),
+    (Numbers(Shared), "episodes share state; start() must return an independent episode"),
     (_answering(lambda completion: Observation(messages="again")), "did not end within 100 turns"),
     (
         _answering(lambda completion: Observation(messages=[{"role": "user", "content": "?"}])),

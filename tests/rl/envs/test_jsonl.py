@@ -25,17 +25,17 @@ def _rows(count: int) -> list[Any]:
 
 def test_an_epoch_holds_every_training_row_once(tmp_path: Path) -> None:
     env = _env(tmp_path, _rows(200))
-    eval_data = {p.id for p in env.eval_problems(10)}
-    size = 200 - len(env.eval_problems(len(_eval(env))))
+    eval_ids = {p.id for p in env.eval_problems(10)}
+    size = 200 - len(env.eval_problems(len(_all_eval_ids(env))))
     first, second = (env.train_problems(3, epoch * size, size) for epoch in range(2))
     assert Counter(p.id for p in first) == Counter(p.id for p in second)
     assert len({p.id for p in first}) == size
     assert [p.id for p in first] != [p.id for p in second]
-    assert eval_data.isdisjoint(p.id for p in first)
+    assert eval_ids.isdisjoint(p.id for p in first)
 
 
-def _eval(env: JsonlReward) -> list[str]:
-    """All ids of the held-out side."""
+def _all_eval_ids(env: JsonlReward) -> list[str]:
+    """The ids of all held-out problems."""
     count = 1
     while True:
         try:
@@ -53,8 +53,8 @@ def test_a_prompt_is_on_one_side_whatever_else_its_row_and_file_hold(tmp_path: P
     first = _env(few, _rows(50))
     rows = [{**row, "answer": "changed", "prompt": row["prompt"]} for row in _rows(300)]
     second = _env(many, rows)
-    prompts = {p.prompt for p in first.eval_problems(len(_eval(first)))}
-    assert prompts < {p.prompt for p in second.eval_problems(len(_eval(second)))}
+    prompts = {p.prompt for p in first.eval_problems(len(_all_eval_ids(first)))}
+    assert prompts < {p.prompt for p in second.eval_problems(len(_all_eval_ids(second)))}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_the_function_rewards(tmp_path: Path, reward: str, fields: tuple[str, ..
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "?"}, "rows.jsonl, line 3: lacks the field 'answer'; it has prompt"),
-        ({"answer": "?"}, "rows.jsonl, line 3: lacks the field 'prompt'; it has answer"),
-        ('{"prompt": "?"', "rows.jsonl, line 3: not JSON"),
-        ([1], "rows.jsonl, line 3: a list; an object is needed"),
-        ({"prompt": 7, "answer": ""}, "line 3: its 'prompt' is 7; text, or messages"),
-        ({"prompt": [{"role": "user"}], "answer": ""}, "line 3: its 'prompt' is"),
+        ({"prompt": "?"}, "rows.jsonl:3 lacks 'answer'; it has 'prompt'"),
+        ({"answer": "?"}, "rows.jsonl:3 lacks 'prompt'; it has 'answer'"),
+        ('{"prompt": "?"', "rows.jsonl:3 is not JSON"),
+        ([1], "rows.jsonl:3 is a list; a JSON object with 'prompt', 'answer' is needed"),
+        ({"prompt": 7, "answer": ""}, "rows.jsonl:3: 'prompt' is 7; text, or messages"),
+        ({"prompt": [{"role": "user"}], "answer": ""}, "rows.jsonl:3: 'prompt' holds"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
@@ -93,7 +93,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, message: 
         ({"reward": "tests.rl.no_such:exact"}, "cannot be imported .*no_such"),
         ({"reward": "exact"}, "cannot be imported"),
         ({"reward": "tests.rl.rewards:NOT_A_FUNCTION"}, "an? int; it must be a function"),
-        ({"file": Path("no/such.jsonl")}, "no/such.jsonl cannot be read"),
+        ({"file": Path("no/such.jsonl")}, "there is no file no/such.jsonl"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

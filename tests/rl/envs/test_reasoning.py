@@ -1,6 +1,7 @@
 import pytest
 
-from rl.envs.procedural import TextProblem, eval_set, is_eval, train_stream
+from rl.data.streams import is_eval
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.reasoning import ReasoningGym
 
 ENV = ReasoningGym(
