@@ -27,7 +27,7 @@ LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 """Tokens of the datums that layouts are compared on: very different, and no multiple of any number of ranks."""
 
 _PRELOADED = (
-    *(path.partition(":")[0] for path in ENGINES.values()),
+    *(entry.engine.partition(":")[0] for entry in ENGINES.values()),
     "rl.tiny_models",
     "trainer.push",
     # Without these, each process would import them for its first DTensor, checkpoint or pipeline.
