@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 from rl.types import SamplingParams, WeightTransport
+from rl.weights.transport import TRANSPORT_CHOICES
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnFailure = Literal["retry", "raise"]
@@ -61,10 +62,9 @@ class GeneratorConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         if self.dtype not in get_args(GeneratorDtype):
             raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
-        if self.weight_transport not in get_args(WeightTransport):
-            accepted = get_args(WeightTransport)
+        if self.weight_transport not in TRANSPORT_CHOICES:
             raise ValueError(
-                f"GeneratorConfig.weight_transport is {self.weight_transport!r}; it must be one of {accepted}"
+                f"GeneratorConfig.weight_transport is {self.weight_transport!r}; it must be one of {TRANSPORT_CHOICES}"
             )
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator._compat import pack, packed_experts, packed_layers
-from rl.weights.buffer import WeightBuffer
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
+from rl.weights.transport import WeightMemory
 
 Operation = Callable[[], object]
 
@@ -34,17 +34,17 @@ class _Source:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def of(self, buffer: WeightBuffer) -> torch.Tensor:
-        return buffer.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+    def of(self, memory: WeightMemory) -> torch.Tensor:
+        return memory.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class CopyRecorder(TorchDispatchMode):
     """While active, notes what is copied out of a buffer."""
 
-    def __init__(self, buffer: WeightBuffer) -> None:
-        """`buffer` is what the tensors to be copied are views of."""
+    def __init__(self, memory: WeightMemory) -> None:
+        """The tensors to be copied are views of `memory`."""
         super().__init__()
-        self._storage = buffer.data.untyped_storage().data_ptr()
+        self._storage = memory.data.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
         """Whether everything taken from the buffer was copied as it is."""
@@ -53,15 +53,15 @@ class CopyRecorder(TorchDispatchMode):
         """Called by torch for each operation."""
         del types
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and self._in_buffer(args[1]):
+        if func is torch.ops.aten.copy_.default and self._in_memory(args[1]):
             source: torch.Tensor = args[1]
             view = _Source(source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
             self.copies.append((args[0], view))
-        elif any(self._in_buffer(value) for value in args) and not self._in_buffer(result):
+        elif any(self._in_memory(value) for value in args) and not self._in_memory(result):
             self.complete = False
         return result
 
-    def _in_buffer(self, value: Any) -> bool:
+    def _in_memory(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self._storage
 
 
@@ -96,19 +96,19 @@ class CopyPlan:
         self._copies = [pair for pairs in into.values() for pair in pairs]
         self._experts = packed_experts(model)
         # What brings in a version, one stage after the other, for each buffer; it is gone with the buffer.
-        self._stages: WeakKeyDictionary[WeightBuffer, list[Sequence[Operation]]] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether it can be used for this version in the model as it is now."""
         return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
-    def load(self, buffer: WeightBuffer, workers: Workers) -> None:
+    def load(self, memory: WeightMemory, workers: Workers) -> None:
         """Brings what lies in `buffer` into the model."""
-        stages = self._stages.get(buffer)
+        stages = self._stages.get(memory)
         if stages is None:
-            copies = workers.copies((destination, source.of(buffer)) for destination, source in self._copies)
-            packs = _packing((layer, s.of(buffer) if isinstance(s, _Source) else s) for layer, s in self._packs)
-            stages = self._stages[buffer] = [copies, packs, self._experts]
+            copies = workers.copies((destination, source.of(memory)) for destination, source in self._copies)
+            packs = _packing((layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs)
+            stages = self._stages[memory] = [copies, packs, self._experts]
         for operations in stages:
             workers.run(operations)
 

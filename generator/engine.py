@@ -33,15 +33,14 @@ from generator._compat import patch_cpu
 from generator.config import GeneratorConfig, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.options import engine_options
-from generator.pull import TensorQueue, fetch_tensors
 from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
-from rl.weights.registry import Store
+from rl.weights.transport import Feed
+from rl.weights.version_index import Store
 
 _IDLE_S = 60.0  # ranks that wait for a broadcast hear from rank 0 this often, or their group would time out
-_QUEUED_TENSORS = 2
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
 
@@ -86,7 +85,7 @@ class GenerationEngine:
         self._config = config
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}
-        self._feeds: dict[str, TensorQueue] = {}
+        self._feeds: dict[str, Feed] = {}  # of updates whose bytes rank 0 has to fetch
         self._backlog: deque[_Generate | _Update | _Close] = deque()
         self._running: set[str] = set()  # requests that vLLM has
         self._ids = itertools.count()
@@ -140,12 +139,11 @@ class GenerationEngine:
         """
         check_known("mode", mode, PULL_MODES)
         update = _Update(self._next_id(), record, mode, keep_prefix_cache)
-        fetching: asyncio.Task[None] | None = None
-        if record.transport == "torchstore":
-            self._feeds[update.id] = queue.Queue(_QUEUED_TENSORS)
+        feed = self._updates.feed(record, store)
+        if feed is not None:
+            self._feeds[update.id] = feed
         done = asyncio.wrap_future(self._submit(update))
-        if update.id in self._feeds:
-            fetching = asyncio.create_task(fetch_tensors(store, record, self._feeds[update.id], done))
+        fetching = asyncio.create_task(feed.fetch(done)) if feed is not None else None
         try:
             await asyncio.shield(done)  # a swap that has begun is always brought to its end
         finally:

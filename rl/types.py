@@ -19,7 +19,8 @@ Head = Literal["lm", "value"]
 """What a trainer's model ends in: log-probs of target tokens, or one value per position, which makes it a critic."""
 PullMode = Literal["drain", "inflight"]
 """What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
-WeightTransport = Literal["auto", "shared_memory", "torchstore"]
+WeightTransport = str
+"""How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 
 

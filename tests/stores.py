@@ -35,8 +35,7 @@ def living(store: FakeStore) -> tuple[VersionRecord, ...]:
 
 def read_buffer(record: VersionRecord) -> dict[str, torch.Tensor]:
     """A copy of every tensor of a version in shared memory."""
-    assert record.buffer is not None
-    buffer = WeightBuffer.open(record.buffer)
+    buffer = WeightBuffer.open(record.location)
     with buffer.reading(record):
         buffer.check_checksums(record)
         return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}

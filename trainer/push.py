@@ -1,44 +1,30 @@
-"""The pushing side of weight synchronisation: every trainer rank casts its own shards into the published version.
+"""The pushing side of weight synchronisation: every trainer rank publishes its own shards in the generator's dtype.
 
-No rank gathers anything: a shard goes to its rows of a buffer that all ranks map (one host), or to TorchStore as it is
-(any hosts). What a buffer is and why a reader never sees two versions at once is in `rl/weights/buffer.py`.
+No rank gathers a model. The ranks agree once on the names and shapes of all tensors and on who sends what; how the
+bytes travel is the business of `rl/weights/transport.py`.
 """
 
 import asyncio
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from rl.types import WeightTransport
-from rl.weights.buffer import WeightBuffer
-from rl.weights.checksums import add_up, element_sum
-from rl.weights.copy_threads import Workers
 from rl.weights.host import host_identity
-from rl.weights.manifest import (
-    INDEX_KEY,
-    LIVING_VERSIONS,
-    Manifest,
-    VersionRecord,
-    WeightsError,
-    build_manifest,
-    manifest_checksum,
-)
-from rl.weights.registry import Store
+from rl.weights.manifest import Manifest, VersionRecord, WeightsError, build_manifest, manifest_checksum
+from rl.weights.ranks import all_gather, own_rank
+from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
+from rl.weights.version_index import Store, VersionIndex
 
-T = TypeVar("T")
-
-_MAX_PUTS_IN_FLIGHT = 8
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightPublisher:
-    """Publishes a model's parameters, version after version. One per trainer rank, made alike on all of them."""
+    """Publishes a model's parameters, version after version. Every trainer rank has one, made with equal arguments."""
 
     def __init__(
         self,
@@ -51,244 +37,94 @@ class WeightPublisher:
     ) -> None:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
 
-        With `auto`, TorchStore carries the weights if shared memory does not suffice, which a warning says; with
-        `shared_memory` the first push raises then. A push waits at most `reader_timeout_s` for generators that still
-        read the version two pushes back. `full_checksums` makes every pull check every byte of what it reads in shared
-        memory, and every push compute as much; what TorchStore carries is always checked in full. Raises ValueError
-        for a transport that does not exist.
+        With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; one that is named
+        fails the first push instead. A push waits at most `reader_timeout_s` for generators that still read the version
+        from two pushes ago. With `full_checksums` every push and pull covers every byte in shared memory instead of
+        samples; tensors in TorchStore are always checked in full. Raises ValueError for an unknown transport.
         """
-        if transport not in get_args(WeightTransport):
-            accepted = ", ".join(get_args(WeightTransport))
+        if transport not in TRANSPORT_CHOICES:
+            accepted = ", ".join(TRANSPORT_CHOICES)
             raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
         self._dtype = dtype
-        self._choice: WeightTransport = transport
+        self._choice = transport
         self._store = store
         self._reader_timeout_s = reader_timeout_s
         self._full_checksums = full_checksums
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = own_rank()
+        self._index = VersionIndex(self._get_store)
+        self._shards = _Shards(self._rank)
         self._manifest: Manifest = ()
         self._layout = b""
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of this rank's tensors, whole
-        self._writers: dict[str, int] = {}  # tensors that are not sharded: which rank writes them
-        self._regions: dict[str, tuple[Any, tuple[slice, ...] | None]] = {}  # of sharded ones: placements, what is ours
-        self._buffers: list[WeightBuffer] = []
-        self._introduced: set[tuple[int, int, int] | None] = set()
-        self._workers: Workers | None = None
+        self._transport = ""
+        self._sender: Sender | None = None
         self._push_index = -1
-        # Rank 0's: what the index in the store says, and the last push_index with its checksums.
-        self._records: tuple[VersionRecord, ...] = ()
+        # Rank 0's: the newest version that was sent, and its checksums.
         self._last: tuple[VersionRecord, tuple[int, ...]] | None = None
 
     async def publish(self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> VersionRecord | None:
         """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
 
-        A collective: every rank calls it, with its own parameters. When it returns on every rank the version can be
-        pulled, and the one published before still can. Returns its record on rank 0, which spares who pulls it the
-        look into the store. Tied parameters are passed once. Warns (Python's `warnings`, so in this process's log) if
-        no parameter changed although the version did.
+        A collective: every rank calls it with its own parameters, tied parameters once. When it has returned on every
+        rank, this version and the one published before can be pulled. Returns the version's record on rank 0, with
+        which a generator need not ask TorchStore for it. Warns (Python's `warnings`, so in this process's log) if no
+        parameter changed although the version did.
 
-        Raises `WeightsError` when memory is short, a reader never lets go or TorchStore fails; nothing is published
-        then.
+        Raises `WeightsError`, and publishes nothing, if memory is short, a reader never lets go or TorchStore fails.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
-        if not self._manifest:
-            await asyncio.to_thread(self._prepare, tensors)
+        if self._sender is None:
+            self._sender = await asyncio.to_thread(self._prepare, tensors)
         self._push_index += 1
-        buffer = self._buffers[self._push_index % LIVING_VERSIONS] if self._buffers else None
         record = VersionRecord(
             version=version,
             push_index=self._push_index,
             manifest=self._manifest,
             dtype=self._dtype,
-            transport="shared_memory" if buffer else "torchstore",
+            transport=self._transport,
             host=host_identity(),
-            buffer=buffer.location if buffer else None,
             layout=self._layout,
-            full_checksums=self._full_checksums or buffer is None,
+            full_checksums=self._full_checksums,
         )
-        if buffer is not None:
-            await self._introduce(record)
-            await asyncio.to_thread(self._write_buffer, buffer, record, tensors)
-        else:
-            record = await self._put_tensors(record, tensors)
-            if self._rank == 0:
-                await self._announce(record)
-        return record if self._rank == 0 else None
+        record, checksums = await self._sender.send(record, self._shards.of(tensors))
+        if self._rank > 0:
+            return None
+        await self._warn_if_unchanged(self._sender, record, checksums)
+        return record
 
-    def _prepare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Agrees with the other ranks on the manifest and, on one host, on the buffers."""
-        local = [(name, tuple(t.shape), self._cast_dtype(t), isinstance(t, DTensor)) for name, t in tensors]
-        union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
-        if len(self._shapes) < len(tensors):
-            raise ValueError(f"weights name {len(tensors)} tensors but only {len(self._shapes)} different ones")
-        for rank, entries in enumerate(_all_gather(local)):
-            for name, shape, dtype, sharded in entries:
-                if union.setdefault(name, (shape, dtype)) != (shape, dtype):
-                    raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, dtype)}")
-                if not sharded:
-                    self._writers.setdefault(name, rank)
-        # In the model's order, in which the tensors that a generator fuses are neighbours.
-        manifest = build_manifest((name, *spec) for name, spec in union.items())
-        if self._choice != "torchstore":
-            self._buffers = self._map_buffers(manifest)
-            self._workers = Workers()
-        self._manifest, self._layout = manifest, manifest_checksum(manifest)
-
-    def _map_buffers(self, manifest: Manifest) -> list[WeightBuffer]:
-        """Rank 0 allocates, the others map. None with `auto` where that is impossible, else every rank raises."""
-        outcome: list[Any] = [None]
-        buffers: list[WeightBuffer] = []
-        several_hosts = len(set(_all_gather(host_identity()))) > 1
-        if self._rank == 0:
+    def _prepare(self, tensors: NamedTensors) -> Sender:
+        """Agrees with the other ranks on a manifest and on a transport that can carry it."""
+        self._manifest = self._shards.agree(tensors, self._dtype)
+        self._layout = manifest_checksum(self._manifest)
+        *preferred, last = TRANSPORTS if self._choice == "auto" else (self._choice,)
+        problem = ""
+        for self._transport in (*preferred, last):
+            transport = load_transport(self._transport)
+            sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s)
             try:
-                if several_hosts:
-                    raise WeightsError(
-                        "the trainer's ranks are on several hosts; weights need weight_transport='torchstore'"
-                    )
-                buffers = WeightBuffer.create_for(manifest)
-                outcome = [[buffer.location for buffer in buffers]]
-            except WeightsError as error:
-                outcome = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(outcome, src=0)
-        problem = outcome[0]
-        if not isinstance(problem, WeightsError):
-            return buffers or [WeightBuffer.open(location, writable=True) for location in problem]
-        if self._choice == "shared_memory":
-            raise problem
-        if self._rank == 0:
-            warnings.warn(f"TorchStore carries the weights, which takes tens of times longer: {problem}", stacklevel=2)
-        return []
+                sender.prepare(self._manifest)
+            except WeightsError as error:  # raised on every rank, so all go on to the same transport
+                if self._transport == last:
+                    raise
+                problem = str(error)
+            else:
+                if problem and self._rank == 0:
+                    warnings.warn(f"{transport.fallback_notice}: {problem}", stacklevel=2)
+                return sender
+        raise AssertionError("there is always a last transport")
 
-    @torch.no_grad()
-    def _write_buffer(
-        self, buffer: WeightBuffer, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]
-    ) -> None:
-        """Casts this rank's shards into their places. Rank 0 holds the lock, and seals the header when all have."""
-        specs = {spec.name: spec for spec in record.manifest}
-        problem: Exception | None = None
-        try:
-            if self._rank == 0:
-                buffer.begin_write(self._reader_timeout_s)
-        except WeightsError as error:
-            problem = error
-        _raise_on_every_rank(problem)
-        try:
-            self._check_same(tensors)
-            assert self._workers is not None
-            self._workers.copy(
-                (buffer.tensor(specs[name])[region], local)
-                for name, tensor in tensors
-                for local, region in [self._shard(name, tensor)]
-                if local is not None
-            )
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
-            problem = error
-        try:
-            _raise_on_every_rank(problem)
-        except BaseException:
-            buffer.abandon_write()
-            raise
-        if self._rank == 0:
-            checksums = buffer.checksums(record)
-            self._warn_if_unchanged(record, checksums)
-            buffer.seal(record, checksums)
-
-    def _warn_if_unchanged(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
+    async def _warn_if_unchanged(self, sender: Sender, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""
         before, checksums_before = self._last or (record, checksums)
         self._last = (record, checksums)
         if before.version == record.version or checksums_before != checksums:
             return
-        if record.buffer is not None and not record.full_checksums:
-            if before.buffer == record.buffer:  # a push in between failed: what to compare with is gone
-                return
-            buffers = [self._buffers[r.push_index % LIVING_VERSIONS] for r in (before, record)]
-            if not buffers[0].holds_same_as(buffers[1], record.manifest):
-                return
-        warnings.warn(
-            f"version {record.version} is published with exactly the weights of version {before.version}: no"
-            f" parameter changed in {self._dtype}",
-            stacklevel=2,
-        )
-
-    def _check_same(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The layout was agreed at the first push; what does not keep to it would silently leave old bytes."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
-        if shapes != self._shapes:
-            differing = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
-            changes = ", ".join(f"{n!r} was {self._shapes.get(n)} and is {shapes.get(n)}" for n in differing)
-            raise ValueError(f"weights have other names or shapes than at the first push: {changes}")
-
-    def _shard(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[slice, ...]]:
-        """What this rank writes of a tensor, if anything, and where it belongs in the full one."""
-        if not isinstance(tensor, DTensor):
-            return (tensor if self._writers[name] == self._rank else None), ()
-        placements, region = self._regions.get(name, (None, None))
-        if placements != tensor.placements:
-            region = _region(name, tensor)
-            self._regions[name] = (tensor.placements, region)
-        return (tensor.to_local(), region) if region is not None else (None, ())
-
-    async def _put_tensors(self, record: VersionRecord, tensors: Sequence[tuple[str, torch.Tensor]]) -> VersionRecord:
-        """Hands this rank's shards to TorchStore, a few at a time, and waits for those of the other ranks.
-
-        Returns the record with the checksums.
-        """
-        limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
-        sums: dict[str, int] = {}
-
-        async def put(store: Store, name: str, tensor: torch.Tensor) -> None:
-            async with limit:
-                # A clone, because pickling a view would ship all of the storage it looks at.
-                value = tensor.to(self._cast_dtype(tensor), copy=True).contiguous()
-                if self._shard(name, value)[0] is not None:
-                    sums[name] = element_sum(value.to_local() if isinstance(value, DTensor) else value)
-                await store.put(record.key(name), value)
-
-        problem: Exception | None = None
-        try:
-            self._check_same(tensors)
-            store = await self._get_store()
-            mine = [(n, t) for n, t in tensors if isinstance(t, DTensor) or self._writers[n] == self._rank]
-            await asyncio.gather(*(put(store, name, tensor) for name, tensor in mine))
-        except ValueError as error:
-            problem = error
-        except Exception as error:  # a dead TorchStore raises what Monarch does
-            problem = WeightsError(f"TorchStore did not take version {record.version}: {error}")
-        await asyncio.to_thread(_raise_on_every_rank, problem)
-        of_ranks = await asyncio.to_thread(_all_gather, sums)
-        checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
-        record = replace(record, checksums=checksums)
-        if self._rank == 0:
-            self._warn_if_unchanged(record, checksums)
-        return record
-
-    async def _introduce(self, record: VersionRecord) -> None:
-        """Makes a buffer known at the first push into it; its header says of every later one which version it holds."""
-        if record.buffer in self._introduced:
-            return
-        problem: Exception | None = None
-        try:
-            if self._rank == 0:
-                await self._announce(record)
-        except WeightsError as error:
-            problem = error
-        await asyncio.to_thread(_raise_on_every_rank, problem)
-        self._introduced.add(record.buffer)
-
-    async def _announce(self, record: VersionRecord) -> None:
-        """Tells TorchStore, and has it forget the version that lives no longer."""
-        store = await self._get_store()
-        kept = (*self._records, record)[-LIVING_VERSIONS:]
-        try:
-            await store.put(INDEX_KEY, kept)
-        except Exception as error:  # a dead TorchStore raises what Monarch does
-            raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
-        dropped = [old for old in self._records if old not in kept and old.buffer is None]
-        self._records = kept
-        await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
+        # Equal checksums of samples prove nothing, so the sender may have to compare every byte.
+        if await asyncio.to_thread(sender.holds_same, before, record):
+            warnings.warn(
+                f"version {record.version} is published with exactly the weights of version {before.version}: no"
+                f" parameter changed in {self._dtype}",
+                stacklevel=2,
+            )
 
     async def _get_store(self) -> Store:
         if self._store is None:
@@ -297,12 +133,63 @@ class WeightPublisher:
             self._store = await torchstore.client()
         return self._store
 
-    def _cast_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+class _Shards:
+    """Which part of each tensor this rank sends."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._shapes: dict[str, tuple[int, ...]] = {}  # the full shapes of this rank's tensors
+        self._writers: dict[str, int] = {}  # the rank that sends each tensor that is not sharded
+        # Placements and own region of each sharded tensor; kept, because computing a region takes long.
+        self._regions: dict[str, tuple[tuple[Placement, ...], tuple[slice, ...] | None]] = {}
+
+    def agree(self, tensors: NamedTensors, dtype: torch.dtype) -> Manifest:
+        """The manifest of all ranks' tensors, floating-point ones cast to `dtype`. A collective.
+
+        Raises ValueError if ranks disagree on a tensor, or a name occurs twice.
+        """
+        local = [
+            (name, tuple(t.shape), dtype if t.is_floating_point() else t.dtype, isinstance(t, DTensor))
+            for name, t in tensors
+        ]
+        self._shapes = {name: shape for name, shape, _, _ in local}
+        if len(self._shapes) < len(tensors):
+            raise ValueError(f"weights name {len(tensors)} tensors but only {len(self._shapes)} different ones")
+        union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for rank, entries in enumerate(all_gather(local)):
+            for name, shape, cast, sharded in entries:
+                if union.setdefault(name, (shape, cast)) != (shape, cast):
+                    raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, cast)}")
+                if not sharded:
+                    self._writers.setdefault(name, rank)
+        # In the model's order, because a generator copies fused weights faster if their parts are neighbours.
+        return build_manifest((name, *spec) for name, spec in union.items())
+
+    def of(self, tensors: NamedTensors) -> Iterator[Shard]:
+        """This rank's shards. Iterating raises ValueError if names or shapes are not those that were agreed on."""
+        self._check_same(tensors)
+        for name, tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                yield Shard(name, tensor, tensor if self._writers[name] == self._rank else None, ())
+                continue
+            placements, region = self._regions.get(name, (None, None))
+            if placements != tensor.placements:
+                region = _region(name, tensor)
+                self._regions[name] = (tensor.placements, region)
+            yield Shard(name, tensor, None if region is None else tensor.to_local(), region or ())
+
+    def _check_same(self, tensors: NamedTensors) -> None:
+        # A tensor that is missing or smaller than agreed would silently leave old bytes in a buffer.
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+        if shapes != self._shapes:
+            differing = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
+            changes = ", ".join(f"{n!r} was {self._shapes.get(n)} and is {shapes.get(n)}" for n in differing)
+            raise ValueError(f"weights have other names or shapes than at the first push: {changes}")
 
 
 def _region(name: str, tensor: DTensor) -> tuple[slice, ...] | None:
-    """Where this rank's shard belongs in the full tensor; None if it is empty or another rank writes the same."""
+    """Where this rank's shard lies in the full tensor; None if it is empty or another rank sends the same."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"{name!r} holds partial sums on a mesh axis; only sharded and replicated weights exist")
@@ -316,22 +203,3 @@ def _region(name: str, tensor: DTensor) -> tuple[slice, ...] | None:
     if 0 in shape:
         return None
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-
-
-def _all_gather(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _raise_on_every_rank(problem: Exception | None) -> None:
-    """A barrier that raises everywhere if one rank has a problem, so that no rank waits for one that gave up."""
-    problems = _all_gather(str(problem) if problem else None)
-    if problem:
-        raise problem
-    for rank, text in enumerate(problems):
-        if text:
-            raise WeightsError(f"trainer rank {rank} could not publish its weights: {text}")

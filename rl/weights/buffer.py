@@ -1,11 +1,15 @@
-"""The shared memory that carries published weights on one host, and the header that says which version it holds.
+"""Shared memory that carries one version of the weights on one host, and its header, which names that version.
 
-A buffer is an anonymous file (memfd) of the process that made it. Other processes of the host open it through
-/proc/<pid>/fd/<fd>; the kernel frees it when the last of them is gone, so nothing is left behind however they end. A
-writer holds an exclusive `flock` from before the first byte until the header is sealed, a reader a shared one while
-it reads; the kernel drops the locks of a dead process. A reader that holds the lock and finds exactly the header that
-its record names therefore reads one whole version. The tensors' checksums follow the header, so that a version's record
-holds nothing that is only known when the last byte is written.
+A buffer is an anonymous file (memfd) of the process that created it. Other processes of the host open it through
+/proc/<pid>/fd/<fd>. The kernel frees it when the last of these processes ends, in whatever way, so nothing is left
+behind.
+
+A writer holds an exclusive `flock` from before its first byte until it has sealed the header; a reader holds a shared
+one while it reads; the kernel drops the locks of a dead process. So a reader that holds the lock, and finds exactly the
+header that its record describes, reads one whole version.
+
+The tensors' checksums follow the header. They are not in the version's record, because they are only known when the
+last byte is written and the record is needed before.
 """
 
 import contextlib
@@ -16,6 +20,7 @@ import struct
 import time
 import warnings
 from collections.abc import Generator
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +44,17 @@ _UNSEALED = -1
 _POLL_S = 0.002
 
 
+class BufferLocation(NamedTuple):
+    """How the processes of one host find a buffer."""
+
+    pid: int
+    """The process that created it."""
+    fd: int
+    """That process's file descriptor."""
+    inode: int
+    """Tells the buffer from a later file that was given the same numbers."""
+
+
 def _short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
     return WeightsError(
         f"weights need {size_bytes / 1e6:.1f} MB of shared memory and {available_memory_bytes() / 1e6:.1f} MB are"
@@ -47,41 +63,42 @@ def _short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
 
 
 class WeightBuffer:
-    """One version's worth of shared memory, mapped into this process.
+    """Shared memory for one version, mapped into this process. Not safe to use from several threads at a time.
 
-    Made once and rewritten many times, because fresh pages cost several times what copying into them costs. One thread
-    at a time may use an instance.
+    A buffer is created once and rewritten many times, because allocating pages takes several times as long as copying
+    into them.
     """
 
-    def __init__(self, fd: int, location: tuple[int, int, int], *, writable: bool) -> None:
+    def __init__(self, fd: int, location: BufferLocation, *, writable: bool) -> None:
         """Use `create` or `open`."""
         self.location = location
         self._fd = fd
         self._memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         with warnings.catch_warnings():
-            # A read-only mapping is meant: a loader that writes into published weights must not go unnoticed.
+            # Readers map the memory read-only on purpose, so that writing into published weights fails.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
-        self._layout = b""  # of the manifest that the next line is for
+        # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
+        self._layout = b""
         self._checksums: dict[bool, BufferChecksums] = {}
 
     @classmethod
     def create(cls, size_bytes: int) -> "WeightBuffer":
-        """Allocates a buffer that this process owns. Raises `WeightsError` if the host's memory does not suffice."""
+        """Allocates a buffer that this process owns. Raises `WeightsError` if the host has too little memory."""
         fd = os.memfd_create("ownloop-weights", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.close(fd)
             raise _short_of_memory(size_bytes, f" ({error.strerror})") from error
-        buffer = cls(fd, (os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
+        buffer = cls(fd, BufferLocation(os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
         buffer._write_header(_UNSEALED, 0, b"")
         return buffer
 
     @classmethod
     def create_for(cls, manifest: Manifest) -> "list[WeightBuffer]":
-        """Allocates a buffer for each of the versions that live. Raises `WeightsError` if there is no room for all."""
+        """Allocates `LIVING_VERSIONS` buffers. Raises `WeightsError` if they do not all fit."""
         size_bytes = LIVING_VERSIONS * buffer_size(manifest)
         if size_bytes > available_memory_bytes():
             raise _short_of_memory(size_bytes)
@@ -96,13 +113,13 @@ class WeightBuffer:
         return buffers
 
     @classmethod
-    def open(cls, location: tuple[int, int, int], *, writable: bool = False) -> "WeightBuffer":
-        """Maps a buffer that another process of this host made. Raises `WeightsError` if that process is gone."""
+    def open(cls, location: BufferLocation, *, writable: bool = False) -> "WeightBuffer":
+        """Maps a buffer that another process of this host created. Raises `WeightsError` if that process is gone."""
         return cls(_open(location, os.O_RDWR if writable else os.O_RDONLY), location, writable=writable)
 
     @property
     def data(self) -> torch.Tensor:
-        """All of its bytes, header included (uint8 [N]). Valid as a view of one tensor is."""
+        """All bytes, header included (uint8 [N]). Valid under the same conditions as `tensor`."""
         return self._bytes
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -114,7 +131,7 @@ class WeightBuffer:
         return view
 
     def checksums(self, record: VersionRecord) -> tuple[int, ...]:
-        """`BufferChecksums` of what lies in the buffer, if that is laid out as in `record`."""
+        """`BufferChecksums` of the buffer's content, which must have the layout of `record`."""
         if record.layout != self._layout:
             self._layout = record.layout
             self._checksums.clear()
@@ -125,14 +142,14 @@ class WeightBuffer:
         return checksums(self._bytes)
 
     def check_checksums(self, record: VersionRecord) -> None:
-        """Raises `WeightsError` naming the first tensor that is not what was published."""
+        """Raises `WeightsError` naming the first tensor that differs from what was published."""
         published = struct.unpack_from(f"={len(record.manifest)}q", self._memory, HEADER_BYTES)
         for spec, expected, found in zip(record.manifest, published, self.checksums(record), strict=True):
             if found != expected:
                 raise corrupted(record, spec, f"its checksum is {found} instead of {expected}")
 
     def holds_same_as(self, other: "WeightBuffer", manifest: Manifest) -> bool:
-        """Whether the tensors of two buffers that are laid out alike are the same."""
+        """Whether the tensors of two buffers with this manifest are equal."""
         begin = manifest[0].offset
         return torch.equal(self._bytes[begin:], other._bytes[begin:])
 
@@ -147,19 +164,20 @@ class WeightBuffer:
 
     def seal(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Declares the content to be that of `record`, with these checksums, and admits readers."""
+        # The header goes last: a writer that dies before leaves a buffer without a version.
         struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *checksums)
         self._write_header(record.push_index, record.version, record.layout)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
-        """Ends a write that failed. The buffer holds no version until it is written again."""
+        """Ends a write that failed. The buffer holds no version until the next write."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
-        """While inside, the buffer holds exactly what `record` describes.
+        """Locks the buffer, which holds exactly the version of `record` while inside.
 
-        Raises `UnknownVersionError` if it holds, or is being given, another version by now.
+        Raises `UnknownVersionError` if the buffer holds another version by now, or is being written.
         """
         if not self._try_lock(fcntl.LOCK_SH):
             raise UnknownVersionError(f"version {record.version} cannot be pulled: it or a newer one is being written")
@@ -176,7 +194,7 @@ class WeightBuffer:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Gives the descriptor back. The memory follows when its last tensor view is gone."""
+        """Closes the descriptor. The memory is freed with its last tensor view."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -192,10 +210,10 @@ class WeightBuffer:
         _HEADER.pack_into(self._memory, 0, _MAGIC, push_index, version, len(self._memory), checksum)
 
 
-def held_version(location: tuple[int, int, int]) -> tuple[int, int] | None:
-    """Publication and version that a buffer holds; None if it holds none, or is being given one.
+def held_version(location: BufferLocation) -> tuple[int, int] | None:
+    """Push index and version of a buffer's content; None if the buffer is being written or holds no whole version.
 
-    Raises `WeightsError` if the process that made the buffer is gone.
+    Raises `WeightsError` if the process that created the buffer is gone.
     """
     fd = _open(location, os.O_RDONLY)
     try:
@@ -208,14 +226,14 @@ def held_version(location: tuple[int, int, int]) -> tuple[int, int] | None:
     return None if push_index == _UNSEALED else (push_index, version)
 
 
-def _open(location: tuple[int, int, int], flags: int) -> int:
+def _open(location: BufferLocation, flags: int) -> int:
     pid, owner_fd, inode = location
     gone = f"the weights were published by process {pid}, which is gone; they have to be pushed again"
     try:
         fd = os.open(f"/proc/{pid}/fd/{owner_fd}", flags | os.O_CLOEXEC)
     except FileNotFoundError:
         raise WeightsError(gone) from None
-    if os.fstat(fd).st_ino != inode:  # the number was given to another process, or another file
+    if os.fstat(fd).st_ino != inode:  # the pid or descriptor was reused
         os.close(fd)
         raise WeightsError(gone)
     return fd

@@ -1,7 +1,7 @@
-"""What a published set of weights is: its manifest and its record.
+"""What is published: the manifest of a model's tensors, and the record of one version of them.
 
-This module knows no files and no processes. `buffer.py` holds the memory that carries weights on one host and
-`registry.py` finds a version; `trainer/push.py` publishes and `generator/pull.py` loads.
+This module opens no files and starts no processes. `transport.py` says how the bytes travel and `registry.py` finds a
+version; `trainer/push.py` publishes and `generator/pull.py` loads.
 """
 
 import hashlib
@@ -10,42 +10,39 @@ import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from rl.weights.checksums import LINE_BYTES
 
-Transport = Literal["shared_memory", "torchstore"]
-"""How the bytes travel: in place on one host, or through TorchStore between any hosts."""
-
 LIVING_VERSIONS = 2
 """How many published versions stay whole: the newest can be written while the one before is read."""
 
 INDEX_KEY = "ownloop/weights"
-"""TorchStore key of a tuple of `VersionRecord`s: every version that lies there, and each buffer's first version."""
+"""TorchStore key of the index, a tuple of `VersionRecord`s. `registry.py` turns it into the versions to be had now."""
 
 HEADER_BYTES = 4096
-"""What precedes the checksums in a buffer."""
+"""Size of a buffer's header; the checksums follow it. A whole page, though the header needs less."""
 
 _CHECKSUM_BYTES = 8
 
 
 class WeightsError(RuntimeError):
-    """Weights could not be published or taken in, through no mistake of the caller."""
+    """Weights could not be published or loaded, through no mistake of the caller."""
 
 
 class UnknownVersionError(ValueError):
-    """A version was asked for that was never published or is no longer kept."""
+    """The requested version was never published, or is no longer kept."""
 
 
 class WeightsMismatchError(ValueError):
-    """Published tensors are not those of the model that should take them."""
+    """The published tensors do not fit the model that should load them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a buffer."""
+    """One tensor, and its place in a buffer."""
 
     name: str
     """Hugging Face parameter name."""
@@ -66,33 +63,34 @@ Manifest = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """All that a reader needs to take in one published version. Travels through TorchStore."""
+    """All that a generator needs to know to load one published version. Travels through TorchStore."""
 
     version: int
     """Policy version."""
     push_index: int
-    """Counts one publisher's pushes; tells apart two pushes of the same version."""
+    """The number of this push, counted from 0 by its publisher. It tells two pushes of one version apart."""
     manifest: Manifest
     dtype: torch.dtype
     """Of every floating-point tensor in the manifest."""
-    transport: Transport
+    transport: str
+    """A row of `transport.TRANSPORTS`."""
     host: str
     """`host_identity()` of the publisher."""
-    buffer: tuple[int, int, int] | None
-    """Process id, file descriptor and inode of the buffer; None where the tensors are in TorchStore."""
     layout: bytes
     """`manifest_checksum` of the manifest."""
     full_checksums: bool
-    """Whether the checksums look at every byte or at samples."""
+    """Whether the checksums cover every byte, or samples."""
+    location: Any = None
+    """Where the tensors lie, in the transport's own terms; None if they are in TorchStore, under `key`."""
     checksums: tuple[int, ...] = ()
-    """`element_sum` of every tensor in the manifest's order, where they are in TorchStore; a buffer carries its own."""
+    """`element_sum` of every tensor, in the manifest's order; empty if the tensors' checksums lie beside them."""
 
     def key(self, name: str) -> str:
         """The key in TorchStore of one of its tensors."""
         return f"{INDEX_KEY}/{self.version}/{self.push_index}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the manifest, which versions share, as bytes that a process decodes once: it takes milliseconds."""
+        """Pickles the manifest as bytes that a process decodes once, because decoding takes milliseconds."""
         others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "manifest"}
         return _record, (_encoded(self.manifest), others)
 
@@ -112,7 +110,7 @@ def _decoded(manifest: bytes) -> Manifest:
 
 
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:
-    """Lays tensors out behind header and checksums, each aligned to a line. Raises ValueError for a duplicate name."""
+    """Lays out tensors one after the other, each at the start of a line. Raises ValueError for a duplicate name."""
     tensors = list(tensors)
     specs: dict[str, TensorSpec] = {}
     offset = HEADER_BYTES + _whole_lines(len(tensors) * _CHECKSUM_BYTES)
@@ -129,7 +127,7 @@ def _whole_lines(num_bytes: int) -> int:
 
 
 def buffer_size(manifest: Manifest) -> int:
-    """Bytes that a buffer for these tensors takes."""
+    """Size in bytes of a buffer for these tensors."""
     return max((spec.offset + _whole_lines(spec.nbytes) for spec in manifest), default=HEADER_BYTES)
 
 
@@ -139,7 +137,7 @@ def manifest_checksum(manifest: Manifest) -> bytes:
 
 
 def corrupted(record: VersionRecord, spec: TensorSpec, what: str) -> WeightsError:
-    """The error of a tensor that is not what was published."""
+    """The error for a tensor that differs from the published one; `what` says how."""
     return WeightsError(
         f"version {record.version} is corrupted: {spec.name!r} is not what was published ({what}); it has to be pushed"
         " again"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl.weights.buffer import WeightBuffer
+from rl.weights.buffer import BufferLocation, WeightBuffer
 from rl.weights.manifest import UnknownVersionError, WeightsError
 from rl.weights.registry import living_versions
 from trainer.push import WeightPublisher
@@ -33,7 +33,7 @@ def value(version: int, index: int) -> float:
 
 
 class StoreClient:
-    """`rl.weights.manifest.Store` over a socket to `serve_store`."""
+    """`rl.weights.version_index.Store` over a socket to `serve_store`."""
 
     def __init__(self, address: str) -> None:
         deadline = time.monotonic() + 5
@@ -119,7 +119,7 @@ def read(folder: str, seed: int) -> None:
     torch.set_num_threads(1)
     choose = torch.Generator().manual_seed(seed)
     counts = {"whole": 0, "refused": 0, "inconsistent": 0}
-    buffers: dict[tuple[int, int, int], WeightBuffer] = {}
+    buffers: dict[BufferLocation, WeightBuffer] = {}
     store = StoreClient(f"{folder}/store")
 
     async def read_one() -> None:
@@ -128,10 +128,9 @@ def read(folder: str, seed: int) -> None:
             await asyncio.sleep(0.002)
             return
         record = records[int(torch.randint(len(records), (), generator=choose))]
-        assert record.buffer is not None
-        if record.buffer not in buffers:
-            buffers[record.buffer] = WeightBuffer.open(record.buffer)
-        buffer = buffers[record.buffer]
+        if record.location not in buffers:
+            buffers[record.location] = WeightBuffer.open(record.location)
+        buffer = buffers[record.location]
         with buffer.reading(record):
             buffer.check_checksums(record)
             tensors = [buffer.tensor(spec).clone() for spec in record.manifest]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from controller.meshes.errors import MeshError
 from rl.types import Completion, SamplingParams
-from rl.weights.manifest import Transport, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.manifest import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
 from tests.e2e.weight_meshes import (
     PROMPTS,
@@ -117,7 +117,7 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
     reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    transports: tuple[tuple[Transport, int], ...] = (("shared_memory", 2), ("torchstore", 4))
+    transports = (("shared_memory", 2), ("torchstore", 4))
 
     async def main() -> None:
         async with (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
-from rl.weights.manifest import INDEX_KEY, Transport, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.manifest import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError
 from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
@@ -26,7 +26,7 @@ from trainer.push import WeightPublisher
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", [served_llama, served_qwen3])
 def test_pulled_weights_equal_a_fresh_engines(
-    tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool, dtype: str, transport: Transport
+    tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool, dtype: str, transport: str
 ) -> None:
     directory = family(tmp_path / "model", tied=tied)
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] == tied
@@ -147,8 +147,7 @@ def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine:
         before = await greedy(engine)
         await publisher.publish(1, moved(directory, 1).items())
         record = await find_record(store, 1)
-        assert record.buffer is not None
-        buffer = WeightBuffer.open(record.buffer, writable=True)
+        buffer = WeightBuffer.open(record.location, writable=True)
         norm = buffer.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
         norm[3] += 1e-3
         with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):

@@ -23,7 +23,6 @@ RECORD = VersionRecord(
     dtype=torch.float32,
     transport="torchstore",
     host="",
-    buffer=None,
     layout=b"",
     full_checksums=True,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.weights.buffer import WeightBuffer, held_version
+from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
 from rl.weights.host import available_memory_bytes, host_identity
 from rl.weights.manifest import (
     Manifest,
@@ -33,9 +33,9 @@ def _record(buffer: WeightBuffer, version: int, push_index: int | None = None) -
         dtype=torch.float32,
         transport="shared_memory",
         host=host_identity(),
-        buffer=buffer.location,
         layout=manifest_checksum(MANIFEST),
         full_checksums=False,
+        location=buffer.location,
     )
 
 
@@ -128,7 +128,7 @@ def test_buffers_larger_than_memory_are_refused() -> None:
 
 
 READ = """
-buffer = WeightBuffer.open(tuple(arguments[:3]))
+buffer = WeightBuffer.open(BufferLocation(*arguments[:3]))
 print("ready", flush=True)
 whole = refused = 0
 end = time.monotonic() + 2
@@ -179,8 +179,7 @@ time.sleep(60)
 def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> None:
     writer = _child(WRITE_HALF)
     try:
-        location = tuple(map(int, _line(writer).split()))
-        assert len(location) == 3
+        location = BufferLocation(*map(int, _line(writer).split()))
         reader = WeightBuffer.open(location)
         with reader.reading(_record(reader, 1)):
             assert (reader.tensor(MANIFEST[0]) == 1).all()
@@ -200,7 +199,7 @@ def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> Non
 
 
 HOLD = """
-buffer = WeightBuffer.open(tuple(arguments[:3]))
+buffer = WeightBuffer.open(BufferLocation(*arguments[:3]))
 with buffer.reading(_record(buffer, 1)):
     print("reading", flush=True)
     time.sleep(60)

@@ -1,0 +1,184 @@
+"""The transport of one host: trainer ranks write into a buffer of shared memory, and generators read it in place.
+
+TorchStore only introduces the buffers. It hears of each one once, before the first push into it; from then on the
+buffer's own header says which version it holds, because telling TorchStore at every push takes as long as copying a
+small model's weights.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
+from rl.weights.copy_threads import Workers
+from rl.weights.host import host_identity
+from rl.weights.manifest import LIVING_VERSIONS, Manifest, TensorSpec, VersionRecord, WeightsError
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
+from rl.weights.transport import Shard
+from rl.weights.version_index import Store, VersionIndex
+
+
+class SharedMemory:
+    """A record's `location` is the `BufferLocation` of the buffer that holds the version."""
+
+    fallback_notice = "shared memory carries the weights"
+
+    def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "SharedMemorySender":
+        return SharedMemorySender(index, reader_timeout_s)
+
+    def receiver(self, broadcast: Callable[..., Any]) -> "SharedMemoryReceiver":
+        del broadcast  # every rank reads the buffer itself
+        return SharedMemoryReceiver()
+
+    def current(self, record: VersionRecord) -> VersionRecord | None:
+        """The version that the record's buffer holds now; None while it holds no whole one."""
+        _check_within_reach(record)
+        held = held_version(record.location)
+        return replace(record, push_index=held[0], version=held[1]) if held is not None else None
+
+
+class SharedMemorySender:
+    """Casts this rank's shards into their places in the buffer."""
+
+    def __init__(self, index: VersionIndex, reader_timeout_s: float) -> None:
+        self._index = index
+        self._reader_timeout_s = reader_timeout_s
+        self._rank = own_rank()
+        self._specs: dict[str, TensorSpec] = {}
+        self._buffers: list[WeightBuffer] = []
+        self._introduced: set[BufferLocation] = set()
+        self._workers: Workers | None = None
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Rank 0 allocates the buffers and the others map them. Raises `WeightsError` on every rank if it cannot."""
+        outcome: list[Any] = [None]
+        several_hosts = len(set(all_gather(host_identity()))) > 1
+        if self._rank == 0:
+            try:
+                if several_hosts:
+                    raise WeightsError(
+                        "the trainer's ranks are on several hosts; weights need weight_transport='torchstore'"
+                    )
+                self._buffers = WeightBuffer.create_for(manifest)
+                outcome = [[buffer.location for buffer in self._buffers]]
+            except WeightsError as error:
+                outcome = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], WeightsError):
+            raise outcome[0]
+        if self._rank > 0:
+            self._buffers = [WeightBuffer.open(location, writable=True) for location in outcome[0]]
+        self._specs = {spec.name: spec for spec in manifest}
+        self._workers = Workers()
+
+    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
+        """Writes the version that follows the newest over the oldest one."""
+        buffer = self._buffer(record)
+        record = replace(record, location=buffer.location)
+        await self._introduce(record)
+        return record, await asyncio.to_thread(self._write, buffer, record, shards)
+
+    def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
+        """Compares the two buffers, unless the checksums already looked at every byte."""
+        if record.full_checksums:
+            return True
+        if before.location == record.location:  # a push in between failed, and `before` was overwritten
+            return False
+        return self._buffer(before).holds_same_as(self._buffer(record), record.manifest)
+
+    def _buffer(self, record: VersionRecord) -> WeightBuffer:
+        return self._buffers[record.push_index % LIVING_VERSIONS]
+
+    async def _introduce(self, record: VersionRecord) -> None:
+        """Tells TorchStore of a buffer, before the first push into it."""
+        if record.location in self._introduced:
+            return
+        problem: Exception | None = None
+        try:
+            if self._rank == 0:
+                await self._index.announce(record)
+        except WeightsError as error:
+            problem = error
+        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        self._introduced.add(record.location)
+
+    @torch.no_grad()
+    def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> tuple[int, ...]:
+        """Writes this rank's shards. Rank 0 holds the lock for all, and seals the header once all have written.
+
+        Returns the checksums on rank 0.
+        """
+        problem: Exception | None = None
+        try:
+            if self._rank == 0:
+                buffer.begin_write(self._reader_timeout_s)
+        except WeightsError as error:
+            problem = error
+        # No rank may write before rank 0 has locked readers out.
+        raise_on_every_rank(problem, CANNOT_PUBLISH)
+        try:
+            assert self._workers is not None
+            self._workers.copy(
+                (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)
+                for shard in shards
+                if shard.local is not None
+            )
+        except Exception as error:  # of any kind, because the other ranks wait to hear of it
+            problem = error
+        try:
+            raise_on_every_rank(problem, CANNOT_PUBLISH)
+        except BaseException:
+            buffer.abandon_write()
+            raise
+        if self._rank > 0:
+            return ()
+        checksums = buffer.checksums(record)
+        buffer.seal(record, checksums)
+        return checksums
+
+
+class SharedMemoryReceiver:
+    """Maps the buffers of the trainer that pushes, and keeps them mapped."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[BufferLocation, WeightBuffer] = {}
+
+    def feed(self, record: VersionRecord, store: Store) -> None:
+        """Nothing has to be fetched."""
+        del record, store
+
+    @contextlib.contextmanager
+    def open(self, record: VersionRecord, feed: None) -> Generator[WeightBuffer]:
+        """The buffer that holds the version, locked against writers and checked against its checksums."""
+        del feed
+        _check_within_reach(record)
+        location: BufferLocation = record.location
+        buffer = self._buffers.get(location)
+        if buffer is None:
+            buffer = WeightBuffer.open(location)
+            if any(known.pid != location.pid for known in self._buffers):  # the trainer was restarted
+                self._close_buffers()
+            self._buffers[location] = buffer
+        with buffer.reading(record):
+            buffer.check_checksums(record)
+            yield buffer
+
+    def _close_buffers(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._buffers.clear()
+
+
+def _check_within_reach(record: VersionRecord) -> None:
+    """Raises ValueError for a buffer of another host."""
+    if record.host != host_identity():
+        raise ValueError(
+            "the weights lie in the shared memory of another host or container; the trainer needs"
+            " weight_transport='torchstore' to reach this one"
+        )

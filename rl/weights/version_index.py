@@ -1,0 +1,43 @@
+"""The index of published versions in TorchStore, and the three methods of TorchStore that weights need."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from rl.weights.manifest import INDEX_KEY, LIVING_VERSIONS, VersionRecord, WeightsError
+
+
+class Store(Protocol):
+    """A key-value store; TorchStore's `LocalClient` is one."""
+
+    async def put(self, key: str, value: Any) -> None:
+        """Stores a tensor, a DTensor's shard or any object that can be pickled."""
+        ...
+
+    async def get(self, key: str) -> Any:
+        """Fetches a value, a DTensor as the full tensor. Raises KeyError if there is none."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Removes a key."""
+        ...
+
+
+class VersionIndex:
+    """The publishing side of the index: a tuple of `VersionRecord`s under `INDEX_KEY`, which rank 0 writes."""
+
+    def __init__(self, get_store: Callable[[], Awaitable[Store]]) -> None:
+        """`get_store` is called whenever the store is needed."""
+        self.get_store = get_store
+        self._records: tuple[VersionRecord, ...] = ()
+
+    async def announce(self, record: VersionRecord) -> tuple[VersionRecord, ...]:
+        """Adds a record to the index. Returns those that it took the place of. Raises `WeightsError`."""
+        store = await self.get_store()
+        kept = (*self._records, record)[-LIVING_VERSIONS:]
+        try:
+            await store.put(INDEX_KEY, kept)
+        except Exception as error:  # Monarch's own types if TorchStore is dead
+            raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
+        dropped = tuple(old for old in self._records if old not in kept)
+        self._records = kept
+        return dropped
