@@ -1,0 +1,122 @@
+"""The contract of a transport: what is sent arrives whole, or an error says why not."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rl.weights.host import host_identity
+from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError, build_manifest, manifest_checksum
+from rl.weights.registry import find_record
+from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
+from rl.weights.version_index import VersionIndex
+from tests.stores import FakeStore, living
+
+MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.float32)])
+Ranks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _weights(version: int) -> dict[str, torch.Tensor]:
+    return {spec.name: torch.full(spec.shape, float(version)) for spec in MANIFEST}
+
+
+def _sender(name: str, store: FakeStore) -> Sender:
+    async def get_store() -> FakeStore:
+        return store
+
+    sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0)
+    sender.prepare(MANIFEST)
+    return sender
+
+
+def _send(sender: Sender, name: str, version: int) -> VersionRecord:
+    record = VersionRecord(
+        version=version,
+        push_index=version - 1,
+        manifest=MANIFEST,
+        dtype=torch.bfloat16,
+        transport=name,
+        host=host_identity(),
+        layout=manifest_checksum(MANIFEST),
+        full_checksums=False,
+    )
+    shards = [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in _weights(version).items()]
+    return asyncio.run(sender.send(record, shards))[0]
+
+
+def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[str, torch.Tensor] | Exception]:
+    """What two ranks of a generator receive, each in a thread of its own while rank 0's event loop fetches."""
+    to_rank_one: queue.Queue[Any] = queue.Queue()
+    broadcasts: Ranks = (to_rank_one.put, to_rank_one.get)
+    receivers = [load_transport(name).receiver(broadcast) for broadcast in broadcasts]
+    received: list[Any] = [None, None]
+
+    def load(rank: int, weights: AbstractContextManager[Any]) -> None:
+        try:
+            with weights as arriving:
+                if isinstance(arriving, WeightMemory):
+                    received[rank] = {spec.name: arriving.tensor(spec).clone() for spec in MANIFEST}
+                else:
+                    received[rank] = dict(arriving)
+        except Exception as error:
+            received[rank] = error
+
+    async def main() -> None:
+        feed = receivers[0].feed(record, store)
+        opened = (receivers[0].open(record, feed), receivers[1].open(record, None))
+        threads = [threading.Thread(target=load, args=(rank, weights)) for rank, weights in enumerate(opened)]
+        for thread in threads:
+            thread.start()
+        done = asyncio.ensure_future(asyncio.to_thread(lambda: [thread.join() for thread in threads]))
+        if feed is not None:
+            await feed.fetch(done)
+        await done
+
+    asyncio.run(main())
+    return received
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_two_newest_versions_arrive_on_every_rank(name: str) -> None:
+    store = FakeStore()
+    sender = _sender(name, store)
+    for version in (1, 2, 3):
+        _send(sender, name, version)
+    assert [record.version for record in living(store)] == [2, 3]
+    for version in (2, 3):
+        for tensors in _receive(name, asyncio.run(find_record(store, version)), store):
+            assert isinstance(tensors, dict)
+            for spec in MANIFEST:
+                assert torch.equal(tensors[spec.name], _weights(version)[spec.name].to(spec.dtype))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_version_that_is_no_longer_kept_is_refused(name: str) -> None:
+    store = FakeStore()
+    sender = _sender(name, store)
+    stale = _send(sender, name, 1)
+    for version in (2, 3):
+        _send(sender, name, version)
+    first, _ = _receive(name, stale, store)
+    assert isinstance(first, (UnknownVersionError, WeightsError))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_shards_that_do_not_fit_publish_nothing(name: str) -> None:
+    store = FakeStore()
+    sender = _sender(name, store)
+    second = replace(_send(sender, name, 1), version=2, push_index=1)
+
+    def shards() -> Any:
+        yield from ()
+        raise ValueError("of another shape")
+
+    with pytest.raises(ValueError, match="of another shape"):
+        asyncio.run(sender.send(second, shards()))
+    assert [record.version for record in living(store)] == [1]
