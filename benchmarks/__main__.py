@@ -65,6 +65,8 @@ def _table(results: list[dict[str, Any]]) -> str:
         "",
         f"Written by `make bench` on {datetime.date.today().isoformat()}. Medians; ratios are taken within one run.",
         "",
+        "What the recipes learned is in [LEARNING.md](LEARNING.md), which is written by hand.",
+        "",
         "| benchmark | bar | value | limit | met |",
         "|---|---|---|---|---|",
     ]

@@ -1,0 +1,67 @@
+"""Whether a page's commands could be given: programs, targets, recipes, options and files are looked up, not run."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+from controller.commands.recipes import find_recipe, load_recipe, override
+from tests.docs.pages import ROOT
+
+_OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
+"""Programs whose arguments are the reader's own."""
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of each command of a bash block, without comments and variables set in front."""
+    lines = text.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines]
+    return [_without_variables(words) for words in commands if words]
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Raises AssertionError, or what the command line itself raises, for a command that would be refused."""
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    checks: dict[str, Callable[[Sequence[str]], None]] = {
+        "make": _check_make,
+        "ownloop": _check_ownloop,
+        "python": _check_python,
+        ".ci/run": lambda _: None,
+    }
+    assert program in {*checks, *_OTHER_PROGRAMS}, f"{program} is no program that a page may use"
+    if program in checks:
+        checks[program](arguments)
+
+
+def _check_make(arguments: Sequence[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    variables = dict(word.split("=", 1) for word in arguments if "=" in word)
+    named = [word for word in arguments if "=" not in word]
+    assert set(named) <= set(targets), f"the Makefile has no target {set(named) - set(targets)}"
+    if named == ["train"] and "ARGS" in variables:
+        _check_ownloop(["run", variables.get("RECIPE", "grpo_smollm2_cpu"), *shlex.split(variables["ARGS"])])
+
+
+def _check_ownloop(arguments: Sequence[str]) -> None:
+    cli = importlib.import_module("controller.commands.cli")
+    if {"-h", "--help"} & set(arguments):
+        arguments = [word for word in arguments if word not in ("-h", "--help")]
+    options, overrides = cli._parser(resuming="--resume" in arguments).parse_known_args(arguments)
+    if hasattr(options, "recipe"):
+        override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
+    else:  # a resumed run has its recipe in its folder
+        assert not overrides or options.resume, f"unexpected {overrides}"
+
+
+def _check_python(arguments: Sequence[str]) -> None:
+    if arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]), f"there is no module {arguments[1]}"
+    else:
+        assert (ROOT / arguments[0]).is_file(), f"there is no file {arguments[0]}"
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words

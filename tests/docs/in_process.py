@@ -1,0 +1,113 @@
+"""A trainer and a generator in the test's own process, in the place of those that `launch` starts.
+
+The mathematics is real: the trainer is an engine on a tiny model, and the generator samples from the weights that the
+trainer pushed. Only the processes, the transport and vLLM are missing, so that a block of a page runs in a second.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from controller.meshes.launch import Launcher
+from generator.config import GeneratorConfig
+from rl.tiny_models import tiny_llama
+from rl.types import Completion, PullMode, SamplingParams
+from tests.trainer.engine_trainer import EngineTrainer
+from trainer.config import TrainerConfig
+
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+_Weights = dict[int, dict[str, torch.Tensor]]
+
+
+def tiny_chat_model(path: Path) -> Path:
+    """A random Llama of 64 words whose tokenizer has a chat template, as the pages' models have."""
+    tiny_llama(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+class InProcessTrainer(EngineTrainer):
+    """Pushes into a dictionary: policy version -> weights by Hugging Face name."""
+
+    def __init__(self, config: TrainerConfig, published: _Weights) -> None:
+        options = {name: value for name, value in asdict(config).items() if name not in ("model", "compute_dtype")}
+        super().__init__(config.model, **options)
+        self._published = published
+
+    async def push_model_state_dict(self) -> int:
+        """See `rl.protocols.Trainer`."""
+        weights = {name: weight.detach().clone() for name, weight in self.engine.hf_parameters()}
+        self._published[self.engine.policy_version] = weights
+        return self.engine.policy_version
+
+
+class InProcessGenerator:
+    """Samples with transformers, one token of all samples at a time, without a cache."""
+
+    def __init__(self, model: Path, published: _Weights) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._published = published
+        self._version = 0
+
+    async def pull_model_state_dict(
+        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+    ) -> None:
+        """See `rl.protocols.Generator`."""
+        self._model.load_state_dict(self._published[version], strict=False)  # a tied output layer has no entry
+        self._version = version
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+    ) -> list[Completion]:
+        """See `rl.protocols.Generator`. Knows temperature, `max_tokens` and `seed`."""
+        await asyncio.sleep(0)
+        return [self._sample(prompt_tokens, sampling, index) for index in range(num_samples)]
+
+    @torch.no_grad()
+    def _sample(self, prompt_tokens: Sequence[int], sampling: SamplingParams, index: int) -> Completion:
+        random = torch.Generator().manual_seed(((sampling.seed or 0) + index) % (1 << 63))
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while len(tokens) < sampling.max_tokens and self._tokenizer.eos_token_id not in tokens:
+            logits = self._model(torch.tensor([[*prompt_tokens, *tokens]])).logits[0, -1]
+            distribution = torch.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
+            greedy = sampling.temperature == 0
+            token = int(distribution.argmax() if greedy else distribution.exp().multinomial(1, generator=random))
+            tokens.append(token)
+            logprobs.append(float(distribution[token]))
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=(self._version,) * len(tokens),
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            finish_reason="stop" if self._tokenizer.eos_token_id in tokens else "length",
+        )
+
+
+def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Has `Launcher`, and so `launch`, start no process, and `smollm2-135m-instruct` be a tiny model in `folder`."""
+    tiny_chat_model(folder / "models" / "smollm2-135m-instruct")
+    monkeypatch.setenv("OWNLOOP_CACHE", str(folder))
+    published: _Weights = {}
+
+    def trainer(self: Launcher, model: Path, config: TrainerConfig, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(_made(InProcessTrainer(replace(config, model=model), published)))
+
+    def generator(self: Launcher, model: Path, config: GeneratorConfig, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(_made(InProcessGenerator(model, published)))
+
+    monkeypatch.setattr(Launcher, "trainer", trainer)
+    monkeypatch.setattr(Launcher, "generator", generator)
+
+
+async def _made(made: Any) -> Any:
+    return made

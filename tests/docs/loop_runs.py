@@ -1,0 +1,41 @@
+"""Short runs of the reference loops in the test's own process, to see what a run writes."""
+
+import asyncio
+import importlib
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from controller.commands.recipes import find_recipe, load_recipe
+from controller.runs.console import Console
+from rl.envs.even_words import EvenWords
+from rl.runs.folder import RunFolder
+from rl.types import SamplingParams
+
+LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo")
+_CHANGES: dict[str, dict[str, Any]] = {
+    "grpo": {"eval_samples": 2, "loss": "cispo"},
+    "grpo_async": {"num_steps": 3},
+    "dapo": {"overlong_cache": 2, "loss_config": {"entropy_coef": 0.01}},
+    "ppo": {"warmup_steps": 0},
+    "distill": {"teacher": "smollm2-135m-instruct"},
+    "accumulate": {"tokens_per_step": 24},
+    "sft": {"max_tokens": 64},
+    "dpo": {"max_tokens": 64},
+}
+
+
+def run_loop(loop: str, path: Path, **changes: Any) -> None:
+    """Two steps of a loop's recipe for two cores, on the tiny model and an environment that it gets rewards from.
+
+    Call it under `launch_in_process`.
+    """
+    config = load_recipe(find_recipe(f"{loop}_smollm2_cpu"))
+    tiny: dict[str, Any] = {"num_steps": 2, "num_eval": 4, "evaluate_every": 2, **_CHANGES.get(loop, {}), **changes}
+    if hasattr(config, "env"):
+        tiny = {"env": EvenWords(), "sampling": SamplingParams(max_tokens=8), "prompts_per_step": 4, **tiny}
+        tiny["generator"] = replace(config.generator, max_model_len=64)
+    config = replace(config, **tiny)
+    run = importlib.import_module(f"controller.loops.{loop}").run
+    asyncio.run(run(config, RunFolder(path, config), Console(io.StringIO())))

@@ -1,0 +1,44 @@
+"""The code blocks of the repository's pages, and the comments that say how a test is to treat them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+_BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<mark>[^\n]+) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    """Of the block's first line of code, from 1."""
+    language: str
+    text: str
+    mark: str
+    """What the comment before the block says after `test:`, or nothing."""
+
+    def argument(self, verb: str) -> str:
+        """The rest of a mark that begins with `verb`, or nothing."""
+        return self.mark.removeprefix(verb + " ") if self.mark.startswith(verb + " ") else ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            page=page,
+            line=text.count("\n", 0, match.start("text")) + 1,
+            language=match["language"],
+            text=match["text"],
+            mark=match["mark"] or "",
+        )
+        for match in _BLOCK.finditer(text)
+    ]

@@ -1,0 +1,132 @@
+"""Every code block of README, CONTRIBUTING, CHANGELOG and docs/ works.
+
+The Python blocks of a page run in order, in one namespace and one empty folder, and may use `await`. `launch` starts no
+process there: trainer and generator are `tests/docs/in_process.py`'s, and `smollm2-135m-instruct` is a tiny model. The
+commands of a bash block are looked up (`tests/docs/commands.py`). A comment before a block asks for something else:
+
+    <!-- test: file NAME -->        the block is a file in the page's folder, which later blocks import or name
+    <!-- test: same as PATH -->     the block is the text of a file of the repository, which a test of its own runs
+    <!-- test: in a run -->         the block runs in a folder that holds a finished run, `runs/my-run`
+    <!-- test: run -->              the block's commands are run
+"""
+
+import ast
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.commands import check_command, commands_of
+from tests.docs.in_process import launch_in_process
+from tests.docs.loop_runs import run_loop
+from tests.docs.pages import PAGES, ROOT, Block, blocks_of
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+VERBS = ("file ", "same as ", "in a run", "run")
+
+
+def _name(value: Path | Block) -> str:
+    path, line = (value.page, f":{value.line}") if isinstance(value, Block) else (value, "")
+    return f"{path.relative_to(ROOT)}{line}"
+
+
+def _in_language(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in _in_language("python")}), ids=_name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    blocks = [block for block in blocks_of(page) if block.language == "python" and not block.argument("same as")]
+    with asyncio.Runner() as runner:
+        for block in blocks:
+            if block.mark == "in a run" and not Path("runs").exists():
+                run_loop("grpo", Path("runs/my-run"), checkpoint_every=1)
+            if file := block.argument("file"):
+                Path(file).write_text(block.text)
+                importlib.import_module(Path(file).stem)
+            else:
+                _execute(block, namespace, runner)
+    for block in blocks:
+        sys.modules.pop(Path(block.argument("file")).stem, None)
+
+
+def _write_files(page: Path, folder: Path) -> None:
+    """Every block of a page that is a file."""
+    for block in blocks_of(page):
+        if file := block.argument("file"):
+            (folder / file).write_text(block.text)
+
+
+def _execute(block: Block, namespace: dict[str, Any], runner: asyncio.Runner) -> None:
+    """Runs a block; a traceback shows its lines in the page."""
+    source = "\n" * (block.line - 1) + block.text
+    code = compile(source, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result = eval(code, namespace)
+    if inspect.iscoroutine(result):
+        runner.run(result)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.argument("same as")], ids=_name)
+def test_quoted_files_are_quoted_as_they_are(block: Block) -> None:
+    assert block.text == (ROOT / block.argument("same as")).read_text()
+
+
+@pytest.mark.parametrize("block", _in_language("bash"), ids=_name)
+def test_commands_can_be_given(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_files(block.page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for words in commands_of(block.text):
+        check_command(words)
+
+
+@pytest.mark.parametrize("block", [b for b in _in_language("bash") if b.mark == "run"], ids=_name)
+def test_commands_that_take_no_time_run(block: Block, tmp_path: Path) -> None:
+    _write_files(block.page, tmp_path)
+    ownloop = tmp_path / ".venv" / "bin" / "ownloop"
+    ownloop.parent.mkdir(parents=True)
+    ownloop.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m controller.commands.cli "$@"\n')
+    ownloop.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("block", _in_language("json", "jsonl"), ids=_name)
+def test_json_can_be_read(block: Block) -> None:
+    for text in block.text.splitlines() if block.language == "jsonl" else [block.text]:
+        json.loads(text)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=_name)
+def test_blocks_say_what_they_are(block: Block) -> None:
+    assert block.language in ("python", "bash", "json", "jsonl", "mermaid", "text")
+    assert not block.mark or block.mark.startswith(VERBS), f"no test knows {block.mark!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{target} does not exist"
