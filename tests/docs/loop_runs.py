@@ -1,7 +1,6 @@
 """Short runs of the reference loops in the test's own process, to see what a run writes."""
 
 import asyncio
-import importlib
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -37,5 +36,4 @@ def run_loop(loop: str, path: Path, **changes: Any) -> None:
         tiny = {"env": EvenWords(), "sampling": SamplingParams(max_tokens=8), "prompts_per_step": 4, **tiny}
         tiny["generator"] = replace(config.generator, max_model_len=64)
     config = replace(config, **tiny)
-    run = importlib.import_module(f"controller.loops.{loop}").run
-    asyncio.run(run(config, RunFolder(path, config), Console(io.StringIO())))
+    asyncio.run(config.loop()(config, RunFolder(path, config), Console(io.StringIO())))
