@@ -8,8 +8,9 @@ from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.preflight import check_prompts_fit
 from rl.protocols import Generator
-from rl.rollouts.episodes import rollout_group, rollout_groups, step_seed
+from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
+from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.rendering import Renderer
 from rl.types import Group
 
@@ -31,6 +32,7 @@ class RolloutSource:
         """The held-out problems."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
         self._config = config
+        self._recording = config.env if isinstance(config.env, RecordedEnv) else None
         self._tell = tell
 
     def resolve_teacher(self, name_or_path: str) -> Path:
@@ -40,27 +42,32 @@ class RolloutSource:
     async def sample_group(self, generator: Generator, number: int, num_samples: int) -> Group:
         """Group `number`, from 0, of the training stream: the same problem and seeds that `sample` gives it."""
         step, index = divmod(number, self._config.prompts_per_step)
-        (problem,) = self._config.env.train_problems(self._config.seed, number, 1)
-        seeded = replace(self.sampling, seed=step_seed(self._config.seed, step + 1) + index * num_samples)
-        return await rollout_group(generator, self.renderer, problem, seeded, num_samples)
+        seed = step_seed(self._config.seed, step + 1) + index * num_samples
+        (group,) = await self._groups(generator, number, 1, num_samples, seed)
+        return group
 
     async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
         """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.
 
         For loops whose steps need more or fewer problems: seeds follow from the run's seed and the problem's number.
         """
-        problems = self._config.env.train_problems(self._config.seed, start, count)
-        seeded = replace(self.sampling, seed=step_seed(self._config.seed, 0) + start * num_samples)
-        return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
+        seed = step_seed(self._config.seed, 0) + start * num_samples
+        return await self._groups(generator, start, count, num_samples, seed)
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
         """Rollout batch `number`, from 1, of the training stream: as many problems as a step has, each tried so often.
 
         Problems and seeds follow from the run's seed and the number alone, so that a run can go on in the middle.
         """
-        count = self._config.prompts_per_step
-        problems = self._config.env.train_problems(self._config.seed, (number - 1) * count, count)
-        seeded = replace(self.sampling, seed=step_seed(self._config.seed, number))
+        count, seed = self._config.prompts_per_step, step_seed(self._config.seed, number)
+        return await self._groups(generator, (number - 1) * count, count, num_samples, seed)
+
+    async def _groups(self, generator: Generator, start: int, count: int, num_samples: int, seed: int) -> list[Group]:
+        """Groups of `count` problems, with seeds from `seed` on. A replay takes them from its recording instead."""
+        if self._recording is not None:
+            return self._recording.train_groups(start, count)
+        problems = self._config.env.train_problems(self._config.seed, start, count)
+        seeded = replace(self.sampling, seed=seed)
         return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
 
     async def evaluate(self, generator: Generator) -> Evaluation:

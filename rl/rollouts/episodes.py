@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from rl.protocols import Done, Episode, Generator, Observation, Problem
 from rl.rollouts.guard import EnvironmentFailedError, call_environment
-from rl.rollouts.recorded import RecordedProblem
 from rl.rollouts.rendering import Renderer, prompt_text
 from rl.types import Completion, Datum, Group, Rollout, SamplingParams, Turn
 
@@ -64,10 +63,8 @@ async def rollout_group(
     `sampling.max_tokens` is of each turn. An episode that the context has no room for ends as truncated, with the
     reward that its last observation names. A call of the environment that raises, takes more than `time_limit_s`
     seconds or returns what it must not costs that rollout, and `Group.failures` says so. What the generator raises is
-    raised, and ends the other rollouts. A recorded problem is its group: nothing is sampled.
+    raised, and ends the other rollouts.
     """
-    if isinstance(problem, RecordedProblem):
-        return problem.group
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
         prompt = problem.prompt

@@ -1,7 +1,8 @@
-"""What a run recorded, in the place of its environment: the same groups come at the same steps, and nothing is sampled.
+"""Replays a run's recorded rollouts: every step gets the groups that it had, and nothing is sampled.
 
-A loop that asks `RecordedEnv` for its problems gets recorded ones, and a rollout of such a problem is what was recorded
-of it: tokens, log-probs, versions and reward. So the trainer's side of the loop runs as it did, or with another loss.
+A replay puts `RecordedEnv` in the place of the environment. `controller.runs.rollout_source` then takes a step's groups
+from the recording, with their tokens, log-probs, versions and rewards, instead of asking a generator. The trainer's
+side of the loop runs as it did in the recorded run, or with another loss.
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.protocols import Problem
 from rl.rollouts.serialization import groups_from_rows
 from rl.types import Group
 
@@ -26,27 +28,13 @@ _FIELDS = (
 )
 
 
-class RecordedProblem:
-    """A problem whose rollouts are there already; satisfies `rl.protocols.Problem`."""
-
-    def __init__(self, group: Group) -> None:
-        """`group` is what comes of it."""
-        self.group = group
-        self.id = group.problem_id
-        self.prompt = group.prompt
-
-    def start(self) -> Any:
-        """Raises AssertionError: `rl.rollouts.episodes.rollout_group` takes the group instead."""
-        raise AssertionError("a recorded problem is not attempted again")
-
-
 class RecordedEnv:
-    """The training rollouts of a rollouts.jsonl; satisfies `rl.protocols.Env`. Has no held-out problems."""
+    """The training rollouts of a rollouts.jsonl. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
 
     def __init__(self, file: Path, groups_per_step: int) -> None:
-        """`groups_per_step` is how many problems the loop asks for in each step.
+        """`groups_per_step` is the number of problems that the loop asks for in each step.
 
-        Raises ValueError for a file that is no recording, naming the line, and for more groups than that in a step.
+        Raises ValueError if the file is not a recording, naming the line, or if a step has more groups than that.
         """
         self.file = file
         self.steps = read_recording(file)
@@ -60,7 +48,7 @@ class RecordedEnv:
                 )
 
     def __str__(self) -> str:
-        """What a configuration's file says of it."""
+        """The entry in a run's config file."""
         return f"recording {self.file}"
 
     @property
@@ -70,7 +58,7 @@ class RecordedEnv:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Nothing is sampled."""
+        """None, because nothing is sampled."""
         return ()
 
     @property
@@ -79,30 +67,38 @@ class RecordedEnv:
         return max(self.steps)
 
     def groups(self) -> Sequence[Group]:
-        """All of them, in order."""
+        """The groups of all steps, in order."""
         return [group for step in sorted(self.steps) for group in self.steps[step]]
 
-    def train_problems(self, seed: int, start: int, count: int) -> list[RecordedProblem]:
-        """Those of a step that were recorded: fewer than `count` where the environment failed all rollouts of a group.
+    def train_groups(self, start: int, count: int) -> list[Group]:
+        """The groups that problems start to start + count - 1 of the training stream had, all of one step.
 
-        Raises ValueError for problems of a step behind the last one.
+        There are fewer than `count` if the environment failed all rollouts of a group: those are not recorded.
+        Raises ValueError for a step after the last one.
         """
-        del seed
         step, index = divmod(start, self._groups_per_step)
         if step >= self.num_steps:
             raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
-        return [RecordedProblem(group) for group in self.steps.get(step + 1, [])[index : index + count]]
+        return self.steps.get(step + 1, [])[index : index + count]
 
-    def eval_problems(self, count: int) -> list[RecordedProblem]:
+    def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        """Raises ValueError: recorded problems cannot be attempted again, so a loop has to use `train_groups`."""
+        del seed, start, count
+        raise ValueError(
+            f"the recording {self.file} has no problems to attempt; a loop that can be replayed samples through "
+            "`RolloutSource`"
+        )
+
+    def eval_problems(self, count: int) -> list[Problem]:
         """None: nothing is sampled, so nothing can be evaluated."""
         del count
         return []
 
 
 def read_recording(file: Path) -> dict[int, list[Group]]:
-    """Step -> the groups it trained on. Drops a last line that was never finished.
+    """Step -> the groups that it trained on. An unfinished last line is dropped: the run was killed while it wrote.
 
-    Raises ValueError for a file that is not there, for one without training rollouts, and for a line that is none.
+    Raises ValueError if the file is missing or has no training rollouts, and for a line that is not a recorded rollout.
     """
     try:
         text = file.read_text(encoding="utf-8")

@@ -1,16 +1,12 @@
-import asyncio
 import json
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from rl.rollouts.episodes import rollout_groups
 from rl.rollouts.recorded import RecordedEnv, read_recording
-from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
-from rl.types import Group, SamplingParams
-from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
+from rl.types import Group
+from tests.rl.fakes import completion, single_turn
 
 
 def _group(name: str, *rewards: float) -> Group:
@@ -29,23 +25,20 @@ def _recording(path: Path) -> Path:
 
 def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
     env = RecordedEnv(_recording(tmp_path / "run"), groups_per_step=2)
-    generator = ScriptedGenerator(lambda *_: "never")
 
     def step(number: int) -> list[Group]:
-        problems = env.train_problems(0, 2 * (number - 1), 2)
-        return asyncio.run(
-            rollout_groups(generator, cast(Renderer, WordRenderer()), problems, SamplingParams(max_tokens=1), 2)
-        )
+        return env.train_groups(2 * (number - 1), 2)
 
     assert step(1) == [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)]
     assert step(2) == [_group("a", 0.25, 0.5)]
     assert step(3) == []
     assert step(4) == [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)]
-    assert generator.calls == []
-    assert [p.group.problem_id for n in (0, 1) for p in env.train_problems(0, n, 1)] == ["a", "b"]
+    assert [group.problem_id for n in (0, 1) for group in env.train_groups(n, 1)] == ["a", "b"]
     assert env.eval_problems(5) == []
     with pytest.raises(ValueError, match="ends with step 4; step 5 is not there"):
         step(5)
+    with pytest.raises(ValueError, match="has no problems to attempt"):
+        env.train_problems(0, 0, 2)
 
 
 def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
