@@ -1,7 +1,7 @@
-"""All that a controller script sees: `Trainer`, `Generator`, `Env`. Anything with these methods can stand in.
+"""All that a controller script sees: `Trainer`, `Generator` and `Env`. Any object with these methods can stand in.
 
-Every method raises `ValueError` for a caller's mistake, naming field, value and what is accepted, with all state as it
-was; a process that died raises `controller.meshes.errors.MeshError`.
+Every method raises `ValueError` for a mistake of the caller, naming the field, its value and what is accepted; all
+state is then as it was before the call. If a process died, it raises `controller.meshes.errors.MeshError`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,12 +12,16 @@ from typing import Any, Protocol
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 Prompt = str | Sequence[Mapping[str, str]]
-"""Text that the model continues as it stands, or a chat: messages with `role` and `content`, put through the model's
-chat template. A last message of the role "assistant" is an answer begun, which the model goes on with."""
+"""Text that the model continues as it stands, or a chat: messages with `role` and `content`, which the model's chat
+template turns into text. If the last message has the role "assistant", the model continues that message."""
 
 
 class Trainer(Protocol):
     """Owns parameters, gradients and optimizer state. Executes calls in the order in which they were issued."""
+
+    async def policy_version(self) -> int:
+        """The number of optimizer steps applied so far."""
+        ...
 
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
@@ -26,34 +30,50 @@ class Trainer(Protocol):
         ...
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """Log-probs of the batch's target tokens; leaves no gradient."""
+        """Computes log-probs of the batch's target tokens, and entropies if asked to. Leaves no gradient."""
         ...
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies an AdamW step, clears the gradient."""
         ...
 
-    async def push_model_state_dict(self) -> int:
-        """Publishes the current weights in the generator's dtype; returns their policy version."""
+    async def zero_grad(self) -> None:
+        """Drops the accumulated gradient."""
         ...
 
-    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
-        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+    async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        """Offloads parameters, gradients or optimizer state to `device` ("cpu"), or moves them back ("cuda").
 
-        With `asynchronous` returns once the state is copied; `wait_for_checkpoint` waits for the rest.
+        Offloaded state is moved to the accelerator for each call that needs it, and back afterwards. A trainer that
+        computes on the CPU moves nothing.
+        """
+        ...
+
+    async def push_model_state_dict(self) -> int:
+        """Publishes the current weights in the generator's dtype and returns their policy version."""
+        ...
+
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
+        """Writes model, optimizer, random state and version. `path` appears only when everything is on disk.
+
+        If `asynchronous`, returns as soon as the state is copied; `wait_for_checkpoint` waits until it is written. With
+        `keep_last`, deletes all but that many checkpoints of the highest versions in the parent directory of `path`.
         """
         ...
 
     async def wait_for_checkpoint(self) -> None:
-        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
+        """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
         ...
 
-    async def load_checkpoint(self, path: Path) -> int:
-        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version."""
+    async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
+        """Restores a checkpoint, drops any accumulated gradient and returns the policy version.
+
+        With `weights_only`, restores the parameters alone: the optimizer is reset and the version is 0.
+        """
         ...
 
     async def export_hf(self, path: Path) -> None:
-        """Writes a directory that transformers and vLLM load."""
+        """Writes a model directory that transformers and vLLM can load."""
         ...
 
 
@@ -69,34 +89,35 @@ class Generator(Protocol):
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """Takes exactly this version of the policy; `Completion.versions` says which token came from which.
+        """Loads exactly this policy version. `Completion.versions` records which version sampled each token.
 
-        With "drain", running requests finish first, under the weights they began with, and later ones wait. With
-        "inflight", running requests go on under the new weights from their next token; what attention keeps of their
-        earlier tokens is computed again, so that log-probs are those of the new weights. `keep_prefix_cache` spares
-        that, for new prompts that share a prefix as well: faster, and log-probs are then of a mixture of versions.
+        With "drain", running requests finish under the weights they began with, and new requests wait until the pull
+        is done. With "inflight", running requests continue under the new weights from their next token on; the keys
+        and values of their earlier tokens are recomputed, so that log-probs are those of the new weights.
+        `keep_prefix_cache` skips this, also for new prompts that share a prefix with older ones: that is faster, but
+        log-probs then mix keys and values of several versions.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """An environment's answer that asks for another turn of the model."""
+    """An environment's reply that asks the model for another turn."""
 
     messages: Prompt
-    """What the model is told: text if the problem's prompt is text, otherwise the new messages."""
+    """What the model reads next: text if the problem's prompt is text, otherwise the new messages of the chat."""
     reward: float = 0.0
-    """The episode's reward if it ends here, because the context has no room for another turn."""
+    """The episode's reward if it has to end here, because the context has no room for another turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """An environment's answer that ends the episode."""
+    """An environment's reply that ends the episode."""
 
     reward: float
-    """The episode's reward, finite."""
+    """The episode's reward. It must be finite."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What else is worth a number, averaged over a step by name."""
+    """Further numbers to report. The loop averages them over a step, by name."""
 
 
 Reply = Observation | Done
@@ -106,51 +127,51 @@ class Episode(Protocol):
     """One attempt at a problem."""
 
     def reply(self, completion: str) -> Reply | Awaitable[Reply]:
-        """Takes in what the model said, and answers.
+        """Answers the model's completion with another observation or with the final reward.
 
-        A plain function runs in a thread, so it may compute or block, at the same time as others of other episodes. An
-        `async def` runs on the event loop and must not block it. What raises, takes longer than the loop's limit or
-        returns a reward that is not finite costs this rollout and is reported; the step goes on without it. Nothing can
-        stop a thread: what may hang or crash belongs into a process of its own (`rl.envs.sandbox`).
+        A plain function runs in a thread, at the same time as those of other episodes, so it may compute or block. An
+        `async def` runs on the event loop and must not block it. A call that raises, takes longer than the loop's time
+        limit, or returns a reward that is not finite costs this rollout; the failure is reported and the step goes on.
+        A thread cannot be stopped: code that may hang or crash belongs in a process of its own (`rl.envs.sandbox`).
         """
         ...
 
 
 class Problem(Protocol):
-    """One prompt and the means to attempt it. `rl.envs.procedural.TextProblem` is the single-turn one."""
+    """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation."""
 
     @property
     def id(self) -> str:
-        """Unique within the environment; the same text and answer always have the same id."""
+        """Unique within the environment. The same text and answer always have the same id."""
         ...
 
     @property
     def prompt(self) -> Prompt:
-        """What the policy is asked."""
+        """What the model reads first."""
         ...
 
     def start(self) -> Episode | Awaitable[Episode]:
-        """A new attempt, independent of all others. Runs where `Episode.reply` runs."""
+        """Starts a new attempt, independent of all others. Runs in a thread or on the event loop, like `reply`."""
         ...
 
 
 class Env(Protocol):
-    """A source of problems with a training and a held-out split that never overlap."""
+    """A source of problems. Its training and held-out splits never overlap."""
 
     @property
     def name(self) -> str:
-        """What a reader of the metrics sees."""
+        """The environment's name in messages."""
         ...
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end an answer, besides the model's own end token."""
+        """Strings that end an answer, in addition to the model's own end token."""
         ...
 
     def train_problems(self, seed: int, start: int, count: int) -> Sequence[Problem]:
-        """Problems number start to start + count - 1 of the training stream that `seed` names; streams are endless."""
+        """Problems number `start` to `start + count - 1` of the endless training stream that `seed` selects."""
         ...
 
     def eval_problems(self, count: int) -> Sequence[Problem]:
-        """The first `count` held-out problems, always the same."""
+        """The first `count` held-out problems. They are the same in every run."""
         ...

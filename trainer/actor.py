@@ -1,14 +1,14 @@
 """`PolicyTrainer`: one rank of the trainer in a process of its own. The mathematics is in the engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from monarch.actor import Actor, endpoint
 
 from rl.hardware import cpu_malloc_env
-from rl.losses import get_loss
+from rl.losses import Loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
@@ -52,11 +52,9 @@ class PolicyTrainer(Actor):
         return self._engine.shares_prefixes
 
     @endpoint
-    async def forward_backward(
-        self, microbatches: Sequence[Microbatch], loss: str | Callable[..., Any], loss_config: Mapping[str, Any]
-    ) -> ForwardBackwardOutput:
+    async def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """`Engine.forward_backward` on this rank's share."""
-        return self._engine.forward_backward(microbatches, get_loss(loss, loss_config))
+        return self._engine.forward_backward(microbatches, loss)
 
     @endpoint
     async def forward(self, microbatches: Sequence[Microbatch], entropy: bool) -> ForwardBackwardOutput:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from controller.meshes.errors import DeadlineError, MeshError
-from controller.meshes.mesh import Mesh, visible_gpus
+from controller.meshes.gpus import visible_gpus
+from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
@@ -14,7 +15,7 @@ from generator.options import check_hardware, generator_env
 from rl.checks import check_known
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
-_ALIVE_S = 10.0  # to say no more than that it lives; an overloaded host takes seconds
+_ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
 
 
 class GeneratorHandle:
@@ -38,9 +39,9 @@ class GeneratorHandle:
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
-        `name` is in its logs' names and its errors. `gpus` are the host's GPUs to use, one per rank; by default all
-        are visible. `version_records` are the trainer's; a version that is not in them is looked up in TorchStore.
-        Raises ValueError, before any process starts, for a model directory that cannot be served.
+        `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
+        every rank sees all of them. `version_records` are the trainer's; a version that is not in them is looked up in
+        TorchStore. Raises ValueError, before any process starts, if the model directory cannot be served.
         """
         config.check_model()
         check_hardware(config)
@@ -64,10 +65,10 @@ class GeneratorHandle:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt; see `GenerationEngine.generate`.
 
-        Many calls may be in flight; they are batched continuously. Cancelling one frees its place in vLLM.
+        Many calls may be in flight; they are batched continuously. Cancelling a call aborts its requests in vLLM.
 
         Raises `DeadlineError` after `GeneratorConfig.request_timeout_s`, and `MeshError` if the generator's processes
-        are dead or hang.
+        have died or hang.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self.config)
         rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
@@ -88,17 +89,18 @@ class GeneratorHandle:
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """Takes exactly this version of the policy, as `rl.protocols.Generator` says.
+        """Loads exactly this policy version; see `rl.protocols.Generator.pull_model_state_dict`.
 
-        Raises ValueError naming the versions that can be pulled if this one cannot, and if it does not fit the model;
-        the weights in use stay as they are then. Raises `MeshError` if the generator's processes are dead or hang.
+        Raises ValueError if this version cannot be pulled, naming those that can, and if it does not fit the model; the
+        weights in use then stay as they are. Raises `MeshError` if the generator's processes have died or hang.
         """
         check_known("mode", mode, PULL_MODES)
         record = self._version_records.find(version)
         call = self.mesh.rank(0).pull_model_state_dict.call_one(version, record, mode, keep_prefix_cache)
         pull = asyncio.create_task(self.mesh.answer(call))
         try:
-            # A pull may take long: it waits for requests, and a large model's bytes. All it must do is live.
+            # A pull has no deadline, because it waits for running requests and for a large model's bytes. The process
+            # only has to show now and then that it is alive.
             while not (await asyncio.wait({pull}, timeout=self.config.request_timeout_s))[0]:
                 await self._check_alive()
             pull.result()
@@ -106,7 +108,7 @@ class GeneratorHandle:
             pull.cancel()
 
     async def version(self) -> int:
-        """Policy version of the weights in use; 0 before the first pull: the weights in the model's directory."""
+        """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
         return await self.mesh.answer(self.mesh.rank(0).version.call_one())
 
     async def _check_alive(self) -> None:

@@ -1,20 +1,20 @@
 """One Monarch actor mesh: its processes, their environment and logs, how they fail and how they end.
 
-Everything Monarch-specific about processes is here; the handles built on a `Mesh` say what its actors do.
+This is the only file that knows how Monarch runs processes. The handles that are built on a `Mesh` know its actors.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-# Monarch reads these once, when it is imported.
+# Monarch reads these variables once, when it is imported, so they are set before the import.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process after 1 s, not 10 s
-# A controller that an overloaded host keeps from running for a while must not be taken for dead by its own meshes; one
-# that is dead takes them along at once.
+# On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
+# dies, they end at once, whatever these timeouts are.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
@@ -34,8 +34,8 @@ _STOP_TIMEOUT_S = 5.0
 _LOG_TAIL_LINES = 20
 
 
-class _Process(Actor):
-    """Answers for the operating-system process that a rank lives in."""
+class _PidActor(Actor):
+    """Knows the id of the operating-system process that a rank runs in."""
 
     @endpoint
     async def pid(self) -> int:
@@ -43,7 +43,10 @@ class _Process(Actor):
 
 
 def _redirect_output() -> None:
-    """Sends this process's standard output and error, native libraries' included, to its log file."""
+    """Sends this process's standard output and error to its log file.
+
+    Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
+    """
     log = os.open(os.environ[_LOG_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -51,14 +54,17 @@ def _redirect_output() -> None:
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
-    """Keeps the controller alive when a process dies; the call that needed it raises `MeshError`."""
+    """Keeps the controller alive when a process dies. Without it Monarch ends the controller.
+
+    Calls to the dead process raise `MeshError` instead.
+    """
     print(failure.report(), flush=True)
 
 
 class Mesh:
     """The processes of one role, one actor in each.
 
-    `actors` is the Monarch actor mesh; every call to it goes through `answer`, which turns Monarch's errors into ours:
+    `actors` is the Monarch actor mesh. Every call to it goes through `answer`, which turns Monarch's errors into ours:
 
         mesh = await Mesh.spawn("generator", VLLMGenerator, config, num_ranks=1, env={}, log_dir=run.logs)
         version = await mesh.answer(mesh.rank(0).version.call_one())
@@ -80,8 +86,8 @@ class Mesh:
         """Starts `num_ranks` processes on this host, each with `actor(*args)` in it.
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-        MASTER_PORT are set before the actor is made. What a process prints goes to `<log_dir>/<name>-<rank>.log`. An
-        exception in the actor's constructor is raised by the first call to it.
+        MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
+        If the actor's constructor raises, the first call to the actor raises its exception.
         """
         monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -93,10 +99,10 @@ class Mesh:
         procs = this_host().spawn_procs(
             per_host={"gpus": num_ranks}, bootstrap=_redirect_output, bootstrap_command=bootstrap_command, name=name
         )
-        processes = procs.spawn(f"{name}_process", _Process)
+        pid_actors = procs.spawn(f"{name}_process", _PidActor)
         mesh = cls(name, procs, None, (), log_files)
         try:
-            mesh.pids = tuple((await mesh.answer(processes.pid.call())).values())
+            mesh.pids = tuple((await mesh.answer(pid_actors.pid.call())).values())
             await setup_torch_elastic_env_async(procs)
             mesh.actors = procs.spawn(name, actor, *args)
         except BaseException:
@@ -106,18 +112,18 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return len(self.log_files)
 
     def rank(self, index: int) -> Any:
-        """The actor of one rank, to be called with `.call_one`."""
+        """The actor of one rank. Call its endpoints with `.call_one`."""
         return self.actors.slice(gpus=index)
 
     async def answer(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
         """Awaits a call to this mesh's actors.
 
-        Raises the exception that the actor raised, `MeshError` when a process of the mesh has died, and `DeadlineError`
-        when there is no answer within `timeout_s` seconds.
+        Raises the exception that the actor raised, `MeshError` if a process of the mesh has died, and `DeadlineError`
+        if there is no answer within `timeout_s` seconds.
         """
         try:
             return await asyncio.wait_for(_as_coroutine(call), timeout_s)
@@ -139,7 +145,7 @@ class Mesh:
         return "\n".join(tails)
 
     async def stop(self) -> None:
-        """Ends every process: asks first, kills what is left after a few seconds. May be called again."""
+        """Ends every process: asks them to stop, and kills them if they have not after 5 s. May be called again."""
         if self._stopped:
             return
         self._stopped = True
@@ -148,7 +154,7 @@ class Mesh:
         self.kill()
 
     def kill(self) -> None:
-        """Ends every process that is still there, at once."""
+        """Kills every process that is still running."""
         self._stopped = True
         for pid in self.pids:
             if _is_child(pid):
@@ -156,18 +162,13 @@ class Mesh:
                     os.kill(pid, signal.SIGKILL)
 
 
-def visible_gpus(gpus: Sequence[int] | None) -> dict[str, str]:
-    """Environment of a mesh that may see these GPUs alone; rank i then finds its own at index i. None hides nothing."""
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-
-
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    """Monarch's futures are awaitable but neither coroutines nor asyncio futures, which `wait_for` requires."""
+    """`asyncio.wait_for` takes coroutines and asyncio futures; Monarch's futures are awaitable, but neither."""
     return await awaitable
 
 
 def _is_child(pid: int) -> bool:
-    """Whether `pid` is a child of this process, and not another's that was given the same number since."""
+    """Whether `pid` is a child of this process. If not, the child has ended and its id may have been used again."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The generator of a run that samples nothing, because its rollouts were recorded."""
+"""The generator of a replay: its rollouts were recorded, so it samples nothing and has no process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rl.types import Completion, PullMode, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineGeneratorConfig(GeneratorConfig):
-    """A generator that is not there: nothing is started for it, weights that are pushed are pulled by nobody."""
+    """Marks a run without a generator: no process is started, and pushed weights are pulled by nobody."""
 
 
 class OfflineGenerator:
@@ -18,14 +18,14 @@ class OfflineGenerator:
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
     ) -> list[Completion]:
-        """Raises AssertionError: a recorded problem is not sampled from."""
+        """Raises AssertionError: a replay takes its rollouts from the recording."""
         del prompt_tokens, sampling, num_samples
         raise AssertionError("a replay samples nothing")
 
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """There is nobody to use the weights."""
+        """Does nothing: nobody uses the weights."""
 
     async def stop(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is no process to end."""

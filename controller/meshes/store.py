@@ -1,6 +1,6 @@
-"""TorchStore for one run: the directory of published weights, and their carrier where no memory is shared.
+"""TorchStore for one run: the directory of published weights, and their transport where memory is not shared.
 
-Trainer and generator processes find it through Monarch by TorchStore's own name; nothing is handed to them.
+Trainer and generator processes look it up through Monarch under TorchStore's default name, so they need no handle.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class AsyncController(Controller):
 
     @endpoint
     async def get_controller_strategy(self) -> torchstore.TorchStoreStrategy:
-        """How keys are spread over volumes."""
+        """How keys are distributed over volumes."""
         return _method(Controller.get_controller_strategy)(self)
 
     @endpoint
@@ -39,27 +39,27 @@ class AsyncController(Controller):
 
     @endpoint
     async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
-        """A volume holds a key now."""
+        """Notes that a volume holds a key."""
         _method(Controller.notify_put)(self, key, request, storage_volume_id)
 
     @endpoint
     async def keys(self, prefix: str | None = None) -> list[str]:
-        """All keys, or those that begin with `prefix`."""
+        """All keys, or only those that begin with `prefix`."""
         return _method(Controller.keys)(self, prefix)
 
     @endpoint
     async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        """A volume no longer holds a key."""
+        """Notes that a volume no longer holds a key."""
         _method(Controller.notify_delete)(self, key, storage_volume_id)
 
 
 def _method(of_endpoint: Any) -> Any:
-    """The plain function under an `@endpoint`."""
+    """The plain function that an `@endpoint` wraps."""
     return of_endpoint._method
 
 
 class WeightStore:
-    """A running TorchStore with one storage volume in a process of its own. One at a time in a controller."""
+    """A running TorchStore with one storage volume in its own process. A controller has at most one at a time."""
 
     def __init__(self, mesh: Mesh, directory: Any) -> None:
         """Use `launch`."""
@@ -68,7 +68,7 @@ class WeightStore:
 
     @classmethod
     async def launch(cls, log_dir: Path) -> "WeightStore":
-        """Starts the volume's process and the directory. Raises RuntimeError if this controller already has a store."""
+        """Starts the volume's process and the directory. Raises RuntimeError if the controller already has a store."""
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
         strategy = torchstore.SingletonStrategy()
         mesh = await Mesh.spawn("store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir)
@@ -85,6 +85,6 @@ class WeightStore:
     async def stop(self) -> None:
         """Forgets every key and ends the process. May be called again."""
         torchstore.reset_client()
-        with contextlib.suppress(Exception):  # the process may be dead already
+        with contextlib.suppress(Exception):  # its process may have died
             await self.mesh.answer(self._directory.teardown.call(), timeout_s=5)
         await self.mesh.stop()

@@ -1,7 +1,7 @@
 """`TrainerHandle`: a mesh of `PolicyTrainer` ranks as the `Trainer` that a controller script sees.
 
-Checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results. Calls
-reach the ranks in the order in which they were issued, so several may be in flight.
+The handle checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results.
+Calls reach the ranks in the order in which they were issued, so several may be in flight.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from controller.meshes.mesh import Mesh, visible_gpus
+from controller.meshes.gpus import visible_gpus
+from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.losses import get_loss
@@ -27,15 +28,22 @@ class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
     def __init__(
-        self, mesh: Mesh, config: TrainerConfig, version_records: VersionRecords, *, share_prefixes: bool, pushes: bool
+        self,
+        mesh: Mesh,
+        config: TrainerConfig,
+        limits: ModelLimits,
+        version_records: VersionRecords,
+        *,
+        share_prefixes: bool,
+        pushes: bool,
     ) -> None:
         """Use `launch`."""
         self.mesh = mesh
-        self._version_records = version_records
-        self._pushes = pushes
         self.config = config
+        self._limits = limits
+        self._version_records = version_records
         self._share_prefixes = share_prefixes
-        self._limits = check_model(config)
+        self._pushes = pushes
 
     @classmethod
     async def launch(
@@ -48,15 +56,18 @@ class TrainerHandle:
         transport: WeightTransport = "auto",
         gpus: Sequence[int] | None = None,
         version_records: VersionRecords | None = None,
+        limits: ModelLimits | None = None,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`, or never if it is None; every push is noted in
-        `version_records`. `name` appears in log file names and errors. `gpus` are the host's GPUs to use, one per rank;
-        by default all are visible. Raises ValueError, before any process starts, for a model or a layout that cannot
-        be trained.
+        Weights are pushed in `generator_dtype` over `transport`; with a `generator_dtype` of None they cannot be
+        pushed. Every push adds to `version_records`. `name` appears in log file names and errors. `gpus` are the GPUs
+        of this host to use, one per rank; by default every rank sees all of them. `limits` is the result of
+        `check_model(config)`, for a caller that has checked the model already.
+
+        Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
-        cls.check_model(config)
+        limits = limits or check_model(config)
         mesh = await Mesh.spawn(
             name,
             PolicyTrainer,
@@ -75,22 +86,18 @@ class TrainerHandle:
         return cls(
             mesh,
             config,
+            limits,
             version_records or VersionRecords(),
             share_prefixes=all(share_prefixes),
             pushes=generator_dtype is not None,
         )
-
-    @staticmethod
-    def check_model(config: TrainerConfig) -> ModelLimits:
-        """Raises ValueError for a model that cannot be trained, or not in this layout."""
-        return check_model(config)
 
     async def stop(self) -> None:
         """Ends the trainer's processes. May be called again."""
         await self.mesh.stop()
 
     async def policy_version(self) -> int:
-        """Optimizer steps applied so far."""
+        """The number of optimizer steps applied so far."""
         return (await self._gather([rank.policy_version.call_one() for rank in self._ranks]))[0]
 
     async def forward_backward(
@@ -98,25 +105,25 @@ class TrainerHandle:
     ) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all tokens of the batch, to the accumulated gradient.
 
-        Raises ValueError for a loss or a batch that cannot be computed with, and whatever a custom loss raises; the
-        accumulated gradient is as before then.
+        Raises ValueError for an invalid loss or batch, and any exception that a custom loss raises. The accumulated
+        gradient is then as it was before the call.
         """
         checked = get_loss(loss, loss_config)
         checked.check_head(self.config.head)
         plan = self._plan(batch, checked.required_inputs)
         calls = [
-            rank.forward_backward.call_one(local_batch, loss, dict(loss_config or {}))
+            rank.forward_backward.call_one(local_batch, checked)
             for rank, local_batch in zip(self._ranks, self._local_batches(plan, batch), strict=True)
         ]
         return self._merge(plan, await self._gather(calls))
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """Log-probs, and entropies if asked for, of the batch's target tokens, or a critic's values.
+        """Computes log-probs of the batch's target tokens, and entropies if asked to, or a critic's values.
 
-        Leaves no gradient. A frozen reference or reward model is a trainer that is only asked for this; it holds
-        neither gradients nor optimizer state.
+        Leaves no gradient. A frozen reference or reward model is a trainer on which only `forward` is called; it then
+        holds neither gradients nor optimizer state.
 
-        Raises ValueError for a batch that cannot be computed with.
+        Raises ValueError for an invalid batch.
         """
         if entropy:
             self.config.check_entropy()
@@ -140,17 +147,18 @@ class TrainerHandle:
         await self._gather([rank.zero_grad.call_one() for rank in self._ranks])
 
     async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
-        """Lets parameters, gradients or optimizer state rest on `device`, "cpu" or "cuda", from now on.
+        """Offloads parameters, gradients or optimizer state to `device` ("cpu"), or moves them back ("cuda").
 
-        A call brings in what it needs of what is elsewhere and puts it back afterwards. On trainers without an
-        accelerator nothing moves. Raises ValueError when nothing is to be moved, or to a device that is not theirs.
+        Offloaded state is moved to the device for each call and back afterwards. A trainer that computes on the CPU
+        moves nothing. Raises ValueError if nothing is chosen, and for a device that the trainer does not have.
         """
         await self._gather([rank.to.call_one(device, model, gradients, optimizer) for rank in self._ranks])
 
     async def push_model_state_dict(self) -> int:
-        """Publishes the current weights in the generator's dtype; returns their policy version.
+        """Publishes the current weights in the generator's dtype and returns their policy version.
 
-        Raises ValueError if the trainer was started without a generator, and for a critic, which none can sample from.
+        Raises ValueError if the trainer was started without a generator, and for a critic: a generator cannot sample
+        from a value head.
         """
         if self.config.head != "lm":
             raise ValueError(
@@ -167,36 +175,38 @@ class TrainerHandle:
         return record.version
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+        """Writes model, optimizer, random state and version. `path` appears only when everything is on disk.
 
-        With `asynchronous` returns once the state is copied; `wait_for_checkpoint`, or the next save or load, waits for
-        the rest. With `keep_last`, only that many checkpoints of the highest versions stay in the directory of `path`.
-        Raises ValueError when `path` exists and is not ours, cannot be written or has too little room, and for a
-        `keep_last` below 1.
+        If `asynchronous`, returns as soon as the state is copied; `wait_for_checkpoint`, or the next save or load,
+        waits until it is written. With `keep_last`, deletes all but that many checkpoints of the highest versions in
+        the parent directory of `path`.
+
+        Raises ValueError if `path` exists and is not a checkpoint of ours, cannot be written or has too little room,
+        and for a `keep_last` below 1.
         """
         await self._gather(
             [rank.save_checkpoint.call_one(path.absolute(), asynchronous, keep_last) for rank in self._ranks]
         )
 
     async def wait_for_checkpoint(self) -> None:
-        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
+        """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
         await self._gather([rank.wait_for_checkpoint.call_one() for rank in self._ranks])
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
-        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version.
+        """Restores a checkpoint, drops any accumulated gradient and returns the policy version.
 
-        With `weights_only` nothing but the parameters is taken over: the optimizer is reset, the version is 0.
-        Raises ValueError when `path` is missing, damaged, not ours or of another model.
+        With `weights_only`, restores the parameters alone: the optimizer is reset and the version is 0.
+        Raises ValueError if `path` is missing, damaged, not a checkpoint of ours, or one of another model.
         """
         return (
             await self._gather([rank.load_checkpoint.call_one(path.absolute(), weights_only) for rank in self._ranks])
         )[0]
 
     async def export_hf(self, path: Path) -> None:
-        """Writes a directory that transformers and vLLM load, with weights in the generator's dtype.
+        """Writes a model directory that transformers and vLLM can load, with weights in the generator's dtype.
 
-        Without a generator they are in the dtype of the trainer's matrix products.
-        Raises ValueError as `save_checkpoint` does.
+        Without a generator, the weights are in the trainer's `compute_dtype`.
+        Raises ValueError for the same paths as `save_checkpoint`.
         """
         await self._gather([rank.export_hf.call_one(path.absolute()) for rank in self._ranks])
 
@@ -205,7 +215,7 @@ class TrainerHandle:
         return [self.mesh.rank(index) for index in range(self.config.num_ranks)]
 
     def _plan(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> BatchPlan:
-        """Checks a batch and cuts it up."""
+        """Checks a batch and splits it over data-parallel ranks and micro-batches."""
         validate_batch(
             batch,
             required_inputs=required_inputs,
@@ -220,12 +230,14 @@ class TrainerHandle:
         )
 
     def _local_batches(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
-        """What each rank is sent; those that compute it together get the same."""
+        """The micro-batches of every rank. Ranks of one data-parallel group (TP, PP, CP) get the same ones."""
         local_batches = plan.split(batch)
         return [local_batches[self.config.data_parallel_rank(rank)] for rank in range(self.config.num_ranks)]
 
     def _merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         """The ranks' outputs as one, in the order of the batch."""
+        # Ranks of one data-parallel group return the same output: that of the first one counts, or metrics would be
+        # summed several times.
         owners = [self.config.data_parallel_rank(rank) for rank in range(self.config.num_ranks)]
         parts = [outputs[owners.index(local_batch)] for local_batch in range(self.config.num_data_parallel_ranks)]
         entropies = [part.entropy for part in parts if part.entropy is not None]
@@ -238,7 +250,7 @@ class TrainerHandle:
         )
 
     async def _gather(self, calls: Sequence[Awaitable[T]]) -> list[T]:
-        """Answers of all ranks. When some raise, the cause is raised and not a peer's complaint about it."""
+        """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`."""
         outcomes = await asyncio.gather(*(self.mesh.answer(call) for call in calls), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:

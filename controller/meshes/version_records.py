@@ -1,27 +1,27 @@
-"""What a controller knows of the versions its trainer published, which spares its generators a look into TorchStore."""
+"""The controller's own copy of version records, which saves its generators a lookup in TorchStore."""
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # the import would load torch
     from rl.weights.manifest import VersionRecord
 
-_REMEMBERED = 2  # as many as live
+_NUM_KEPT = 2  # the trainer keeps the weights of two versions; older ones cannot be pulled
 
 
 class VersionRecords:
-    """The records of the newest versions, from the handle that pushed them to those that pull.
+    """Records of the newest versions. The trainer's handle adds them, and generators' handles look them up.
 
-    TorchStore remains the directory: what is not found here is looked up there.
+    TorchStore remains the directory: a version that is not found here is looked up there.
     """
 
     def __init__(self) -> None:
-        """Nothing is published yet."""
+        """Starts without records."""
         self._records: tuple[VersionRecord, ...] = ()
 
     def add(self, record: "VersionRecord") -> None:
-        """Notes what was just published."""
-        self._records = (*self._records, record)[-_REMEMBERED:]
+        """Adds the record of a version that was just published."""
+        self._records = (*self._records, record)[-_NUM_KEPT:]
 
     def find(self, version: int) -> "VersionRecord | None":
-        """The record of a version, the newest if it was published twice; None for one that is not known here."""
+        """The record of a version, the newest if it was published several times. None if it is not known here."""
         return next((record for record in reversed(self._records) if record.version == version), None)

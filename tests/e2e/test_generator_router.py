@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def _handles(router: GeneratorRouter) -> list[GeneratorHandle]:
     """The replicas that are there now."""
-    handles = [place.replica for place in router._places]  # pyright: ignore[reportPrivateUsage]
+    handles = [replica.generator for replica in router._replicas]  # pyright: ignore[reportPrivateUsage]
     assert all(isinstance(handle, GeneratorHandle) for handle in handles)
     return handles  # pyright: ignore[reportReturnType]
 

@@ -20,6 +20,10 @@ class EngineTrainer:
         self.engine = load_engine(TrainerConfig(model=model, compute_dtype="float32", **options))
         self._per_microbatch = per_microbatch
 
+    async def policy_version(self) -> int:
+        """See `rl.protocols.Trainer`."""
+        return self.engine.policy_version
+
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
     ) -> ForwardBackwardOutput:
@@ -35,21 +39,29 @@ class EngineTrainer:
         """See `rl.protocols.Trainer`."""
         return self.engine.optim_step(params, grad_scale)
 
+    async def zero_grad(self) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.zero_grad()
+
+    async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
+
     async def push_model_state_dict(self) -> int:
         """Nobody pulls from it."""
         return self.engine.policy_version
 
-    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         """See `rl.protocols.Trainer`."""
-        self.engine.save_checkpoint(path, asynchronous=asynchronous)
+        self.engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
 
     async def wait_for_checkpoint(self) -> None:
         """See `rl.protocols.Trainer`."""
         self.engine.wait_for_checkpoint()
 
-    async def load_checkpoint(self, path: Path) -> int:
+    async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """See `rl.protocols.Trainer`."""
-        return self.engine.load_checkpoint(path)
+        return self.engine.load_checkpoint(path, weights_only=weights_only)
 
     async def export_hf(self, path: Path) -> None:
         """See `rl.protocols.Trainer`."""

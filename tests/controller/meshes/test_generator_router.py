@@ -256,7 +256,7 @@ def test_a_successor_that_finds_its_version_gone_serves_from_the_next_pull_on() 
         router._start = behind  # pyright: ignore[reportPrivateUsage]
         replicas[0].kill()
         await settle()
-        assert router.states == ("behind",)
+        assert router.states == ("outdated",)
         replicas[1].pull_problem = None
         replicas[1].release()
         await router.pull_model_state_dict(3)

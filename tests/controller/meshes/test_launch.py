@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.meshes.launch import GPUPool, Launcher, launch
+from controller.meshes.gpus import GPUPool
+from controller.meshes.launch import Launcher, launch
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig

@@ -16,6 +16,7 @@ from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import RankFailureError
+from trainer.engines.model_check import check_model
 
 
 class FakeRank:
@@ -67,7 +68,12 @@ class FakeMesh:
 def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
     mesh = FakeMesh(config.num_ranks)
-    return TrainerHandle(mesh, config, VersionRecords(), share_prefixes=False, pushes=True), mesh  # pyright: ignore[reportArgumentType]
+    return handle_of(mesh, config), mesh
+
+
+def handle_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerHandle:
+    limits, records = check_model(config), VersionRecords()
+    return TrainerHandle(mesh, config, limits, records, share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
 
 
 def random_batch(lengths: Sequence[int]) -> list[Datum]:
@@ -116,7 +122,7 @@ def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) ->
         data_parallel_shard=2,
     )
     mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
-    handle = TrainerHandle(mesh, config, VersionRecords(), share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    handle = handle_of(mesh, config)
     output = asyncio.run(handle.forward(batch))
     shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
     assert shares[:2] == shares[2:]

@@ -15,6 +15,7 @@ from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
+from trainer.engines.model_check import ModelLimits
 
 RECORD = VersionRecord(
     version=0,
@@ -66,7 +67,8 @@ def test_a_pull_is_sent_the_record_of_what_was_pushed_and_none_of_what_was_not(t
     record = dataclasses.replace(RECORD, version=7)
     pushing: Any = FakeMesh(record)
     pulling: Any = FakeMesh(None)
-    trainer = TrainerHandle(pushing, TrainerConfig(model=model), version_records, share_prefixes=False, pushes=True)
+    limits, config = ModelLimits(vocab_size=1, max_seq_len=1), TrainerConfig(model=model)
+    trainer = TrainerHandle(pushing, config, limits, version_records, share_prefixes=False, pushes=True)
     generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)
 
     async def main() -> None:
