@@ -85,19 +85,15 @@ class Launcher:
     ) -> "asyncio.Task[Trainer]":
         """Starts a trainer: the policy or, under another `name`, its critic, its reference or its teacher.
 
-        Weights are pushed in the dtype of `generator`, which pulls them. Without a `generator` they cannot be pushed.
-        Only one trainer can push, because its optimizer steps number the versions. `gpus` are one per rank, by default
-        the next free ones.
+        Weights are pushed in the dtype of `generator`, which pulls them; without it they cannot be pushed. Only one
+        trainer can push: its optimizer steps number the versions. `gpus` are one per rank, by default the next free.
 
         Raises ValueError if the model cannot be trained, or not in this layout, if the name is taken, for a second
         trainer that pushes, and for too few GPUs.
         """
         config = _with_model(config, model)
         if generator is not None:
-            if self._pushing_trainer is not None:
-                raise ValueError(
-                    f"generator of {name!r}: {self._pushing_trainer!r} pushes already, and only one trainer can"
-                )
+            self._check_pushing(name)
             _with_model(generator, model).check_model()
         # Imported here, because they load torch and Monarch: a mistake in a recipe should not have to wait for that.
         from controller.meshes.trainer_handle import TrainerHandle
@@ -190,6 +186,13 @@ class Launcher:
 
         self._store = self._store or self._begin(start())
         return self._store
+
+    def _check_pushing(self, name: str) -> None:
+        """Raises ValueError if another trainer pushes: both would number their versions from 0."""
+        if self._pushing_trainer is not None:
+            raise ValueError(
+                f"generator of {name!r}: {self._pushing_trainer!r} pushes already, and only one trainer can"
+            )
 
     def _reserve(self, name: str, num_ranks: int, gpus: Sequence[int] | None) -> tuple[int, ...] | None:
         """Takes a name and GPUs. Raises ValueError if the name is taken and for too few GPUs."""

@@ -1,101 +1,13 @@
 """The router on replicas that answer when the test says so."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import pytest
 
 from controller.meshes.errors import DeadlineError, MeshError
 from controller.meshes.generator_router import GeneratorRouter
-from rl.types import Completion, PullMode, SamplingParams
-from tests.rl.fakes import completion
-
-SAMPLING = SamplingParams(max_tokens=4)
-
-
-class FakeReplica:
-    """Holds its requests until `release`, and fails all once it was killed."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.version = 0
-        self.prompts: list[tuple[int, ...]] = []
-        self.num_cancelled = 0
-        self.stopped = False
-        self.late = False
-        self.pull_problem: Exception | None = None
-        self.may_pull = asyncio.Event()
-        self.may_pull.set()
-        self._may_answer = asyncio.Event()
-        self._dead = False
-
-    async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
-    ) -> list[Completion]:
-        self.prompts.append(tuple(prompt_tokens))
-        try:
-            await self._may_answer.wait()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        if self._dead:
-            raise MeshError("generator", "a process died")
-        if self.late:
-            raise DeadlineError("generator", "a request took longer than 1 s")
-        return [completion(str(self.index), self.version)] * num_samples
-
-    async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
-    ) -> None:
-        await self.may_pull.wait()
-        if self._dead:
-            raise MeshError("generator", "a process died")
-        if self.pull_problem is not None:
-            raise self.pull_problem
-        self.version = version
-
-    async def stop(self) -> None:
-        self.stopped = True
-
-    def release(self) -> None:
-        self._may_answer.set()
-
-    def kill(self) -> None:
-        self._dead = True
-        self._may_answer.set()
-
-
-class Replicas(list[FakeReplica]):
-    """Those that were started, in that order."""
-
-    problem: Exception | None = None
-
-    async def start(self, index: int) -> FakeReplica:
-        if self.problem is not None:
-            raise self.problem
-        self.append(FakeReplica(index))
-        return self[-1]
-
-
-def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replicas: int = 2, **options: Any) -> None:
-    async def main() -> None:
-        replicas = Replicas()
-        router = await GeneratorRouter.launch(replicas.start, num_replicas, **options)
-        await asyncio.wait_for(test(router, replicas), 20)
-        await router.stop()
-        assert all(replica.stopped for replica in replicas)
-
-    asyncio.run(main())
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
-
-
-def send(router: GeneratorRouter, *prompt: int, num_samples: int = 1) -> "asyncio.Task[list[Completion]]":
-    return asyncio.create_task(router.generate(prompt, SAMPLING, num_samples))
+from rl.types import Completion
+from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
 
 
 def test_requests_go_where_the_fewest_samples_are_and_a_prompt_stays_where_it_was() -> None:

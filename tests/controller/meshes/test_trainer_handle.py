@@ -1,6 +1,7 @@
-"""What the handle does around its ranks, with ranks that answer from a table: no processes, no model."""
+"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model."""
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.version_records import VersionRecords
+from rl.losses import get_loss
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
@@ -26,6 +28,7 @@ class FakeRank:
         self.index = index
         self.calls: list[str] = []
         self.microbatches: list[list[list[Datum]]] = []
+        self.arguments: tuple[Any, ...] = ()
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -42,6 +45,7 @@ class FakeRank:
         if name == "optim_step":
             return OptimStepOutput(policy_version=7, learning_rate=args[0].learning_rate, grad_norm=1.0, skipped=False)
         self.microbatches.append(args[0])
+        self.arguments = args[1:]
         arrays = tuple(d.tokens.astype(np.float32) for microbatch in args[0] for d in microbatch)
         metrics = {"loss": float(sum(map(len, arrays))), "ratio_max": float(self.index)}
         entropy = arrays if name == "forward" and args[1] else None
@@ -146,7 +150,7 @@ def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> No
         assert rank.calls == ["forward_backward", "optim_step", "forward"]
 
 
-def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     batch = random_batch((3, 2))
     shorter = Datum(tokens=batch[1].tokens, loss_inputs=batch[0].loss_inputs)
@@ -155,52 +159,47 @@ def test_mistakes_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
     def second_with(name: str, values: list[Any], dtype: str) -> list[Datum]:
         return [batch[0], replace(batch[1], loss_inputs={**batch[1].loss_inputs, name: np.array(values, dtype)})]
 
-    for data, loss, config, message in (
-        ([], "ppo", {}, "batch is empty"),
-        (
-            [batch[0], shorter],
-            "ppo",
-            {},
-            r"batch\[1\].loss_inputs\['.*'\] has length 3; batch\[1\].tokens has length 2",
-        ),
-        ([without], "ppo", {}, r"batch\[0\].loss_inputs lacks 'logprobs'"),
-        (
-            second_with("advantages", [0, np.nan], "float32"),
-            "ppo",
-            {},
-            r"batch\[1\].loss_inputs\['advantages'\]\[1\] is nan",
-        ),
-        (
-            second_with("logprobs", [-np.inf, 0], "float32"),
-            "ppo",
-            {},
-            r"batch\[1\].loss_inputs\['logprobs'\]\[0\] is -inf",
-        ),
-        (
-            second_with("target_tokens", [1, 2], "int32"),
-            "ppo",
-            {},
-            r"batch\[1\].loss_inputs\['target_tokens'\] has dtype int32",
-        ),
-        (
-            second_with("advantages", ["a", "b"], "str"),
-            "ppo",
-            {},
-            r"batch\[1\].loss_inputs\['advantages'\] has dtype <U1",
-        ),
-        (random_batch((129,)), "ppo", {}, "between 1 and 128 tokens"),
-        (batch, "pppo", {}, "did you mean 'ppo'"),
-        (batch, "ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
-        (batch, "ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
-        (batch, "value", {}, "loss is 'value', which needs a trainer with head='value'; this trainer has head='lm'"),
+    second = r"batch\[1\].loss_inputs"
+    for data, message in (
+        ([], "batch is empty"),
+        ([batch[0], shorter], second + r"\['.*'\] has length 3; batch\[1\].tokens has length 2"),
+        ([without], r"batch\[0\].loss_inputs lacks 'logprobs'"),
+        (second_with("advantages", [0, np.nan], "float32"), second + r"\['advantages'\]\[1\] is nan"),
+        (second_with("logprobs", [-np.inf, 0], "float32"), second + r"\['logprobs'\]\[0\] is -inf"),
+        (second_with("target_tokens", [1, 2], "int32"), second + r"\['target_tokens'\] has dtype int32"),
+        (second_with("advantages", ["a", "b"], "str"), second + r"\['advantages'\] has dtype <U1"),
+        (random_batch((129,)), "between 1 and 128 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            asyncio.run(handle.forward_backward(data, loss, config))
+            asyncio.run(handle.forward_backward(data, "ppo"))
+    assert mesh.calls == 0
+
+
+def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch((3, 2))
+    for loss, config, message in (
+        ("pppo", {}, "did you mean 'ppo'"),
+        ("ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
+        ("ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
+        ("value", {}, "loss is 'value', which needs a trainer with head='value'; this trainer has head='lm'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.forward_backward(batch, loss, config))
     assert mesh.calls == 0
     assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
 
 
-def test_the_cause_is_raised_and_not_a_peers_complaint(tmp_path: Path) -> None:
+def test_ranks_are_sent_the_checked_loss_with_its_options(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path)
+    for loss in ("ppo", "math:prod"):
+        options = {"clip_high_threshold": 1.3} if loss == "ppo" else {}
+        asyncio.run(handle.forward_backward(random_batch((3, 2)), loss, options))
+        (sent,) = pickle.loads(pickle.dumps(mesh.ranks[0].arguments))
+        assert sent == get_loss(loss, options)
+
+
+def test_the_error_that_caused_a_failure_is_raised(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     mesh.ranks[0].error, mesh.ranks[1].error = RankFailureError("another rank"), ArithmeticError("my own mistake")
     with pytest.raises(ArithmeticError, match="my own mistake"):
