@@ -1,4 +1,4 @@
-"""Checks of what users choose, worded the same everywhere."""
+"""Checks of values that users choose, with the same wording everywhere."""
 
 import difflib
 import math
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def check_at_least(minimum: float, **values: float) -> None:
-    """Raises ValueError naming the first value below the minimum (or not a number)."""
+    """Raises ValueError naming the first value that is below the minimum or NaN."""
     for name, value in values.items():
-        if not value >= minimum:
+        if not value >= minimum:  # unlike `value < minimum`, true for NaN as well
             raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
 
@@ -27,14 +27,14 @@ def check_fraction(**values: float) -> None:
 
 
 def check_known(name: str, value: str, known: Iterable[str]) -> None:
-    """Raises ValueError when the value is not a known one, naming the nearest."""
+    """Raises ValueError, naming the nearest known value, if the value is not a known one."""
     known = list(known)
     if value not in known:
         raise ValueError(f"{name} is {value!r}, which is not known{did_you_mean(value, known)}")
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """The end of an error message about an unknown name: the nearest known name, or all of them if none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(value, known, n=1)
     if close:

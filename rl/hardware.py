@@ -7,10 +7,10 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Intel and AM
 
 
 def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "float32"]:
-    """bfloat16 on a processor with instructions for it, by Linux's list of its features; float32 on any other.
+    """The faster dtype: bfloat16 on a processor that has instructions for it, according to Linux; float32 otherwise.
 
-    Without them a bfloat16 matrix product goes through scalar code: a step of SmolLM2-135M takes ten times as long as
-    in float32.
+    Without these instructions bfloat16 matrix products run in scalar code: a step of SmolLM2-135M takes ten times as
+    long as in float32.
     """
     try:
         lines = cpuinfo.read_text().splitlines()

@@ -1,7 +1,7 @@
 """Schedules: plain functions of the step, called by the controller. Steps count from 0.
 
-Any function `step -> float` is one. Those here raise ValueError, naming the argument, for a value that is negative or
-not finite and for a number of steps below 1.
+Any function `step -> float` is a schedule. The functions of this file raise ValueError, naming the argument, for a
+value that is negative or not finite and for a number of steps below 1.
 """
 
 import math
@@ -19,33 +19,33 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, num_steps: int) -> Schedule:
-    """`start` at step 0, `end` from step num_steps - 1 on, a straight line between."""
+    """A straight line from `start` at step 0 to `end` at step num_steps - 1, and `end` from there on."""
     _check_values(start=start, end=end)
     check_at_least(1, num_steps=num_steps)
 
     def value(step: int) -> float:
-        done = min(step / max(num_steps - 1, 1), 1.0)
-        return start + (end - start) * done
+        progress = min(step / max(num_steps - 1, 1), 1.0)
+        return start + (end - start) * progress
 
     return value
 
 
 def cosine(start: float, end: float, num_steps: int) -> Schedule:
-    """`start` at step 0, `end` from step num_steps - 1 on, half a cosine between (https://arxiv.org/abs/1608.03983)."""
+    """Like `linear`, but with half a period of a cosine instead of the line (https://arxiv.org/abs/1608.03983)."""
     _check_values(start=start, end=end)
     check_at_least(1, num_steps=num_steps)
 
     def value(step: int) -> float:
-        done = min(step / max(num_steps - 1, 1), 1.0)
-        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
+        progress = min(step / max(num_steps - 1, 1), 1.0)
+        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return value
 
 
 def wsd(peak: float, end: float, num_steps: int, decay_fraction: float = 0.2) -> Schedule:
-    """`peak` from step 0, then a straight line to `end` over the last fraction of the steps; 0 never leaves the peak.
+    """`peak`, then a straight line to `end` over the last `decay_fraction` of the steps; 0 means no decay.
 
-    With `warmup` around it, the warmup-stable-decay schedule of MiniCPM, https://arxiv.org/abs/2404.06395.
+    Wrapped in `warmup`, this is the warmup-stable-decay schedule of MiniCPM, https://arxiv.org/abs/2404.06395.
     """
     _check_values(peak=peak, end=end)
     check_at_least(1, num_steps=num_steps)
@@ -65,11 +65,11 @@ def warmup(schedule: Schedule, num_steps: int) -> Schedule:
 
 
 def adapted_to_kl(learning_rate: float, kl: float, *, target: float, highest: float) -> float:
-    """The next step's learning rate: lowered after a step that moved the policy too far, raised after a timid one.
+    """The next step's learning rate: lower after a step that moved the policy too far, higher after a small move.
 
-    A third less when `kl` is above 1.5 times the target, half as much again, up to `highest`, when it is below target /
-    1.5: the rule by which PPO's section 4 (https://arxiv.org/abs/1707.06347) adapts its penalty, put to the learning
-    rate. Raises ValueError for a target that is not above 0.
+    It is divided by 1.5 if `kl` is above 1.5 * target, and multiplied by 1.5, up to `highest`, if `kl` is below target
+    / 1.5. This is the rule by which section 4 of PPO (https://arxiv.org/abs/1707.06347) adapts its KL penalty, applied
+    to the learning rate. Raises ValueError unless `target` is above 0.
     """
     check_above_zero(target=target)
     if kl > 1.5 * target:

@@ -1,1 +1,1 @@
-"""From rewards to advantages: relative to a group, by a critic (GAE), and KL terms."""
+"""Advantages from rewards: relative to a group, or with a critic (GAE); also KL estimates."""

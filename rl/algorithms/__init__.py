@@ -1,1 +1,1 @@
-"""What only one algorithm needs, and the metrics of a step."""
+"""Parts that belong to one algorithm (PPO, DPO, distillation, DAPO), and the metrics of a step."""

@@ -1,4 +1,4 @@
-"""What a step reports about itself: flat dictionaries of floats, one function per source."""
+"""Metrics of a step: flat dictionaries of floats, one function per source."""
 
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -13,7 +13,7 @@ from rl.types import Datum, ForwardBackwardOutput, Group
 
 
 class PhaseClock:
-    """Seconds spent in each phase of a step.
+    """Measures the seconds spent in each phase of a step.
 
     with clock("generate"): ...
     """
@@ -25,7 +25,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """Adds the time of the block to a phase."""
+        """Adds the duration of the `with` block to a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -37,15 +37,15 @@ class PhaseClock:
         return self._phases.get(phase, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """`seconds_<phase>` of every phase, `seconds_step` since the clock was made."""
+        """`seconds_<phase>` for every phase, and `seconds_step`, the time since the clock was created."""
         phases = {f"seconds_{phase}": seconds for phase, seconds in self._phases.items()}
         return {**phases, "seconds_step": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Reward, length and signal of one step's rollouts, and what their environment reports, averaged by name.
+    """Reward, length and signal of a step's rollouts, and the means of the metrics that their environment reports.
 
-    A name that only some rollouts report is averaged over those. Without rollouts only the counts.
+    A metric that only some rollouts report is averaged over these. Without rollouts, only the counts are returned.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counts = {
@@ -72,14 +72,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def num_completion_tokens(groups: Sequence[Group]) -> int:
-    """Tokens sampled in these groups."""
+    """Number of tokens sampled in these groups."""
     return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
 
 
 def policy_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Optimizer steps between the policy that sampled a token and `version`, the one that trains on it.
+    """Mean and maximum, over all sampled tokens, of the staleness: `version` minus the version that sampled the token.
 
-    Over all sampled tokens; empty without any.
+    `version` is that of the policy that trains on the tokens. Empty if there are no tokens.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     versions = [v for rollout in rollouts for turn in rollout.turns for v in turn.completion.versions]
@@ -90,16 +90,17 @@ def policy_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """How far trainer and generator disagree on the tokens just sampled, delta = trainer's log-prob - generator's.
+    """The train-inference mismatch on sampled tokens: delta = the trainer's log-prob - the generator's.
 
-    Only meaningful when the trainer held the weights that sampled the batch. The mean of exp(delta) is 1 in expectation
-    when both compute the same distribution. Empty for a batch that scores nothing, or that nobody sampled.
+    It is meaningful only if the trainer computed `output` with the weights that sampled the batch. The expectation of
+    exp(delta) is 1 if both compute the same distribution. Empty for a batch without scored tokens or without the
+    generator's log-probs.
     """
     if not all("logprobs" in datum.loss_inputs for datum in batch):
         return {}
     pairs = zip(batch, output.logprobs, strict=True)
-    gaps = [(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]
-    delta = np.concatenate([*gaps, np.zeros(0)]).astype(np.float64)
+    deltas = [(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]
+    delta = np.concatenate([*deltas, np.zeros(0)]).astype(np.float64)
     if len(delta) == 0:
         return {}
     return {
@@ -110,7 +111,7 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
 
 
 def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """The outputs of several `forward_backward` calls as of one call with all their datums; at least one."""
+    """Merges outputs of several `forward_backward` calls, at least one, into that of one call with all datums."""
     return replace(
         outputs[0],
         logprobs=tuple(array for output in outputs for array in output.logprobs),
@@ -119,5 +120,5 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOu
 
 
 def per_token(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """These sums of a `forward_backward`, divided by its number of scored tokens."""
+    """The named metrics of a `forward_backward`, which are sums, divided by its number of scored tokens."""
     return {name: metrics[name] / metrics["num_loss_tokens"] for name in names if name in metrics}

@@ -1,6 +1,6 @@
-"""Between the environment's reward and the advantage: penalties on length, and rollouts or groups left out.
+"""Reward shaping (penalties on length) and filters that leave out rollouts or groups.
 
-A penalty is a function of a rollout; `shape_rewards` adds it. Nothing here changes what an evaluation reports.
+They act between the environment's reward and the advantage. Evaluations always report the environment's reward.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from rl.checks import check_at_least
 from rl.types import Group, Rollout
 
 Penalty = Callable[[Rollout], float]
-"""What is added to a rollout's reward; negative to punish."""
+"""A function of a rollout whose value is added to its reward; negative to punish."""
 
 
 def shape_rewards(group: Group, penalty: Penalty) -> Group:
-    """The group with the penalty added to each reward. The metric `unshaped_reward` keeps the environment's."""
+    """Adds the penalty to each reward of the group. The metric `unshaped_reward` keeps the environment's reward."""
 
     def shaped(rollout: Rollout) -> Rollout:
         metrics = {"unshaped_reward": rollout.reward, **rollout.metrics}
@@ -25,7 +25,7 @@ def shape_rewards(group: Group, penalty: Penalty) -> Group:
 
 
 def soft_overlong_punishment(max_tokens: int, cache: int) -> Penalty:
-    """0 up to max_tokens - cache tokens, from there in a straight line to -1 at max_tokens, and -1 beyond.
+    """0 up to max_tokens - cache tokens, then linear down to -1 at max_tokens, and -1 beyond.
 
     DAPO, eq. 13 of https://arxiv.org/abs/2503.14476. Raises ValueError unless 1 <= cache <= max_tokens.
     """
@@ -41,17 +41,19 @@ def soft_overlong_punishment(max_tokens: int, cache: int) -> Penalty:
 
 
 def length_penalty(per_token: float) -> Penalty:
-    """-per_token for every sampled token. Raises ValueError for a negative one."""
+    """-per_token for every sampled token. Raises ValueError if `per_token` is negative."""
     check_at_least(0, per_token=per_token)
     return lambda rollout: -per_token * rollout.num_sampled_tokens
 
 
 def not_truncated(rollout: Rollout) -> bool:
-    """`keep` of `group_to_data` for overlong filtering, DAPO section 3.4: a rollout that a token limit cut off
-    counts in its group's baseline and is not learned from."""
+    """A `keep` function of `group_to_data` for overlong filtering, DAPO section 3.4.
+
+    A truncated rollout is not trained on, but its reward still counts in the advantages of its group.
+    """
     return not rollout.truncated
 
 
 def groups_with_signal(groups: Sequence[Group]) -> list[Group]:
-    """Those whose rewards are not all equal: what DAPO's dynamic sampling keeps, section 3.2."""
+    """The groups whose rewards are not all equal, which DAPO's dynamic sampling keeps (section 3.2)."""
     return [group for group in groups if has_signal(group.rewards)]

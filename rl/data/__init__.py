@@ -1,1 +1,1 @@
-"""From examples and rollouts to micro-batches of packed rows."""
+"""Training data: sources of examples, datums, batches split over ranks, and packed rows."""

@@ -1,4 +1,4 @@
-"""From texts that somebody else wrote to what the trainer learns from."""
+"""Supervised training data: datums from given texts, and the loss on held-out ones."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -16,10 +16,10 @@ TrainOn = Literal["completion", "all"]
 
 
 def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], train_on: TrainOn) -> Datum:
-    """The sequence prompt + completion, shifted by one, with weight 1 where it is learned and 0 elsewhere.
+    """The sequence prompt + completion, shifted by one, with weight 1 on the positions to learn and 0 elsewhere.
 
-    Legend: P prompt tokens, N completion tokens, T = P + N - 1. "completion" scores the last N positions, "all" every
-    one. Raises ValueError without a prompt token, from which the first of the completion is predicted.
+    Legend: P prompt tokens, N completion tokens, T = P + N - 1. `train_on` "completion" scores the last N positions,
+    "all" scores all. Raises ValueError for an empty prompt: nothing would predict the first token of the completion.
     """
     if len(prompt_tokens) == 0:
         raise ValueError("the prompt has no tokens; a first token has nothing to be predicted from")
@@ -34,9 +34,9 @@ def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int]
 def examples_to_data(
     renderer: Renderer, examples: Sequence[Example], *, train_on: TrainOn, max_tokens: int
 ) -> list[Datum]:
-    """One datum per example, in order; those of more than `max_tokens` tokens are left out, never cut short.
+    """One datum per example, in order. Examples of more than `max_tokens` tokens are left out, not truncated.
 
-    Raises ValueError for a `train_on` that is not known.
+    Raises ValueError for an unknown `train_on`.
     """
     check_known("train_on", train_on, get_args(TrainOn))
     encoded = [
@@ -50,7 +50,7 @@ def examples_to_data(
 
 
 async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
-    """Cross-entropy per token of each datum of positive weights, weighted by its number of scored tokens."""
+    """Cross-entropy per token of each datum, weighted by its number of scored tokens. Non-zero weights count as 1."""
     output = await trainer.forward(batch)
     num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)
     sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in output.logprobs]

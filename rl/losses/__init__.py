@@ -1,4 +1,4 @@
-"""Losses by name. A new one is a function in a file of this folder and a row in the table below."""
+"""Losses by name. To add one, write a function in a file of this folder and add a row to the table below."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ LOSSES: Mapping[str, Loss] = {
         Loss(name="importance_sampling", function=importance_sampling, required_inputs=_INPUTS, takes=_OPTIONS),
         Loss(name="ppo", function=ppo, required_inputs=_INPUTS, takes=_OPTIONS),
         Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS),
-        # DRO has no importance ratio: there is nothing to correct.
+        # DRO has no importance ratio that a correction could change.
         Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
         Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS),
         Loss(name="value", function=value, required_inputs=("old_values", "returns"), head="value"),
@@ -32,10 +32,9 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | None = None) -> Loss:
-    """The loss of that name ("ppo"), import path ("module:function") or function, with its options set.
+    """A loss with its options set. `loss` is a name ("ppo"), an import path ("module:function") or a function.
 
-    Raises ValueError for a name that is not known (and names the nearest), or an option that the loss does not have or
-    cannot take.
+    Raises ValueError for an unknown name or option, naming the nearest known one, and for a bad value of an option.
     """
     if isinstance(loss, Loss):
         found = loss

@@ -1,8 +1,8 @@
-"""What a loss is: a pure function of log-probs or values, by name or by value, checked before any rank computes.
+"""A loss: a pure function of log-probs or values, with options that are checked before any rank computes.
 
-A loss never sees a model, a batch layout or a rank. It returns a sum over tokens, never a mean: who normalises, and by
-what, is the controller's choice at `optim_step`. This package does not import torch: the controller, which only checks
-names and options, has no use for it.
+A loss sees no model, no batch layout and no rank. It returns a sum over tokens, never a mean; the controller chooses
+the normaliser at `optim_step`. This package imports torch only for type checking, because the controller, which checks
+names and options, does not need it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A loss function with its options and what it needs."""
+    """A loss function with its options and requirements."""
 
     name: str
     function: LossFunction
     required_inputs: tuple[str, ...] = ()
-    """Names beyond `target_tokens` that every datum's `loss_inputs` must hold, with the options as they are."""
+    """Names besides `target_tokens` that every datum's `loss_inputs` must hold, given the options that are set."""
     head: Head | None = "lm"
-    """What the model must end in; None for a user's function, which is given whatever the model ends in."""
+    """The head that the model must have; None for a user's function, which accepts any."""
     needs_entropy: bool = False
+    """Whether the trainer has to compute the entropy, which costs time and memory."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Those of the function that were set."""
+    """The function's own options that were set."""
     takes: tuple[str, ...] = ()
-    """Names of the shared options that it takes."""
+    """Names of the shared options that the loss accepts."""
     shared: SharedOptions = field(default_factory=SharedOptions)
+    """Values of the shared options."""
     checks_values: bool = True
-    """Whether the values of its options are checked here; those of a user's function are its own business."""
+    """Whether `with_options` checks the values of options. A user's function checks its own."""
 
     def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """Evaluates the loss on one micro-batch. Metrics come back detached.
+        """Evaluates the loss on one micro-batch. The metrics are detached.
 
-        `scores` [S] are log-probs or, of a value head, values; there is no entropy then.
+        `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
         """
         function = partial(self.function, **self.options)
         if self.takes:
@@ -60,14 +62,14 @@ class Loss:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def check_head(self, head: Head) -> None:
-        """Raises ValueError when the loss is of another head's output."""
+        """Raises ValueError if the loss needs another head."""
         if self.head not in (None, head):
             raise ValueError(
                 f"loss is {self.name!r}, which needs a trainer with head={self.head!r}; this trainer has head={head!r}"
             )
 
     def with_options(self, config: Mapping[str, Any]) -> Loss:
-        """The same loss with some options set. Raises ValueError for an unknown name or a value out of range."""
+        """The same loss with these options set. Raises ValueError for an unknown name or a value out of range."""
         own = option_defaults(self.function)
         shared = {name: value for name, value in asdict(self.shared).items() if name in self.takes}
         for name, value in config.items():
@@ -91,18 +93,18 @@ class Loss:
 
 
 def _check_value(loss: str, name: str, value: object, default: object) -> None:
-    """Raises ValueError unless the value is of the default's kind: text, or a number that is finite and at least 0."""
+    """Raises ValueError unless the value is text if the default is text, or else a finite number of at least 0."""
     if isinstance(default, str):
         if not isinstance(value, str):
             raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a string such as {default!r}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int in Python
         raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
     elif not (math.isfinite(value) and value >= 0):
         raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0")
 
 
 def _check_thresholds(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for clip thresholds in the wrong order."""
+    """Raises ValueError if the clip thresholds are in the wrong order."""
     low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
     dual = options.get("dual_clip_threshold", 0)
     if low is not None and high is not None and low > high:
@@ -114,7 +116,7 @@ def _check_thresholds(options: Mapping[str, Any]) -> None:
 
 
 def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only parameters of a loss function and their defaults."""
+    """The options of a loss function, which are its keyword-only parameters, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -122,8 +124,8 @@ def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
 def custom_loss(function: str | LossFunction) -> Loss:
     """A user's loss: `"module:function"`, or a function of `(logprobs, entropy, inputs) -> (loss_sum, metrics)`.
 
-    It is given the entropy, or None by a value head, whose values stand in the place of log-probs, and must name the
-    inputs it needs itself by using them.
+    The trainer always computes the entropy for it. With a value head, it is given values instead of log-probs, and None
+    as entropy. Which inputs it needs is not declared: a missing one raises KeyError when the function asks for it.
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")

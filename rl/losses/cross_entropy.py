@@ -1,4 +1,4 @@
-"""Losses on given target tokens. Legend: S scored positions; p the model's log-prob of the target."""
+"""Cross-entropy on given target tokens. Legend: p = the trainer's log-prob of the target token, w = `weights`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """-sum w * p. Weights may be negative or tiny and are used exactly as given."""
+    """-sum w p. Weights may be negative or tiny; they are used exactly as given, which DPO relies on."""
     del entropy
     return -(inputs.weights * logprobs).sum(), {}

@@ -1,4 +1,4 @@
-"""What a loss is given besides log-probs, and what its function looks like. Does not import torch; see `base.py`."""
+"""The inputs of a loss besides log-probs, and the type of a loss function. Does not import torch; see `base.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, "Tensor"]
 LossFunction = Callable[..., tuple["Tensor", Metrics]]
-"""(logprobs or values [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums). Options have
-defaults."""
+"""(logprobs or values [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums).
+
+Options are keyword-only parameters with defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,21 +23,21 @@ class LossInputs:
     arrays: Mapping[str, Tensor]
     """Name -> [S]. Always holds `weights` and `target_tokens`."""
     datum_index: Tensor
-    """[S] int64, which datum of the micro-batch a position belongs to, in 0..D-1."""
+    """[S] int64 in 0..D-1: the datum of the micro-batch that a position belongs to."""
     num_datums: int
-    """D."""
+    """D. It cannot be read off `datum_index`: a datum without a scored position does not occur there."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """[S] the array of that name."""
+        """[S] the array of this name. Raises KeyError if the datums do not have it."""
         return self.arrays[name]
 
     @property
     def weights(self) -> Tensor:
-        """[S] what each position's term is multiplied by."""
+        """[S] the factor of each position's term in the loss."""
         return self.arrays["weights"]
 
     def mean_per_datum(self, values: Tensor) -> Tensor:
-        """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without any."""
+        """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without scored positions."""
         sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values)
         counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values.new_ones(len(values)))
         return sums / counts.clamp(min=1)

@@ -1,8 +1,8 @@
-"""Policy-gradient losses, per token and summed.
+"""Policy-gradient losses: terms per token, summed.
 
-Legend: S scored positions; p = the trainer's log-prob of the sampled token, q = `logprobs`, the generator's,
-r = exp(p - q) the importance ratio, A = `advantages`, w = `weights`. Clip thresholds are absolute bounds on r, as in
-Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. Options that all of these share are in `shared.py`.
+Legend: p = the trainer's log-prob of the sampled token; q = the generator's, the input `logprobs`; r = exp(p - q), the
+importance ratio; A = `advantages`; w = `weights`. Clip thresholds are absolute bounds on r, as in Tinker: PPO's
+epsilon = 0.2 is 0.8 and 1.2. The options that these losses share are in `shared.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def importance_sampling(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """-sum w r A: the off-policy policy gradient; at r = 1 its gradient is REINFORCE's."""
+    """-sum w r A: the off-policy policy gradient. At r = 1 its gradient is that of REINFORCE."""
     del entropy
     ratio = (logprobs - inputs["logprobs"]).exp()
     return -(inputs.weights * ratio * inputs["advantages"]).sum(), {}
@@ -34,8 +34,8 @@ def ppo(
     """-sum w min(r A, clip(r, low, high) A): PPO's clipped surrogate, eq. 7 of https://arxiv.org/abs/1707.06347.
 
     A `clip_high_threshold` further from 1 than the low one is DAPO's clip-higher (https://arxiv.org/abs/2503.14476).
-    With a `dual_clip_threshold` c, a token of negative advantage loses at most c |A|, however large its ratio, and no
-    gradient beyond: dual-clip PPO (https://arxiv.org/abs/1912.09729), where c is 3.
+    A `dual_clip_threshold` c > 0 bounds the term of a token with negative advantage by c |A|, with no gradient beyond,
+    however large the ratio: dual-clip PPO (https://arxiv.org/abs/1912.09729), which uses c = 3.
     """
     del entropy
     ratio = (logprobs - inputs["logprobs"]).exp()
@@ -50,7 +50,7 @@ def cispo(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 4.0,
 ) -> tuple[Tensor, Metrics]:
-    """-sum w stop_grad(clip(r, low, high)) p A: clips the importance weight, so that no token's gradient is dropped.
+    """-sum w stop_grad(clip(r, low, high)) p A: clips the importance weight, so every token keeps a gradient.
 
     MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585.
     """
@@ -64,7 +64,7 @@ def cispo(
 def dro(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, Metrics]:
     """-sum w (p A - beta/2 (p - q)^2): direct reward optimisation (https://arxiv.org/abs/2405.19107), per token.
 
-    The quadratic term keeps the policy near the generator without a clip.
+    The quadratic term, instead of a clip, keeps the policy near the one that sampled.
     """
     del entropy
     log_ratio = logprobs - inputs["logprobs"]
@@ -79,10 +79,11 @@ def gspo(
     clip_low_threshold: float = 1 - 3e-4,
     clip_high_threshold: float = 1 + 4e-4,
 ) -> tuple[Tensor, Metrics]:
-    """-sum w min(s_t A, clip(s_t, low, high) A): the sequence's ratio, clipped as one.
+    """-sum w min(s_t A, clip(s_t, low, high) A): all tokens of a sequence have the sequence's importance ratio.
 
-    s = exp(mean over the sequence of p - q), and s_t = stop_grad(s) exp(p - stop_grad(p)) carries the gradient of each
-    token: GSPO-token, eqs. 7 and 13 of https://arxiv.org/abs/2507.18071, with that paper's clip range as default.
+    s = exp(mean over the sequence of p - q). s_t = stop_grad(s) exp(p - stop_grad(p)) has the value s and the gradient
+    of its own token: GSPO-token, eqs. 7 and 13 of https://arxiv.org/abs/2507.18071. The default clip range is the
+    paper's.
     """
     del entropy
     log_ratio = logprobs.detach() - inputs["logprobs"]
@@ -92,12 +93,12 @@ def gspo(
 
 
 def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float, dual: float = 0.0) -> tuple[Tensor, Metrics]:
-    """The pessimistic minimum of the ratio's term and the clipped ratio's, and how many tokens it stopped."""
+    """PPO's pessimistic minimum of clipped and unclipped terms; `clipped_tokens` counts terms without gradient."""
     advantages = inputs["advantages"]
-    unclipped, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
-    terms, stopped = unclipped.minimum(clipped), clipped < unclipped
+    unclipped_terms, clipped_terms = ratio * advantages, ratio.clamp(low, high) * advantages
+    terms, is_clipped = unclipped_terms.minimum(clipped_terms), clipped_terms < unclipped_terms
     if dual > 0:
         floor = dual * advantages
-        beyond = (advantages < 0) & (terms < floor)
-        terms, stopped = terms.where(~beyond, floor), stopped | beyond
-    return -(inputs.weights * terms).sum(), {"clipped_tokens": stopped.sum()}
+        below_floor = (advantages < 0) & (terms < floor)
+        terms, is_clipped = terms.where(~below_floor, floor), is_clipped | below_floor
+    return -(inputs.weights * terms).sum(), {"clipped_tokens": is_clipped.sum()}

@@ -1,6 +1,6 @@
-"""What a step's summed gradient is divided by: functions that return `grad_scale` for `optim_step`.
+"""Normalisers of a step's summed gradient: functions that return the `grad_scale` of `optim_step`.
 
-Losses are sums, so the choice is the loop's, and may be made after every rollout batch of a step is known.
+Losses are sums, so the loop chooses the normaliser, and can do so after all rollout batches of a step are known.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from rl.types import Datum
 
 
 def token_mean(batch: Sequence[Datum]) -> float:
-    """1 / the number of scored tokens: every token of a step counts the same, so that long completions count for more.
+    """1 / (number of scored tokens): every token of a step counts the same, so long completions count for more.
 
-    DAPO, section 3.3 of https://arxiv.org/abs/2503.14476. Raises ValueError when nothing is scored.
+    DAPO, section 3.3 of https://arxiv.org/abs/2503.14476. Raises ValueError if the batch has no scored token.
     """
     num_tokens = sum(datum.num_loss_tokens for datum in batch)
     if num_tokens == 0:
@@ -24,9 +24,9 @@ def token_mean(batch: Sequence[Datum]) -> float:
 
 
 def constant_length(num_sequences: int, max_tokens: int) -> float:
-    """1 / (sequences x tokens that each might have had), whatever was sampled.
+    """1 / (num_sequences * max_tokens), a constant whatever was sampled.
 
-    The gradient of a token does not depend on how long its completion, or any other, turned out: Dr. GRPO,
+    So the weight of a token does not depend on the length of its completion, nor on that of any other: Dr. GRPO,
     https://arxiv.org/abs/2503.20783.
     """
     check_at_least(1, num_sequences=num_sequences, max_tokens=max_tokens)
@@ -34,10 +34,10 @@ def constant_length(num_sequences: int, max_tokens: int) -> float:
 
 
 def sequence_mean(batch: Sequence[Datum]) -> tuple[list[Datum], float]:
-    """The batch with each datum's weights divided by its number of scored tokens, and 1 / the number of sequences.
+    """The batch with each datum's weights divided by its number of scored tokens, and 1 / (number of datums).
 
-    Every completion of a step counts the same, so that a token of a long one counts for less: GRPO as published, eq. 3
-    of https://arxiv.org/abs/2402.03300. A datum that scores nothing is counted. Raises ValueError for an empty batch.
+    Every completion of a step counts the same, so a token of a long one counts for less: GRPO as published, eq. 3 of
+    https://arxiv.org/abs/2402.03300. Datums without scored tokens are counted. Raises ValueError for an empty batch.
     """
     if len(batch) == 0:
         raise ValueError("sequence_mean was given an empty batch; there is nothing to average over")

@@ -1,8 +1,8 @@
-"""Options that policy losses share: what is done to the generator's log-probs before, and what is added after.
+"""Options that all policy losses share: importance correction, KL penalty and entropy bonus.
 
-Each acts on what goes into a loss or comes out of it, so that no loss knows of them. Legend: S scored positions; p =
-the trainer's log-prob of the sampled token, with gradient; q = `logprobs`, the generator's; o = `old_logprobs`, the
-trainer's when the token was sampled; f = `reference_logprobs`, a frozen model's; w = `weights`.
+They change a loss's inputs or add to its result, so that no loss needs to know them. Legend: S scored positions; p =
+the trainer's log-prob of the sampled token, with gradient; q = the generator's, the input `logprobs`; o = the trainer's
+when the token was sampled, `old_logprobs`; f = a frozen reference model's, `reference_logprobs`; w = `weights`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ IMPORTANCE_OPTIONS = ("importance_cap", "importance_mode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
-    """All off by default. `Loss.with_options` has checked that numbers are finite and at least 0."""
+    """All are off by default. `Loss.with_options` checks that numbers are finite and at least 0."""
 
     kl_coef: float = 0.0
-    """Adds kl_coef * sum w k, where k estimates the KL of the policy from the reference; needs `reference_logprobs`."""
+    """Adds kl_coef * sum w k, where k estimates KL(policy || reference). Needs the input `reference_logprobs`."""
     kl_estimator: KLEstimator = "k3"
-    """See `kl_terms`: which estimate, and which gradient it has."""
+    """The estimator k. `kl_terms` explains the value and the gradient of each."""
     entropy_coef: float = 0.0
-    """Adds -entropy_coef * sum w H, with H the entropy of the next-token distribution: a bonus."""
+    """Entropy bonus: adds -entropy_coef * sum w H, where H is the entropy of the next-token distribution."""
     importance_cap: float = 0.0
-    """Above 0, corrects the train-inference mismatch: each token's term is multiplied by a ratio that no gradient goes
-    through, and the loss takes its own ratio to the trainer's policy instead of the generator's.
+    """Above 0, corrects the train-inference mismatch: each token's term is multiplied by an importance ratio without
+    gradient, and the loss computes its own ratio to the trainer's old policy instead of the generator's.
 
-    With `old_logprobs`: the multiplier is exp(o - q), the loss's own ratio exp(p - o); the two factors of exp(p - q).
-    Without: p stands in for o, so that the multiplier is exp(p - q) and the loss's own ratio is 1 and never clipped.
-    That is LlamaRL's AIPO, https://arxiv.org/abs/2505.24034, and right where each token is trained on once; with
-    several optimizer steps per rollout and a loss that clips, give `old_logprobs` (a `forward` before the first step).
+    With `old_logprobs`, exp(p - q) is split in two: the multiplier is exp(o - q), and the loss's own ratio exp(p - o).
+    Without, p takes the place of o: the multiplier is exp(p - q), and the loss's own ratio is 1 and never clipped. That
+    is LlamaRL's AIPO, https://arxiv.org/abs/2505.24034. It is right if each token is trained on once. With several
+    optimizer steps per rollout and a loss that clips, pass `old_logprobs` from a `forward` before the first step.
     """
     importance_mode: ImportanceMode = "truncate"
-    """What becomes of a multiplier above the cap. "truncate": the cap (TIS, https://fengyao.notion.site/off-policy-rl).
-    "mask": 0, the token is left out; the metric `capped_tokens` says how many, for whoever averages over tokens."""
+    """What happens to a multiplier above the cap. "truncate" sets it to the cap (TIS,
+    https://fengyao.notion.site/off-policy-rl). "mask" sets it to 0, which leaves the token out; subtract the metric
+    `capped_tokens` for a mean over the tokens that are left."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option, the value and what is accepted."""
@@ -59,7 +60,7 @@ class SharedOptions:
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        """What the options need beyond what the loss itself needs."""
+        """Loss inputs that the options need in addition to those of the loss."""
         return ("reference_logprobs",) if self.kl_coef > 0 else ()
 
     @property
@@ -74,10 +75,11 @@ class SharedOptions:
         entropy: Tensor | None,
         inputs: LossInputs,
     ) -> tuple[Tensor, Metrics]:
-        """The loss with these options, and what a reader of the metrics wants to know of any policy loss.
+        """Evaluates the loss with these options and adds metrics that every policy loss has.
 
-        `kl_generator`: sum of k3 of the generator's policy from the trainer's; `ratio_max`: largest exp(p - q).
-        `kl_reference`, `entropy` and `capped_tokens` where there is something to tell. Sums over the scored tokens.
+        `kl_generator`, KL(generator || trainer) by k3, and `ratio_max`, the largest exp(p - q), are always there;
+        `kl_reference`, `entropy` and `capped_tokens` if they were computed. All but the maximum are sums over the
+        scored tokens.
         """
         metrics = _generator_metrics(logprobs.detach(), inputs["logprobs"])
         corrected = inputs
@@ -96,7 +98,7 @@ class SharedOptions:
         return total, {**metrics, **own_metrics}
 
     def _corrected(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
-        """Inputs with o in the place of q and the multiplier in the weights; the number of multipliers capped."""
+        """The inputs with o in place of q and the multiplier in the weights; also the number of capped multipliers."""
         old = inputs.arrays.get("old_logprobs", logprobs)
         ratio = (old - inputs["logprobs"]).exp()
         capped = ratio > self.importance_cap
@@ -108,11 +110,12 @@ class SharedOptions:
 def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """[S] estimates of KL(policy || reference) at tokens that the policy sampled: http://joschu.net/blog/kl-approx.html.
 
-    k1 = p - f: unbiased. Its gradient is that of p, 0 in expectation: it measures, and as a penalty only adds noise.
-    k2 = (p - f)^2 / 2: biased but small. Its gradient is, in expectation, exactly that of KL(policy || reference); it
-    equals that of a reward of -(p - f) per token.
-    k3 = exp(f - p) - (f - p) - 1: unbiased, never negative, of low variance; GRPO's, eq. 4 of
-    https://arxiv.org/abs/2402.03300. Its gradient is, in expectation, that of the reverse, KL(reference || policy).
+    k1 = p - f is unbiased. Its gradient is that of p, which is 0 in expectation: as a penalty in the loss it only adds
+    noise.
+    k2 = (p - f)^2 / 2 has a small bias. Its expected gradient is exactly that of KL(policy || reference), the same as
+    that of a reward of -(p - f) per token.
+    k3 = exp(f - p) - (f - p) - 1 is unbiased, never negative and of low variance. It is GRPO's, eq. 4 of
+    https://arxiv.org/abs/2402.03300. Its expected gradient is that of the other direction, KL(reference || policy).
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -122,7 +125,8 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Ten
     return (-log_ratio).exp() + log_ratio - 1
 
 
-def _generator_metrics(logprobs: Tensor, generator: Tensor) -> Metrics:
-    """How far the policy has moved from the generator's. The generator sampled the tokens, so k3 is of KL(q || p)."""
-    largest = (logprobs - generator).exp().amax() if len(logprobs) else logprobs.new_zeros(())
-    return {"kl_generator": kl_terms(generator, logprobs, "k3").sum(), "ratio_max": largest}
+def _generator_metrics(logprobs: Tensor, generator_logprobs: Tensor) -> Metrics:
+    """How far the trainer's policy is from the generator's."""
+    largest = (logprobs - generator_logprobs).exp().amax() if len(logprobs) else logprobs.new_zeros(())
+    # The generator sampled the tokens, so they estimate KL(generator || trainer) and not the other direction.
+    return {"kl_generator": kl_terms(generator_logprobs, logprobs, "k3").sum(), "ratio_max": largest}

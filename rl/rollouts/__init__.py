@@ -1,1 +1,1 @@
-"""Playing episodes: rendering, sampling, scoring, evaluating, and rollouts that run ahead of training."""
+"""Rollouts: rendering prompts, playing episodes, evaluation, and a queue that runs ahead of training."""

@@ -1,4 +1,4 @@
-"""Reward on held-out problems, with the uncertainty that comes from having only so many of them."""
+"""Evaluation on held-out data, with 95 % intervals for the uncertainty of a small sample."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from rl.rollouts.rendering import Renderer
 from rl.types import Group, SamplingParams
 
 _NUM_RESAMPLES = 10_000
-_SEED = 1 << 61  # beyond any of training
-_RESAMPLED_AT_ONCE = 1 << 20
+_SEED = 1 << 61  # larger than every seed of training (`rl.rollouts.episodes.step_seed`)
+_RESAMPLED_AT_ONCE = 1 << 20  # values, which bounds the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,46 +37,45 @@ class Evaluation:
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """[P] mean reward of each problem that the environment did not fail altogether."""
+        """[P] mean reward of each problem that has at least one rollout."""
         return np.array([group.rewards.mean() for group in self._scored])
 
     @property
     def reward(self) -> Interval:
-        """Mean reward over the problems; NaN if the environment failed them all."""
+        """Mean reward over the problems; NaN if all rollouts failed."""
         return bootstrap(self.rewards) if self._scored else _UNKNOWN
 
     @property
     def num_samples(self) -> int:
-        """Answers to a problem, those that the environment failed included."""
+        """Answers per problem, including failed ones."""
         return max((len(group.rollouts) + len(group.failures) for group in self.groups), default=0)
 
     @property
     def intervals(self) -> Mapping[str, Interval]:
-        """`reward`; and of several answers to a problem `pass_at_<k>`, for powers of two and for all of them."""
-        several = self.num_samples if self.num_samples > 1 else 0
-        ks = sorted({2**i for i in range(several.bit_length())} | {several}) if several else []
+        """`reward` and, with n > 1 answers per problem, `pass_at_<k>` for k = n and all powers of two up to n."""
+        n = self.num_samples
+        ks = sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []
         return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}}
 
     def pass_at(self, k: int, *, solved: float = 1.0) -> Interval:
-        """Probability that of k answers to a problem at least one has a reward of at least `solved`.
+        """Probability that at least one of k answers to a problem has a reward of at least `solved`.
 
-        The unbiased estimate from n answers of which c are right, 1 - C(n - c, k) / C(n, k), averaged over the
-        problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. A problem of which failures of the
-        environment have left fewer than k answers is left out. Raises ValueError when k is not between 1 and the
-        number of answers to a problem.
+        From n answers of which c are right, the unbiased estimate is 1 - C(n - c, k) / C(n, k), averaged over the
+        problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. Problems with fewer than k answers, after
+        failures, are left out. Raises ValueError unless k is between 1 and the number of answers per problem.
         """
         if not 1 <= k <= self.num_samples:
             raise ValueError(
-                f"k is {k}; it must be between 1 and the number of answers to a problem, {self.num_samples}"
+                f"k is {k}; it must be between 1 and the number of answers per problem, {self.num_samples}"
             )
         rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
     def gain_over(self, before: "Evaluation") -> Interval:
-        """Mean change of reward since an evaluation of the same problems, paired by problem.
+        """Mean change of the reward since an earlier evaluation of the same problems, paired by problem.
 
-        A problem that the environment failed altogether in either is left out. Raises ValueError when the problems are
-        not the same, in the same order.
+        Problems without a rollout in either evaluation are left out. Raises ValueError unless both have the same
+        problems in the same order.
         """
         ours, theirs = ([group.problem_id for group in e.groups] for e in (self, before))
         if ours != theirs:
@@ -100,39 +99,39 @@ async def evaluate(
     sampling: SamplingParams,
     num_samples: int = 1,
 ) -> Evaluation:
-    """Attempts at each problem under the generator's current weights; see `eval_sampling` for `sampling`."""
+    """Samples answers to each problem with the generator's current weights. `eval_sampling` makes `sampling`."""
     return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
 
 
 def eval_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
-    """How held-out problems are sampled, and how often each, as `evaluate` takes it.
+    """The last two arguments of `evaluate`, from the sampling of training and the number of answers per problem.
 
-    One answer is greedy. Several are sampled as in training, with the same seeds in every evaluation; training never
-    uses those seeds (`rl.rollouts.episodes.step_seed`).
+    A single answer is greedy. Several answers are sampled as in training, but with seeds that training never uses and
+    that are the same in every evaluation.
     """
-    once = num_samples == 1
-    return replace(sampling, temperature=0.0) if once else replace(sampling, seed=_SEED), num_samples
+    greedy = num_samples == 1
+    return replace(sampling, temperature=0.0) if greedy else replace(sampling, seed=_SEED), num_samples
 
 
 def _pass_at(k: int, right: NDArray[np.bool_]) -> float:
-    """From which of n answers are right, as exact integers."""
+    """The estimate of `Evaluation.pass_at` for one problem. Python's integers keep the binomials exact."""
     num_wrong = len(right) - int(right.sum())
     return 1 - math.comb(num_wrong, k) / math.comb(len(right), k)
 
 
 def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> Interval:
-    """Mean of [P] values with the percentile bootstrap's 95 % interval (Efron and Tibshirani 1993, chapter 13).
+    """Mean of [P] values with the 95 % interval of the percentile bootstrap (Efron and Tibshirani 1993, chapter 13).
 
-    With `weights` [P], all above 0, the weighted mean. The resampling is seeded: the same values always have the same
-    interval. Raises ValueError for no values, and for one that is not finite.
+    With `weights` [P], all above 0, it is the weighted mean. The resampling is seeded, so that the same values always
+    give the same interval. Raises ValueError if there are no values or if one is not finite.
     """
     if len(values) == 0:
         raise ValueError("bootstrap needs at least one value")
     if not np.isfinite(values).all():
         raise ValueError(f"bootstrap was given {values[~np.isfinite(values)][0]}; every value must be finite")
     random = np.random.default_rng(0)
-    at_once = max(_RESAMPLED_AT_ONCE // len(values), 1)  # so that many problems do not take gigabytes
-    counts = [min(at_once, _NUM_RESAMPLES - start) for start in range(0, _NUM_RESAMPLES, at_once)]
+    resamples_at_once = max(_RESAMPLED_AT_ONCE // len(values), 1)
+    counts = [min(resamples_at_once, _NUM_RESAMPLES - start) for start in range(0, _NUM_RESAMPLES, resamples_at_once)]
     picks = (random.integers(len(values), size=(count, len(values))) for count in counts)
     if weights is None:
         means = np.concatenate([values[pick].mean(axis=1) for pick in picks])
@@ -145,20 +144,20 @@ def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Something measured on held-out data other than reward: a loss, an accuracy, a divergence."""
+    """A quantity other than reward, measured on held-out data: a loss, an accuracy, a divergence."""
 
     values: NDArray[np.float64]
     """[P] one per held-out item."""
     weights: NDArray[np.float64] | None = None
-    """[P] how much each item counts, above 0: its number of tokens, for a mean over tokens. None: all the same."""
+    """[P] weight of each item, above 0; numbers of tokens make it a mean over tokens. None: all weights are equal."""
 
     @property
     def interval(self) -> Interval:
-        """Mean over the items."""
+        """Mean over the items, with its 95 % interval."""
         return bootstrap(self.values, self.weights)
 
     def change_since(self, before: "Measurement") -> Interval:
-        """Mean change since a measurement of the same items, paired by item. Raises ValueError for other items."""
+        """Mean change since an earlier measurement of the same items, paired. Raises ValueError for other lengths."""
         if len(self.values) != len(before.values):
             raise ValueError(
                 f"change_since compares measurements of the same items; these have {len(self.values)} and "

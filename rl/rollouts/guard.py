@@ -1,8 +1,8 @@
-"""Calls into an environment: off the event loop, with a time limit, and with every failure told in one sentence.
+"""Calls an environment off the event loop, with a time limit; every failure becomes one exception with one sentence.
 
-A thread cannot be stopped. One that goes on past its limit is left behind; it keeps its core busy if it computes, and
-does not keep the process from exiting. Code that holds the interpreter's lock for long (a regular expression that
-backtracks without end) stops everything, whatever the limit: it belongs into a process of its own.
+A thread cannot be stopped. One that exceeds its limit is abandoned: it keeps its core busy if it computes, but does not
+keep the process from exiting. Code that holds the interpreter's lock for long, such as a regular expression with
+endless backtracking, stops everything whatever the limit; it belongs in a process of its own (`rl.envs.sandbox`).
 """
 
 import asyncio
@@ -14,28 +14,31 @@ from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 MAX_THREADS = 32
-"""Calls that run at the same time; more wait their turn, which does not count for their limit."""
+"""Calls that run at the same time. Further calls wait, and waiting does not count towards their time limit."""
 
 T = TypeVar("T")
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class EnvironmentFailedError(Exception):
-    """The environment raised, took too long or returned what it must not; the message says which."""
+    """The environment raised, took too long or returned something invalid; the message says which."""
 
 
 async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments: Any, time_limit_s: float) -> T:
-    """What the function returns, awaited on the event loop if it is an awaitable. Raises `EnvironmentFailedError`."""
+    """Calls a function in a thread; if it returns an awaitable, awaits it on the event loop. Returns the result.
+
+    Raises `EnvironmentFailedError` for every failure of the function.
+    """
     loop = asyncio.get_running_loop()
-    limit = asyncio.timeout(None)
+    limit = asyncio.timeout(None)  # starts to run when the call has its turn
     try:
         async with limit:
-            async with _slots.setdefault(loop, asyncio.Semaphore(MAX_THREADS)):
+            async with _semaphores.setdefault(loop, asyncio.Semaphore(MAX_THREADS)):
                 limit.reschedule(loop.time() + time_limit_s)
                 result = await _in_thread(function, arguments, loop)
             return await cast("Awaitable[T]", result) if inspect.isawaitable(result) else cast("T", result)
     except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
+        if isinstance(error, TimeoutError) and limit.expired():  # the function may raise a TimeoutError of its own
             raise EnvironmentFailedError(f"it did not answer within {time_limit_s:g} s") from None
         raise EnvironmentFailedError(f"{type(error).__name__}: {error}") from error
 
@@ -43,17 +46,17 @@ async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments
 def _in_thread(
     function: Callable[..., Any], arguments: tuple[Any, ...], loop: asyncio.AbstractEventLoop
 ) -> "asyncio.Future[Any]":
-    """The result of the function, computed in a thread of its own."""
+    """A future of the function's result, computed in a new thread."""
     answer: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if answer.done():  # too late
+        if answer.done():  # cancelled, by the time limit or together with its rollout
             return
         if error is None:
             answer.set_result(result)
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             answer.set_exception(error)
-        else:  # SystemExit and its like are no way to end somebody else's process; a future takes no StopIteration
+        else:  # SystemExit in an environment must not end the run, and a future refuses StopIteration
             answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:
@@ -62,8 +65,9 @@ def _in_thread(
             result = function(*arguments)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has been closed in the meantime
             loop.call_soon_threadsafe(settle, result, failure)
 
+    # A daemon thread of its own, because a thread pool would wait for abandoned calls when the process exits.
     threading.Thread(target=work, name="environment", daemon=True).start()
     return answer

@@ -1,10 +1,10 @@
-"""Rollouts that run ahead of the training steps that learn from them, by a bounded number of steps.
+"""Samples rollouts ahead of the training steps that learn from them, by a bounded number of steps.
 
 Producer: one task per group, started in the order of the problems as soon as the bound allows. Consumer: the loop,
-which gets a step's groups from `take` and says with `advance` that the generator has the weights that came of them.
-`take` waits for groups, and a group that finishes unblocks it; a group waits to be started, and `advance` unblocks it.
-A group that fails, or the loop, cancels all the others and leaves the `async with` block as it is: nobody waits for
-what will not come.
+which gets a step's groups from `take`, and calls `advance` once the generator has the weights of that step. `take`
+waits for groups; a finished group unblocks it. Tasks wait to be started; `advance` unblocks them. If a group or the
+loop fails, all other groups are cancelled and the exception leaves the `async with` block unchanged, so nobody waits
+for ever.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from rl.types import Group
 
 
 class RolloutQueue:
-    """Groups by number, of which every step takes the same count.
+    """Numbered groups, of which every step takes the same number.
 
     async with RolloutQueue(sample_group, range(1, 101), groups_per_step=8, max_staleness=1) as rollouts:
         for step in range(1, 101):
@@ -26,11 +26,11 @@ class RolloutQueue:
             ...
             rollouts.advance()
 
-    Let s be `max_staleness`. Before step t is over, groups of the steps up to t + s may start, and each is taken at
-    most s steps after the one in which it started: `take` gives the oldest groups that have finished, and waits for
-    older ones only when no later step could take them in time. So the policy that trains on a token is at most s
-    versions ahead of the one that sampled it, and no rollout is thrown away. With s = 0 a step takes exactly its own
-    groups, sampled by the policy it updates.
+    Let s be `max_staleness`. During step t the groups of steps up to t + s may start, and a group is taken at most s
+    steps after the step in which it started: `take` returns the oldest finished groups, and waits for a still older
+    one only if no later step could take it in time. So the policy that trains on a token is at most s versions ahead of
+    the one that sampled it, and no rollout is thrown away. With s = 0 a step takes exactly its own groups, which the
+    policy that it updates has sampled.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class RolloutQueue:
         max_staleness: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`sample_group(n)` makes group n, counted from 0 in step 1. `steps` are those still to do; with the `state`
-        that another queue had before the first of them, goes on where that was.
+        """`sample_group(n)` samples group n; numbers count from 0 in step 1. `steps` are the remaining steps.
 
-        Raises ValueError for a staleness below 0 and for steps without groups.
+        `state` continues an earlier queue: it is what its method `state` returned before the first of these steps.
+        Raises ValueError for a staleness below 0 and for less than one group per step.
         """
         check_at_least(0, max_staleness=max_staleness)
         check_at_least(1, groups_per_step=groups_per_step)
@@ -55,8 +55,8 @@ class RolloutQueue:
         self._step = steps.start
         state = state or {"next": (steps.start - 1) * groups_per_step, "unfinished": [], "finished": []}
         self._next: int = state["next"]
-        self._again: list[int] = [*state["unfinished"]]
-        self._started: dict[int, int] = {}  # group -> the step it started in, until it is taken
+        self._to_repeat: list[int] = [*state["unfinished"]]  # groups that an earlier queue had started
+        self._started: dict[int, int] = {}  # group -> the step in which it started, until it is taken
         self._finished: dict[int, Group] = {}
         for waiting in state["finished"]:
             (self._finished[waiting["number"]],) = groups_from_rows(waiting["rows"])
@@ -80,12 +80,12 @@ class RolloutQueue:
             return
         except BaseExceptionGroup as errors:
             cause: BaseException = errors
-        while isinstance(cause, BaseExceptionGroup):  # the first to fail; the others failed of it, or besides
+        while isinstance(cause, BaseExceptionGroup):  # only the first failure: the others are mostly its consequence
             cause = cause.exceptions[0]
         raise cause
 
     async def take(self) -> list[Group]:
-        """The next step's groups, in the order of their numbers. Waits for them; a failed group ends the wait."""
+        """The next step's groups, ordered by number. Waits until they have finished; a failed group ends the wait."""
         while (taken := self._choose()) is None:
             self._changed.clear()
             await self._changed.wait()
@@ -94,40 +94,45 @@ class RolloutQueue:
         return [self._finished.pop(number) for number in sorted(taken)]
 
     def _choose(self) -> list[int] | None:
-        """The oldest finished groups, if no more of those that are left come due than later steps can take."""
+        """The numbers of the oldest finished groups, unless the rest could then not be taken in time; None to wait."""
         taken = sorted(self._finished, key=lambda number: (self._started[number], number))[: self._groups_per_step]
+        # The last step that may take each remaining group. In this order, later steps take them `groups_per_step` at a
+        # time, so the group at `place` is taken in step self._step + 1 + place // groups_per_step.
         left = sorted(self._started[number] + self._max_staleness for number in self._started.keys() - set(taken))
         on_time = all(due > self._step + place // self._groups_per_step for place, due in enumerate(left))
         return taken if len(taken) == self._groups_per_step and on_time else None
 
     def advance(self) -> None:
-        """The generator has the weights that came of the groups last taken: the next step begins."""
+        """Begins the next step. Call it once the generator has the weights that the last groups led to."""
         self._step += 1
         self._start()
 
     def state(self) -> dict[str, Any]:
-        """What a queue needs to go on from the groups last taken, in JSON types: groups that wait to be taken, and the
-        numbers of those that are being sampled, which start again."""
+        """The state from which another queue can continue after the groups last taken, in JSON types.
+
+        It holds the finished groups, and the numbers of the groups that are being sampled, which will start again.
+        """
         unfinished = [number for number in self._started if number not in self._finished]
         waiting = [
             {"number": number, "started": self._started[number], "rows": group_rows(group)}
             for number, group in sorted(self._finished.items())
         ]
-        lost = [entry["number"] for entry in waiting if not entry["rows"]]  # the environment failed all of its rollouts
+        # A group whose rollouts all failed has no rows to be restored from; it is sampled again.
+        lost = [entry["number"] for entry in waiting if not entry["rows"]]
         finished = [entry for entry in waiting if entry["rows"]]
-        return {"next": self._next, "unfinished": sorted([*self._again, *unfinished, *lost]), "finished": finished}
+        return {"next": self._next, "unfinished": sorted([*self._to_repeat, *unfinished, *lost]), "finished": finished}
 
     def _start(self) -> None:
-        """Starts every group that the bound allows by now."""
+        """Starts every group that the bound allows now."""
         limit = min((self._step + self._max_staleness) * self._groups_per_step, self._num_groups)
-        self._again += range(self._next, limit)
+        self._to_repeat += range(self._next, limit)
         self._next = max(self._next, limit)
-        for number in self._again:
+        for number in self._to_repeat:
             self._started[number] = self._step
             task = self._tasks.create_task(self._run(number))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-        self._again = []
+        self._to_repeat = []
 
     async def _run(self, number: int) -> None:
         self._finished[number] = await self._sample_group(number)

@@ -1,4 +1,4 @@
-"""Rollouts as lines of JSON, and back: everything that a trainer learns from, and what a reader wants to see."""
+"""Rollouts to JSON rows and back: all that the trainer learns from, and text for a reader."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from rl.types import Completion, Group, Rollout, Turn
 
 
 def group_rows(group: Group) -> list[dict[str, Any]]:
-    """One row per rollout. A group whose rollouts the environment all failed has none."""
+    """One row per rollout. A group without rollouts, because all of them failed, has no rows."""
     return [
         {
             "problem_id": group.problem_id,
@@ -26,10 +26,10 @@ def group_rows(group: Group) -> list[dict[str, Any]]:
 
 
 def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """The groups that the rows were made of, in their order; only the text of later turns' messages is not kept."""
+    """The groups that the rows were made from, in order. Only the text of the environment's replies is lost."""
     groups: list[list[Mapping[str, Any]]] = []
     for row in rows:
-        if row["sample"] == 0:
+        if row["sample"] == 0:  # rows of a group are numbered from 0, and consecutive groups may have the same id
             groups.append([])
         groups[-1].append(row)
     return [
@@ -44,7 +44,7 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
 
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
-    """Everything of a turn but the prompt's text, which the tokens hold."""
+    """A turn without its prompt as text, which the tokens contain."""
     completion = turn.completion
     return {
         "prompt_tokens": turn.prompt_tokens,
