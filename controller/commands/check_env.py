@@ -1,17 +1,42 @@
-"""Environments by name, for the command line."""
+"""`ownloop check-env ENV`: says what is wrong with an environment."""
 
+import argparse
 import importlib
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from controller.commands.command import FAILED, Commands, refuse
+from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
-from rl.protocols import Env
+
+if TYPE_CHECKING:
+    from rl.protocols import Env
 
 
-def load_env(name: str) -> Env:
-    """The environment of a recipe, or what "module:name" names: an environment, or a class or function that makes one.
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("check-env", help="say what is wrong with an environment", allow_abbrev=False)
+    parser.add_argument("env", metavar="ENV", help='a recipe, or "module:name" of an environment or its factory')
+    parser.set_defaults(command=check)
 
-    Raises ValueError for what cannot be found or made.
+
+def check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints one line per finding. Returns 1 if there are any."""
+    from rl.envs.check import check_env
+
+    refuse(overrides)
+    with CapturedOutput() as output:
+        findings = check_env(load_env(options.env))
+        for finding in findings or ["nothing is wrong with it"]:
+            print(finding, file=output.terminal)
+    return FAILED if findings else 0
+
+
+def load_env(name: str) -> "Env":
+    """The environment of a recipe or at "module:name", which names an environment, or a class or function to make one.
+
+    Raises ValueError if there is no such environment, or if it cannot be made.
     """
     module, colon, attribute = name.partition(":")
     if not colon:

@@ -1,18 +1,40 @@
-"""`ownloop compare RUN_A RUN_B`: two runs side by side, for a reader."""
+"""`ownloop compare RUN_A RUN_B`: two runs side by side, step by step."""
 
+import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rl.runs.comparison import by_step, differences, metric_differences
-from rl.runs.folder import CONFIG_FILE, read_metrics
+from controller.commands.command import Commands, add_runs_option, refuse
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 12
 
 
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("compare", help="print two runs side by side, step by step", allow_abbrev=False)
+    parser.add_argument("run_a", metavar="RUN_A", help="a run's folder, or its name within --runs")
+    parser.add_argument("run_b", metavar="RUN_B")
+    add_runs_option(parser)
+    parser.set_defaults(command=compare)
+
+
+def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints the comparison."""
+    from controller.commands.resume import find_run
+
+    refuse(overrides)
+    for line in comparison(find_run(options.run_a, options.runs), find_run(options.run_b, options.runs)):
+        print(line)
+    return 0
+
+
 def comparison(run_a: Path, run_b: Path) -> Iterable[str]:
-    """Lines: what is configured otherwise, every step's main metrics as a pair, and where the metrics first part."""
+    """The lines to print: fields that differ, each step's main metrics in pairs, and where the metrics first differ."""
+    from rl.runs.comparison import by_step, differences
+    from rl.runs.folder import CONFIG_FILE, read_metrics
+
     configs = [json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
@@ -33,7 +55,9 @@ def _pair(ours: Mapping[str, float], theirs: Mapping[str, float], name: str) -> 
 
 
 def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> str:
-    """One sentence."""
+    """One sentence: where the metrics first differ, and where they differ most."""
+    from rl.runs.comparison import metric_differences
+
     both, found = ours.keys() & theirs.keys(), metric_differences(ours, theirs)
     if not both:
         return "The runs have no step in common."

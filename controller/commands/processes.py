@@ -1,8 +1,8 @@
-"""Ends a run when it is asked to, and with it every process that it started, within a fixed time.
+"""Ends a run on SIGINT or SIGTERM, and with it every process that the run started, within a fixed time.
 
-Consumer of SIGINT and SIGTERM: a thread of its own, woken by the signal even while the main thread is inside native
-code. It cancels the run's task, which closes the meshes; when that has not happened by the deadline it kills what is
-left and ends this process. Knows nothing of Monarch: it goes by the process table.
+A thread of its own consumes the signals; it is woken even while the main thread is inside native code. It cancels the
+run's task, which closes the meshes. If they are not closed by the deadline, it kills the processes that are left and
+ends this process. It knows nothing of Monarch and finds processes in the process table.
 """
 
 import asyncio
@@ -13,22 +13,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s
+
+T = TypeVar("T")
 
 
 def adopt_orphans() -> None:
-    """Makes the children of a dead child ours instead of init's, so that `descendants` misses none. Linux only."""
+    """Makes this process the parent of its orphaned descendants, so that `descendants` finds them. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """Process ids of all live processes that this one started, directly or not."""
+    """Process ids of all live processes that this one started, directly or indirectly."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -59,20 +62,19 @@ def end_descendants(grace_s: float) -> int:
 
 
 class StopSignals:
-    """SIGINT and SIGTERM, for as long as the block lasts, cancel a task; a second one, or a deadline, ends the process.
+    """While the block lasts, SIGINT and SIGTERM cancel `run`. A second signal, or a deadline, ends the process.
 
-        with StopSignals(deadline_s=8, at_deadline=say_so) as stop:
-            asyncio.run(main(stop))  # main calls stop.cancel_current_task() first
+        with StopSignals(at_deadline=say_so) as stop:
+            stop.run(main())
         if stop.received: ...
 
     Must be entered in the main thread.
     """
 
-    def __init__(self, deadline_s: float, at_deadline: Callable[[], None]) -> None:
+    def __init__(self, at_deadline: Callable[[], None]) -> None:
         """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends."""
         self.received: int | None = None
         """Number of the signal that came, if one did."""
-        self._deadline_s = deadline_s
         self._at_deadline = at_deadline
         self._over = threading.Event()
         self._again = threading.Event()
@@ -96,17 +98,22 @@ class StopSignals:
             signal.signal(number, handler)
         self._writer.close()
 
-    def cancel_current_task(self) -> None:
-        """Names the running task as the one to cancel."""
-        task = asyncio.current_task()
-        assert task is not None
-        with self._lock:
-            self._task = (asyncio.get_running_loop(), task)
-            if self.received is not None:
-                task.cancel()
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in an event loop of its own and returns its result; a signal cancels it."""
+
+        async def cancellable() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            with self._lock:
+                self._task = (asyncio.get_running_loop(), task)
+                if self.received is not None:
+                    task.cancel()
+            return await work
+
+        return asyncio.run(cancellable())
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        """Python's own handler. The thread has been woken already, unless somebody took over the wakeup descriptor."""
+        """Python's own handler. It matters only if another library took over the descriptor that wakes the thread."""
         del frame
         self._receive(number, from_handler=True)
 
@@ -132,8 +139,8 @@ class StopSignals:
         threading.Thread(target=self._await_end, name="stop-deadline", daemon=True).start()
 
     def _await_end(self) -> None:
-        """Ends everything unless the block is left in time."""
-        end = time.monotonic() + self._deadline_s
+        """Ends every process, this one last, unless the block is left in time."""
+        end = time.monotonic() + _STOP_DEADLINE_S
         while time.monotonic() < end and not self._again.is_set():
             if self._over.wait(0.05):
                 return

@@ -1,7 +1,8 @@
 """Recipes by name: finding them without importing them, and overriding their fields from the command line.
 
-A recipe is a module in `configs/` (or any Python file, by its path) whose docstring's first line says what hardware it
-is for, with a function `recipe()` that returns the configuration of a loop.
+A recipe is a module in `configs/`, or any Python file, given by its path. The first line of its docstring says which
+hardware it is for. Its function `recipe()` returns the configuration of a loop: an instance of the loop's class, or of
+a class that the recipe itself derives from it.
 """
 
 import ast
@@ -14,12 +15,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rl.checks import check_known, did_you_mean
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 
 class HelpRequestedError(Exception):
@@ -43,6 +44,12 @@ def find_recipe(name: str) -> Path:
     files = recipe_files()
     check_known("recipe", name, files)
     return files[name]
+
+
+def configuration(recipe: str, options: Sequence[str], command: str) -> Any:
+    """The configuration of a recipe with the fields that `options` name replaced. Raises as `override` does."""
+    file = find_recipe(recipe)
+    return override(load_recipe(file), options, f"ownloop {command} {recipe}", describe(file))
 
 
 def describe(file: Path) -> str:
@@ -84,6 +91,8 @@ def override(config: Any, options: Sequence[str], program: str, description: str
             name = option.partition("=")[0].replace("_", "-")
             if option.startswith("--") and name not in known:
                 raise ValueError(f"unknown option {name}{did_you_mean(name, known)}")
+    import tyro
+
     output, errors = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -115,11 +124,13 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
     return names
 
 
-def _registry() -> ConstructorRegistry:
+def _registry() -> "ConstructorRegistry":
     """tyro's rules and one more: a field of a protocol's type has the options of the dataclass that it holds."""
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec
+
     registry = ConstructorRegistry()
 
-    def protocol_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    def protocol_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
         value = info.default
         if (
             not getattr(info.type, "_is_protocol", False)

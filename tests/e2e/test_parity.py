@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from controller.commands.parity import Comparison, compare, explain, measure_parity
 from controller.meshes.launch import Launcher
+from controller.runs.mismatch import Comparison, compare, explain, measure_parity
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams

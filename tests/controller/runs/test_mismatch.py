@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.parity import compare_tokenizers, explain
+from controller.runs.mismatch import compare_tokenizers, explain
 from tests.controller.commands.test_cli import RECIPE, ownloop
 from tests.generator.served_models import served_llama
 

@@ -1,0 +1,135 @@
+"""`ownloop run RECIPE [--field value ...]` and `ownloop run --resume RUN`: a run, to the end of its last process.
+
+Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. The loop is
+the coroutine function that the configuration's method `loop` returns, called with (config, folder, console). The
+configuration has a field `seed`, for the name of the folder.
+"""
+
+import argparse
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
+from controller.commands.output import CapturedOutput
+from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
+from controller.commands.recipes import configuration, find_recipe
+
+if TYPE_CHECKING:
+    from controller.runs import Loop, RunFolder
+
+
+def add_parser(commands: Commands, *, resuming: bool) -> None:
+    """Adds the command. With `resuming` it takes no recipe: an option's value would be mistaken for one."""
+    parser = commands.add_parser(
+        "run", help="run a recipe; `run RECIPE --help` lists its fields", allow_abbrev=False, add_help=False
+    )
+    if not resuming:
+        parser.add_argument(
+            "recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path"
+        )
+        parser.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, or its name within --runs")
+    if not resuming:
+        parser.add_argument(
+            "--replay", type=Path, metavar="RUN", help="train on the rollouts of a run, or of a file; sample nothing"
+        )
+    add_runs_option(parser)
+    parser.set_defaults(command=resume if resuming else run)
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Starts a new run. Returns the exit status."""
+    file = find_recipe(options.recipe)
+    with CapturedOutput() as output:
+        config = configuration(options.recipe, overrides, "run")
+        from controller.commands.replay import recording_file, replayed
+        from controller.commands.resume import save_recipe
+        from rl.runs.folder import RunFolder
+
+        recording = recording_file(options.replay).absolute() if options.replay else None
+        if recording is not None:
+            config = replayed(config, recording)
+        loop = _loop(config)
+        folder = RunFolder(_run_path(options, config), config)
+        save_recipe(folder.path, file, overrides, recording)
+        return _until_the_end(loop, config, folder, output)
+
+
+def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Goes on with a run after its last checkpoint. Returns the exit status."""
+    from controller.commands.resume import add_options, find_run, resumed_configuration
+    from rl.runs.folder import RunFolder
+
+    path = find_run(options.resume, options.runs)
+    with CapturedOutput() as output:
+        config = resumed_configuration(path, overrides)
+        loop = _loop(config)
+        folder = RunFolder(path, config, resume=True)
+        add_options(folder.path, overrides)
+        return _until_the_end(loop, config, folder, output)
+
+
+def _loop(config: Any) -> "Loop":
+    """The loop of a configuration. Raises ValueError if it names none."""
+    if not hasattr(config, "loop"):
+        raise ValueError(f"{type(config).__name__} has no method loop(), which returns the function to train with")
+    return config.loop()
+
+
+def _run_path(options: argparse.Namespace, config: Any) -> Path:
+    """The folder of a new run: the one that `--name` names, or one that is free."""
+    if options.name:
+        return options.runs / options.name
+    path = options.runs / f"{Path(options.recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
+
+
+def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
+    """Runs the loop and ends all of its processes. Returns the exit status."""
+    from controller.runs.console import Console
+
+    output.move_to(folder.logs / "controller.log")
+    console = Console(output.terminal)
+
+    def say_saved() -> None:
+        console.close()
+        print(f"interrupted; saved: {_saved(folder)}", file=output.errors, flush=True)
+
+    adopt_orphans()
+    code = 0
+    with StopSignals(say_saved) as stop:
+        try:
+            stop.run(loop(config, folder, console))
+        except BaseException as error:  # whatever it is, the processes must end and the user must be told
+            traceback.print_exc()  # to the log
+            console.close()
+            if stop.received is None:
+                code = _explain(error, folder, output)
+        finally:
+            console.close()
+            end_descendants(grace_s=0.5)
+        if stop.received is not None:
+            say_saved()
+            code = 128 + stop.received
+    return code
+
+
+def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) -> int:
+    """Says in short what ended the run; the traceback is in the log. Returns the exit status."""
+    if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
+        print(f"error: {error}", file=output.errors)
+        return USAGE
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
+    print(f"saved: {_saved(folder)}\ndetails in {folder.logs / 'controller.log'}", file=output.errors)
+    return FAILED
+
+
+def _saved(folder: "RunFolder") -> str:
+    """What the folder holds, and how to go on."""
+    return f"{folder.saved()}\nto go on: ownloop run --resume {folder.path}"
