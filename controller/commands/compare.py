@@ -34,11 +34,12 @@ def comparison(run_a: Path, run_b: Path) -> Iterable[str]:
     """The lines to print: fields that differ, each step's main metrics in pairs, and where the metrics first differ."""
     from rl.runs.comparison import by_step, differences
     from rl.runs.folder import CONFIG_FILE, read_metrics
+    from rl.runs.schema import current_fields
 
-    configs = [json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")) for run in (run_a, run_b)]
+    configs = [current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
-    for field, (a, b) in differences(*configs).items():
+    for field, (a, b) in differences(configs[0], configs[1]).items():
         yield f"{field}: {a!r} in A, {b!r} in B"
     ours, theirs = (by_step(read_metrics(run / "metrics.jsonl")) for run in (run_a, run_b))
     shown = [name for name in _SHOWN if any(name in row for row in (*ours.values(), *theirs.values()))]

@@ -1,7 +1,7 @@
-"""The configuration of a run that goes on: its own recipe, as it was, with the options it was started with.
+"""The configuration of a resumed run: its own recipe, as it was, with the options that the run was started with.
 
-`recipe.json` in a run's folder holds the recipe's source and the options, so that a recipe that was edited since
-changes nothing. What they make is compared with `config.json`; new options may only change what is still to come.
+`recipe.json` in a run's folder holds the recipe's source and the options, so later edits of the recipe change nothing.
+The resulting configuration is compared with `config.json`. New options may only change the steps still to come.
 """
 
 import json
@@ -13,14 +13,15 @@ from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from rl.runs.comparison import ABSENT, differences
 from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json, write_json
+from rl.runs.schema import SCHEMA_VERSION, schema_version
 
 _RECIPE_FILE = "recipe.json"
 CHANGEABLE = ("num_steps", "checkpoint_every", "keep_checkpoints")
-"""Fields that a resumed run may be given anew."""
+"""Fields that may be changed when a run is resumed."""
 
 
 def find_run(name: str, runs: Path) -> Path:
-    """The folder of a run given by path or by its name within `runs`. Raises ValueError when there is none."""
+    """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
     for path in (Path(name), runs / name):
         if (path / CONFIG_FILE).is_file():
             return path
@@ -28,14 +29,19 @@ def find_run(name: str, runs: Path) -> Path:
 
 
 def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None) -> None:
-    """Keeps what made a run's configuration: the recipe's source, the options given with it and what it replays."""
-    source = file.read_text(encoding="utf-8")
-    recipe = {"file": file.absolute(), "options": [options], "replay": recording, "source": source}
+    """Saves the origin of a run's configuration: the recipe's source, its options and the recording it replays."""
+    recipe = {
+        "schema_version": SCHEMA_VERSION,
+        "file": file.absolute(),
+        "options": [options],
+        "replay": recording,
+        "source": file.read_text(encoding="utf-8"),
+    }
     write_json(folder / _RECIPE_FILE, recipe)
 
 
 def add_options(folder: Path, options: Sequence[str]) -> None:
-    """Keeps the options that a run was resumed with, behind the earlier ones."""
+    """Appends the options that a run was resumed with to the saved ones."""
     if options:
         recipe = _saved_recipe(folder)
         write_json(folder / _RECIPE_FILE, {**recipe, "options": [*recipe["options"], options]})
@@ -44,8 +50,8 @@ def add_options(folder: Path, options: Sequence[str]) -> None:
 def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     """The configuration of the run in `folder`, with further options.
 
-    Raises ValueError for an option that would change what the run has done already, and for a configuration that the
-    recipe no longer makes.
+    Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
+    recorded configuration, and for a folder of another schema version.
     """
     recipe, name = _saved_recipe(folder), f"ownloop run --resume {folder}"
     config = load_recipe(Path(recipe["file"]), recipe["source"])
@@ -58,18 +64,18 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     changed = {
         field: (before, after)
         for field, (before, after) in differences(recorded, to_json(config)).items()
-        if field not in CHANGEABLE and before is not ABSENT  # fields that are new since then have their defaults
+        if field not in CHANGEABLE and before is not ABSENT  # newer fields have their defaults
     }
     if changed:
         raise ValueError(
-            f"the recipe of {folder} now makes another configuration: {_words(changed)}; what it imports has changed "
-            "since the run began"
+            f"the recipe of {folder} now makes another configuration: {_words(changed)}; the code that it imports has "
+            "changed since the run began"
         )
     changed = differences(to_json(config), to_json(resumed))
     refused = {field: values for field, values in changed.items() if field not in CHANGEABLE}
     if refused:
         raise ValueError(
-            f"a resumed run keeps its configuration, but for {', '.join(CHANGEABLE)}: {_words(refused)}; start a new "
+            f"a resumed run keeps its configuration except for {', '.join(CHANGEABLE)}: {_words(refused)}; start a new "
             "run for that"
         )
     _check_num_steps(folder, resumed)
@@ -83,11 +89,18 @@ def _saved_recipe(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {_RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
             "on with RunFolder(path, config, resume=True)"
         )
-    return json.loads(file.read_text(encoding="utf-8"))
+    recipe: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (version := schema_version(recipe)) != SCHEMA_VERSION:
+        raise ValueError(
+            f"{folder} was written by another version of ownloop (schema {version}, this is {SCHEMA_VERSION}): modules "
+            "that its saved recipe imports have moved and fields were renamed, so it cannot be resumed; start a new "
+            "run, or resume it with the version that began it"
+        )
+    return recipe
 
 
 def _check_num_steps(folder: Path, config: Any) -> None:
-    """Raises ValueError when the run has done more steps than it is now to have."""
+    """Raises ValueError if the run has already done more than `num_steps` steps."""
     complete, num_steps = complete_checkpoints(folder / "checkpoints"), getattr(config, "num_steps", None)
     done = json.loads((complete[-1] / LOOP_FILE).read_text(encoding="utf-8"))["step"] if complete else 0
     if num_steps is not None and num_steps < done:

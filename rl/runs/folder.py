@@ -1,15 +1,17 @@
-"""What a run leaves on disk: one folder with its configuration, metrics, rollouts and logs, readable while it grows.
+"""The files of a run: one folder with its configuration, metrics, rollouts and logs, readable while it grows.
 
     runs/<name>/config.json       the configuration, as given
                 recipe.json       the recipe it came from, for `ownloop run --resume`
-                metrics.jsonl     one line per step
+                metrics.jsonl     one line per step and per evaluation
                 rollouts.jsonl    one line per rollout
                 reward.png        see rl/runs/plot.py
                 checkpoints/      see controller/runs/checkpoints.py
-                logs/             what processes and libraries print
+                model/            the trained model, in Hugging Face's format
+                logs/             the output of processes and libraries
 
-Every line is complete when it is written, and a line that a killed process left unfinished is dropped when the run is
-resumed. JSON has no NaN, so numbers that are not finite are stored as null. One process at a time writes to a folder.
+Every line is complete when it is written. A line that a killed process left unfinished is dropped when the run is
+resumed. JSON has no NaN, so numbers that are not finite are stored as null. Only one process at a time writes to a
+folder. Each row of `metrics.jsonl`, and `recipe.json`, has a `schema_version`: see rl/runs/schema.py.
 """
 
 import dataclasses
@@ -26,28 +28,29 @@ from typing import Any, cast
 import numpy as np
 
 from rl.rollouts.serialization import group_rows
+from rl.runs.schema import SCHEMA_VERSION, current_metrics
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
 LOOP_FILE = "loop.json"
-"""In a checkpoint's directory, written before anything else: the step, and `trainers`, the names of what it holds."""
+"""The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20
 
 
 class RunFolder:
-    """One run's folder. Making it checks that it can be written, so that a run does not fail at its first step."""
+    """One run's folder. Creating it checks that it can be written, so that a run does not fail at its first step."""
 
     def __init__(
         self, path: Path, config: object, *, resume: bool = False, min_free_bytes: int = _MIN_FREE_BYTES
     ) -> None:
-        """Creates the folder and writes `config` (a dataclass) to it; with `resume`, goes on in the folder of a run.
+        """Creates the folder and writes `config` (a dataclass) to it. With `resume` goes on in the folder of a run.
 
-        Raises ValueError when `path` holds something else or another run, cannot be written, belongs to another
-        `RunFolder` that is still there, in whatever process, or its disk has less than `min_free_bytes` left.
+        Raises ValueError if `path` holds another run or other files, if it cannot be written, if another `RunFolder`
+        of this or another process uses it, and if its disk has less than `min_free_bytes` left.
         """
         self.path = path.absolute()
         self.resumed = resume
-        """Whether the folder was there already, so that a loop goes on where its last checkpoint left off."""
+        """Whether the run began earlier, so that its loop goes on after its last checkpoint."""
         is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         try:
@@ -57,7 +60,7 @@ class RunFolder:
                 raise ValueError(
                     f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
                 )
-            self._lock = (self.path / ".lock").open("w")  # goes with this object, or with its process
+            self._lock = (self.path / ".lock").open("w")  # released with this object or its process
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for lines in (self.metrics_file, self.rollouts_file):
                 _drop_unfinished_line(lines)
@@ -71,17 +74,17 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Where processes and libraries log."""
+        """The folder for the output of processes and libraries."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go; made by who writes the first."""
+        """The folder of checkpoints. It exists from the first checkpoint on."""
         return self.path / "checkpoints"
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object per step."""
+        """One JSON object per step and per evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -90,13 +93,13 @@ class RunFolder:
         return self.path / "rollouts.jsonl"
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Appends one step."""
-        _append(self.metrics_file, [{**metrics, "time": time.time()}])
+        """Appends the metrics of a step or an evaluation."""
+        _append(self.metrics_file, [{**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}])
 
     def log_rollouts(
         self, step: int, groups: Sequence[Group], *, split: str = "train", timings: Mapping[str, float] | None = None
     ) -> None:
-        """Appends every rollout of these groups. `timings` are the seconds of the phases that produced them."""
+        """Appends every rollout of these groups. `timings` holds the seconds of each phase of the step."""
         _append(
             self.rollouts_file,
             [
@@ -107,16 +110,16 @@ class RunFolder:
         )
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of every file that grows by lines, once they are on the disk."""
+        """Size in bytes of every file that grows by lines, after it was flushed to the disk."""
         for file in self._line_files:
             with file.open("a") as stream:
                 os.fsync(stream.fileno())
         return {file.name: file.stat().st_size for file in self._line_files}
 
     def cut_back(self, lengths: Mapping[str, int]) -> None:
-        """Drops every line that was written after `lengths` was taken; a file it does not name becomes empty.
+        """Drops every line that was written after `lengths` was taken. A file that `lengths` does not name is emptied.
 
-        Raises ValueError when a file is shorter than it was: somebody else has changed it.
+        Raises ValueError if a file is shorter than it was, so that it was changed from outside.
         """
         for file in self._line_files:
             length = lengths.get(file.name, 0)
@@ -127,19 +130,19 @@ class RunFolder:
                 os.truncate(file, length)
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step goes."""
+        """The directory for the checkpoint of a step."""
         return self.checkpoints / f"step-{step:05d}"
 
     def complete_checkpoints(self) -> list[Path]:
-        """The directories that hold all of a checkpoint, in the order of their steps."""
+        """The directories of complete checkpoints, in the order of their steps."""
         return complete_checkpoints(self.checkpoints)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Every step logged so far, in order; numbers that were not finite come back as NaN."""
+        """All rows logged so far, in order. Numbers that were not finite are NaN."""
         return read_metrics(self.metrics_file)
 
     def saved(self) -> str:
-        """What the folder holds now, in a few words."""
+        """The current contents of the folder, in a few words for the user."""
         parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
         complete = self.complete_checkpoints()
         if complete:
@@ -154,17 +157,20 @@ class RunFolder:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl, without a last line that is still being written. No file is no steps."""
+    """The rows of a `metrics.jsonl`, without a last line that is still being written; none if there is no such file.
+
+    Rows of an earlier schema version come under the names of the current one.
+    """
     if not file.exists():
         return []
     text = file.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
-    steps: list[dict[str, float | None]] = [json.loads(line) for line in lines]
+    steps: list[dict[str, float | None]] = [current_metrics(json.loads(line)) for line in lines]
     return [{name: math.nan if value is None else value for name, value in step.items()} for step in steps]
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """What `RunFolder.complete_checkpoints` says, of the directory of a run's checkpoints."""
+    """The directories in `directory` that hold all parts of a checkpoint, in the order of their steps."""
     steps: dict[Path, int] = {}
     for file in directory.glob(f"step-*/{LOOP_FILE}"):
         loop = json.loads(file.read_text(encoding="utf-8"))
@@ -174,7 +180,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Writes a file of JSON so that a reader, and a run after a crash, sees all of it or none."""
+    """Writes a JSON file atomically: a reader, or a run after a crash, finds the old contents or the new."""
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(to_json(value), indent=2) + "\n")
@@ -184,7 +190,10 @@ def write_json(file: Path, value: object) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """`value` in JSON types: dataclasses become objects, paths strings, what is not finite null, the rest its text."""
+    """`value` in JSON types. Dataclasses become objects, functions "module:name", numbers that are not finite null.
+
+    Values of any other type become their text.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -203,7 +212,7 @@ def to_json(value: Any) -> Any:
 
 
 def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
-    """Raises ValueError unless `path` is a run to resume or nothing yet."""
+    """Raises ValueError unless `path` is a run to resume, or is free for a new one."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"run folder {path} is a file; name a new folder")
     if resume and not is_run:
@@ -222,7 +231,7 @@ def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _drop_unfinished_line(file: Path) -> None:
-    """Cuts off what follows the last line end."""
+    """Cuts off everything after the last newline."""
     if file.exists():
         with file.open("rb+") as stream:
             stream.truncate(stream.read().rfind(b"\n") + 1)

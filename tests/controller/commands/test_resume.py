@@ -7,6 +7,8 @@ import pytest
 from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
 from rl.runs.folder import RunFolder, write_json
+from tests.controller.commands.old_runs import old_run
+from tests.controller.commands.test_cli import ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")
 
@@ -75,3 +77,16 @@ def test_a_run_of_a_script_says_how_to_go_on(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "a", load_recipe(find_recipe(str(RECIPE)))).path
     with pytest.raises(ValueError, match="goes on with RunFolder"):
         resumed_configuration(run, [])
+
+
+def test_a_run_from_before_the_renaming_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    old_run(tmp_path / "runs" / "a")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.json*")}
+    result = ownloop(tmp_path, "run", "--resume", "a")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: runs/a was written by another version of ownloop (schema 1, this is 2): modules that its saved recipe "
+        "imports have moved and fields were renamed, so it cannot be resumed; start a new run, or resume it with the "
+        "version that began it\n"
+    )
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.json*")} == before
