@@ -25,7 +25,7 @@ _PACKS = "ownloop_packs_weight"
 
 
 def patch_cpu() -> None:
-    """Applies the patches that this process needs on the CPU. To be called before an engine is built, once or more."""
+    """Applies the patches for the CPU. Has to be called before an engine is built; calling it again does nothing."""
     if not isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight):
         gemm.dispatch_cpu_unquantized_gemm = _PackBesideWeight(gemm.dispatch_cpu_unquantized_gemm)
     sampler.batched_count_greater_than = _no_ranks
@@ -34,13 +34,13 @@ def patch_cpu() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PackBesideWeight:
-    """Keeps the plain weight beside the one that is packed for oneDNN or AMX, so that `load_weights` can load into it.
+    """Keeps the plain weight beside its packed copy (for oneDNN or AMX), so that `load_weights` can load into it.
 
-    vLLM throws the plain weight away, after which `load_weights` fails and `reload_weights` silently keeps the old head
-    of a model with tied embeddings. Packed weights are worth their memory and the time that packing takes at a pull:
-    1,000 tokens take 2.3 s of CPU time from packed weights of 135M parameters and 2.8 s from plain ones. An input
-    embedding is never multiplied with, so it is not packed; nor is anything in a dtype that the processor's oneDNN
-    cannot multiply (bfloat16 without AVX-512).
+    vLLM throws the plain weight away; `load_weights` then fails, and `reload_weights` silently keeps the old head of a
+    model with tied embeddings. Packed weights are worth their memory and the time of packing at every pull: 1,000
+    tokens take 2.3 s of CPU time with packed weights of 135M parameters, and 2.8 s with plain ones. Input embeddings
+    are not packed, because nothing is multiplied with them, nor is a dtype that oneDNN cannot multiply on this
+    processor (bfloat16 without AVX-512).
 
     Remove when vLLM's `reload_weights` is right for tied embeddings on the CPU and as fast.
     """
@@ -55,20 +55,20 @@ class _PackBesideWeight:
             self.pack(layer, cast(torch.Tensor, layer.weight))
 
     def pack(self, layer: nn.Module, weight: torch.Tensor) -> None:
-        """Makes `layer` multiply with a packed copy of `weight`, or with its own if there is no packed form."""
+        """Makes `layer` multiply with a packed copy of `weight`, or with its own weight if there is no packed form."""
         stand_in = SimpleNamespace(weight=weight, bias=getattr(layer, "bias", None))
         self.original(stand_in, remove_weight=True)
         if hasattr(stand_in, "cpu_linear"):
-            packs = stand_in.weight is not weight  # vLLM throws away what it has packed
+            packs = stand_in.weight is not weight  # vLLM replaces a weight that it has packed
             object.__setattr__(layer, "cpu_linear", stand_in.cpu_linear if packs else nn.functional.linear)
             object.__setattr__(layer, _PACKS, packs)
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Stands in for the rank of the sampled token among all tokens, which nobody here asks for.
+    """Replaces the rank of the sampled token among all tokens, which nothing here uses.
 
-    vLLM computes it whenever log-probs are wanted: a pass over the whole vocabulary (7 % of the CPU time of a step with
-    SmolLM2), compiled at the first request in 2 to 10 s.
+    vLLM computes it whenever log-probs are requested. It takes a pass over the whole vocabulary (7 % of the CPU time of
+    a step with SmolLM2), and 2 to 10 s of compilation at the first request.
 
     Remove when vLLM can return log-probs without ranks.
     """
@@ -77,10 +77,11 @@ def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _register_norms() -> None:
-    """Makes vLLM's own CPU kernels for RMSNorm known to it under `CPU_KERNELS`; `options` asks for them.
+    """Registers vLLM's own CPU kernels for RMSNorm under the name `CPU_KERNELS`, which `options` asks for.
 
-    vLLM 0.32 has the kernels but takes them on GPUs only. Its other way is seven PyTorch operators per norm, 61 norms
-    to a step of SmolLM2; with ten of its layers, 32 sequences and float32 that is 110 ms of CPU time instead of 104.
+    vLLM 0.32 has the kernels but uses them on GPUs only. On the CPU it runs seven PyTorch operators per norm, and a
+    step of SmolLM2 has 61 norms. With ten of its layers, 32 sequences and float32, a step takes 104 ms of CPU time with
+    the kernels and 110 ms without.
 
     Remove when `vllm_c` is supported on the CPU in `vllm/kernels/vllm_c.py`.
     """
@@ -126,26 +127,26 @@ def _register_norms() -> None:
 
 
 def packed_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that multiply with a packed copy of their weight. None on a GPU."""
+    """The layers that multiply with a packed copy of their weight. Empty on a GPU."""
     return [layer for layer in model.modules() if vars(layer).get(_PACKS)]
 
 
 def pack(layer: nn.Module, weight: torch.Tensor) -> None:
-    """Makes a packed layer multiply with `weight` from now on. Several may be packed at a time."""
-    object.__setattr__(layer, "cpu_linear", None)  # first, so that the new packed copy takes the memory of the old one
+    """Makes a packed layer multiply with `weight` from now on. Threads may pack several layers at a time."""
+    object.__setattr__(layer, "cpu_linear", None)  # frees the old packed copy, whose memory the new one then takes
     assert isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight)
     gemm.dispatch_cpu_unquantized_gemm.pack(layer, weight)
 
 
 def packed_experts(model: nn.Module) -> list[Callable[[], None]]:
-    """For each layer of experts that vLLM packs in place on the CPU, what packs it again after a load. None on a GPU.
+    """For each layer of experts that vLLM packs in place on the CPU, a function that packs it again. Empty on a GPU.
 
-    Raises ValueError for experts that vLLM widens when it packs them, into which nothing can be loaded.
+    Raises ValueError for experts that vLLM widens when it packs them, because nothing can be loaded into those.
 
     Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
     """
     packing: list[Callable[[], None]] = []
-    layer: Any  # its attributes are vLLM's own business
+    layer: Any  # vLLM declares no types for these attributes
     for layer in model.modules():
         experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
         if not isinstance(experts, CPUUnquantizedExperts):

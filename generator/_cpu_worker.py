@@ -6,16 +6,16 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class CPUMeshWorker(CPUWorker):
-    """A CPU worker whose group was started by someone else, here by Monarch.
+    """A CPU worker whose process vLLM did not start itself (here Monarch did).
 
-    With `external_launcher` vLLM 0.32 names its shared memory after the last part of "env://": the same name for every
-    group on the host, still taken after a kill ("create shm in SHMManager failed. errno: 17"). An address with a port
-    gives each group a name of its own.
+    With `external_launcher`, vLLM 0.32 names its shared memory after the last part of the rendezvous address "env://".
+    This name is the same for every group on the host, and remains taken after a kill ("create shm in SHMManager failed.
+    errno: 17"). An address with a port gives each group a name of its own.
 
     Remove when vLLM derives the name from MASTER_PORT.
     """
 
     def init_device(self) -> None:
-        """Sets the rendezvous address, which the name is derived from."""
+        """Sets the rendezvous address, from which vLLM derives the name."""
         self.distributed_init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         super().init_device()

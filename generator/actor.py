@@ -1,4 +1,4 @@
-"""`VLLMGenerator`: one tensor-parallel rank of the generator in a process of its own. The sampling is in the engine."""
+"""`VLLMGenerator`: one tensor-parallel rank of a generator, in a process of its own. The engine does the sampling."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from rl.weights.registry import find_record
 
 
 class VLLMGenerator(Actor):
-    """The endpoints of one rank. Rank 0 is sent every call; the other ranks follow its engine."""
+    """The endpoints of one rank. Every call goes to rank 0; the engines of the other ranks follow rank 0's."""
 
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
-        # Here, because the controller imports this module too, and importing vLLM takes seconds.
+        # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         from generator.engine import GenerationEngine
 
         self._engine = GenerationEngine(config)
@@ -39,7 +39,7 @@ class VLLMGenerator(Actor):
 
     @concurrent_endpoint
     async def cancel(self, call_id: str) -> None:
-        """Frees what a call to `generate` holds, if it is still running."""
+        """Cancels a call to `generate`, if it is still running."""
         if call_id in self._calls:
             self._calls[call_id].cancel()
 
@@ -47,9 +47,9 @@ class VLLMGenerator(Actor):
     async def pull_model_state_dict(
         self, version: int, record: VersionRecord | None, mode: PullMode, keep_prefix_cache: bool
     ) -> None:
-        """Takes in exactly this published version; `rl.protocols.Generator` says how.
+        """Loads exactly this published version; `rl.protocols.Generator` describes the options.
 
-        `record` is the version's, if the caller has it; TorchStore does.
+        `record` is the version's. If it is None, TorchStore is asked for it.
         """
         store = await torchstore.client()
         if record is None:
@@ -63,5 +63,5 @@ class VLLMGenerator(Actor):
 
     @concurrent_endpoint
     async def num_unfinished(self) -> int:
-        """Samples that vLLM has yet to finish: running, or waiting for a place."""
+        """Samples that are running or waiting in vLLM."""
         return self._engine.num_unfinished

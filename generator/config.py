@@ -1,4 +1,4 @@
-"""What a generator is made of, checked before any process starts. This module imports neither vLLM nor torch."""
+"""The configuration of a generator, checked before any process starts. This module imports neither vLLM nor torch."""
 
 import ast
 import difflib
@@ -32,31 +32,31 @@ class GeneratorConfig:
 
     model: Path = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
-    out: a loop sets it to its own model."""
+    out, because a loop sets it to its own model."""
     dtype: GeneratorDtype = "bfloat16"
-    """Of weights and activations. The trainer casts to it when it pushes."""
+    """Dtype of weights and activations. The trainer casts its weights to it when it pushes."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads."""
     weight_transport: WeightTransport = "auto"
-    """How the weights that the trainer pushes get here: through this host's `shared_memory`, through `torchstore` from
-    any host, or `auto`: the former where there is enough of it. Asked for by name, too little fails the first push."""
+    """How pushed weights travel: through `shared_memory` on one host, through `torchstore` between any hosts. `auto`
+    takes shared memory if there is enough; if `shared_memory` itself is asked for and short, the first push fails."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     max_model_len: int = 2048
-    """Most tokens of a prompt and its completion together."""
+    """The largest number of tokens of a prompt and its completion together."""
     max_num_seqs: int = 32
-    """Sequences that a replica samples at the same time; more wait their turn."""
+    """Sequences that a replica samples at the same time; further ones wait."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
     on_failure: OnFailure | None = None
-    """What becomes of requests in progress when a process dies, or hangs beyond `request_timeout_s`: they are sent
-    again, or raise `MeshError`; a new process takes its place either way. None: with several replicas as "retry"; the
-    death of a single one raises from every call, and nothing is started in its place."""
+    """What happens to requests in progress when a process dies, or hangs beyond `request_timeout_s`: "retry" sends them
+    again and "raise" makes them raise `MeshError`; both restart the process. None means "retry" if there are several
+    replicas; the failure of a single replica then raises from every call, and nothing is restarted."""
     request_timeout_s: float | None = None
-    """Longest time from sending a request to a replica to its answer, after which it raises `DeadlineError`. A replica
-    that does not even say then that it lives is taken for dead. None waits forever."""
+    """The longest time from sending a request to its answer, after which the request raises `DeadlineError`. A replica
+    that then does not answer a ping either counts as dead. None waits forever."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further options of vLLM's `EngineArgs`, by their names there."""
+    """Further options of vLLM's `EngineArgs`, under vLLM's names."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -79,7 +79,7 @@ class GeneratorConfig:
             _check_engine_args(self.engine_args)
 
     def check_model(self) -> None:
-        """Looks at the model directory. Raises ValueError if this generator could not serve what is in it."""
+        """Raises ValueError if this generator cannot serve the model in its directory."""
         if not (self.model / "config.json").is_file():
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
         if not any(self.model.glob("*.safetensors")):
@@ -87,7 +87,7 @@ class GeneratorConfig:
         model = read_config(self.model)
         architectures = model.get("architectures") or []
         if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
-            # Others would start, but that their packed weights are renewed after a pull has not been shown.
+            # vLLM would start others, but no test shows that a pull replaces all of their weights.
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'};"
                 f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -110,8 +110,10 @@ class GeneratorConfig:
 def check_request(
     prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int, config: GeneratorConfig
 ) -> tuple[int, ...]:
-    """The prompt as plain integers. Raises ValueError for a request that the context cannot hold or that asks for
-    nothing, and for a prompt that is not made of tokens."""
+    """Returns the prompt as plain integers.
+
+    Raises ValueError if the request exceeds the context or asks for no samples, or if the prompt is not token ids.
+    """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling is {sampling!r}; it must be SamplingParams")
     if num_samples < 1:

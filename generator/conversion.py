@@ -1,4 +1,4 @@
-"""Our requests in vLLM's terms, and vLLM's answers in ours."""
+"""Converts our requests to vLLM's types, and vLLM's answers to ours."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rl.types import Completion, SamplingParams
 
 
 def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
-    """vLLM gives sample i the seed `seed + i`."""
+    """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`."""
     return vllm.SamplingParams(
         n=num_samples,
         max_tokens=sampling.max_tokens,
@@ -20,25 +20,25 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # only those of the sampled tokens
         prompt_logprobs=0 if sampling.prompt_logprobs else None,
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # token by token, which only the search for stop strings needs
+        detokenize=bool(sampling.stop),  # token by token is slow, and only stop strings need it
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
-    """A finished sample; `prompt_logprobs` are vLLM's flat ones of its request, or None.
+    """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
 
-    The text is empty without a tokenizer. Raises RuntimeError if vLLM did not finish the sample.
+    Without a tokenizer the text is empty. Raises RuntimeError if vLLM did not finish the sample.
     """
     tokens = tuple(sample.token_ids)
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request after {len(tokens)} tokens: {sample.finish_reason}")
     assert sample.logprobs is not None
     assert sample.weight_versions is not None
-    if isinstance(sample.stop_reason, str):  # a stop string, which vLLM has cut off
+    if isinstance(sample.stop_reason, str):  # a stop string, which vLLM has cut off the text
         text = sample.text
     elif tokenizer is not None:
         text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,8 +1,8 @@
-"""Records once what vLLM's `load_weights` copies from a weight buffer, and repeats those copies at every later pull.
+"""Records the copies that vLLM's `load_weights` makes from weight memory, and repeats them at every later pull.
 
-vLLM walks over hundreds of tensors, fuses and shards them, in Python, on one thread. All of that is the same for every
-version, so the first pull's copies are written down, as pairs of views, and what packs weights for the CPU reads them
-from the buffer where that is possible.
+vLLM fuses and shards hundreds of tensors one by one, in Python, on one thread. The copies are the same for every
+version, so the first pull records them as pairs of views and later pulls only run them, on all threads. A weight that
+is packed for the CPU is packed straight from the published memory if it lies there in one piece, which saves a copy.
 """
 
 from collections import defaultdict
@@ -26,11 +26,11 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A view of a buffer."""
+    """A view of weight memory, wherever that is mapped."""
 
     dtype: torch.dtype
     offset: int
-    """In elements."""
+    """In elements of `dtype`."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -39,7 +39,7 @@ class _Source:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """While active, notes what is copied out of a buffer."""
+    """Records every copy out of weight memory while it is active."""
 
     def __init__(self, memory: WeightMemory) -> None:
         """The tensors to be copied are views of `memory`."""
@@ -47,7 +47,7 @@ class CopyRecorder(TorchDispatchMode):
         self._storage = memory.data.untyped_storage().data_ptr()
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
-        """Whether everything taken from the buffer was copied as it is."""
+        """Whether the copies are all that was read: a cast or a sum of published tensors cannot be repeated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation."""
@@ -66,10 +66,10 @@ class CopyRecorder(TorchDispatchMode):
 
 
 class CopyPlan:
-    """How a version laid out like the one recorded gets into the model."""
+    """Loads versions that have the same layout as a recorded one."""
 
     def __init__(self, model: nn.Module, record: VersionRecord, recorder: CopyRecorder) -> None:
-        """`recorder` was active while the model's `load_weights` took in `record`."""
+        """`recorder` was active while the model's `load_weights` loaded `record`."""
         self._modules = tuple(model.modules())
         self._layout = record.layout
         self._addresses = _addresses(self._modules)
@@ -92,14 +92,15 @@ class CopyPlan:
             whole = _as_one(weight, into[_address(weight)])
             self._packs.append((layer, whole or weight))
             if whole is not None and _address(weight) not in plain:
-                del into[_address(weight)]  # nobody reads the plain weight then
+                del into[_address(weight)]  # only the packed copy is ever read, so the plain one may go stale
         self._copies = [pair for pairs in into.values() for pair in pairs]
         self._experts = packed_experts(model)
-        # What brings in a version, one stage after the other, for each buffer; it is gone with the buffer.
+        # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
+        # hundreds of views take long to make, and they are gone with the memory.
         self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
-        """Whether it can be used for this version in the model as it is now."""
+        """Whether the plan can load this version into the model as it is now."""
         return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
     def load(self, memory: WeightMemory, workers: Workers) -> None:
@@ -114,13 +115,13 @@ class CopyPlan:
 
 
 def pack_weights(model: nn.Module, workers: Workers) -> None:
-    """Packs what was loaded, so that the next forward pass computes with it. Does nothing on a GPU."""
+    """Packs the loaded weights again, which the next forward pass computes with. Does nothing on a GPU."""
     workers.run(_packing((layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)))
     workers.run(packed_experts(model))
 
 
 def _packing(layers: Iterable[tuple[nn.Module, torch.Tensor]]) -> list[Operation]:
-    """What packs these layers with their new weights."""
+    """The operations that pack these layers, the longest first."""
     return [partial(pack, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
 
 
@@ -129,7 +130,7 @@ def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
 
 
 def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
-    """The one contiguous piece of a buffer that the copies into a weight fill it with, if it is one."""
+    """The piece of memory that equals a weight, if the copies into the weight come from one contiguous piece."""
     if not copies or not weight.is_contiguous():
         return None
     ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())
@@ -154,5 +155,5 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _addresses(modules: Iterable[nn.Module]) -> list[int]:
-    """Of the modules' own parameters. Takes a tenth of the time of `model.parameters()`, which looks for names."""
+    """Addresses of the modules' parameters. Ten times as fast as `model.parameters()`, which walks names as well."""
     return [p.data_ptr() for module in modules for p in vars(module)["_parameters"].values() if p is not None]

@@ -1,12 +1,12 @@
-"""A vLLM engine in this process: any number of requests at a time, each an await, and weights that change in between.
+"""A vLLM engine in this process: any number of requests at a time, each an await, and weight updates between them.
 
-One thread builds the engine and steps it. Callers put commands into its queue; before every step it takes what is
-there, so a request joins those that run at the next token (continuous batching). A weight update that drains waits at
-the head of the queue until the running requests have finished; requests behind it wait for it. One that does not is
-applied between two steps. In a tensor-parallel group every rank runs this class, rank 0 takes the commands and
-broadcasts them, and all step alike. How an update is applied is in `generator/updates.py`.
+One thread builds the engine and steps it. Callers put commands into its queue. Before every step the thread takes all
+commands from it, so a new request joins the running ones at the next token (continuous batching). A weight update in
+"drain" mode waits at the head of the queue until the running requests have finished, and later requests wait behind it;
+an "inflight" update is applied between two steps. `generator/updates.py` applies updates.
 
-The engine knows no actor, no controller and no store beyond `get`.
+In a tensor-parallel group every rank runs this class. Rank 0 takes the commands and broadcasts them, and all ranks take
+the same steps. The engine knows neither actors nor the controller.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.transport import Feed
 from rl.weights.version_index import Store
 
-_IDLE_S = 60.0  # ranks that wait for a broadcast hear from rank 0 this often, or their group would time out
+_IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
 
@@ -55,7 +55,7 @@ class _Generate:
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     id: str
-    """Of the request to drop."""
+    """The id of the request to drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,17 @@ class GenerationEngine:
     """Samples completions and takes in new weights. Safe to call from any number of tasks of one event loop."""
 
     def __init__(self, config: GeneratorConfig) -> None:
-        """Builds the engine; takes seconds. `options.generator_env` must be this process's environment already.
+        """Builds the engine, which takes seconds. `options.generator_env` must already be this process's environment.
 
-        Torch's RANK and WORLD_SIZE say which rank of the tensor-parallel group this is. Raises what vLLM raises.
+        RANK and WORLD_SIZE in the environment say which rank of the tensor-parallel group this is. Raises what vLLM
+        raises.
         """
         self._config = config
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}
         self._feeds: dict[str, Feed] = {}  # of updates whose bytes rank 0 has to fetch
         self._backlog: deque[_Generate | _Update | _Close] = deque()
-        self._running: set[str] = set()  # requests that vLLM has
+        self._running: set[str] = set()  # ids of the requests in vLLM
         self._ids = itertools.count()
         self._failure: BaseException | None = None
         built: Future[None] = Future()
@@ -97,12 +98,12 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Policy version of the weights; 0 until the first update: those of the model's directory."""
+        """Policy version of the weights; 0, which stands for those of the model's directory, until the first update."""
         return self._updates.version
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that vLLM has yet to finish: running, or waiting for a place."""
+        """Samples that are running or waiting in vLLM."""
         return self._engine.get_num_unfinished_requests()
 
     async def generate(
@@ -110,14 +111,15 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, which is computed once. Sample i uses `sampling.seed + i`.
 
-        A completion's log-probs are of the distribution it was sampled from, after temperature, top-k and top-p; of a
-        greedy one (temperature 0) the model's own, at temperature 1. Cancelling the call frees its place in the batch.
+        Log-probs are those of the distribution that was sampled from, after temperature, top-k and top-p; greedy
+        completions (temperature 0) have those of the model at temperature 1. Cancelling the call frees its place in the
+        batch.
 
-        Raises ValueError for a request that vLLM rejects or the context cannot hold, `WeightsError` while the last
-        update has left no usable weights. Other requests are unharmed.
+        Raises ValueError if vLLM rejects the request or it exceeds the context, and `WeightsError` if the last update
+        left no usable weights. Other requests go on.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
-        if sampling.seed is None:  # drawn here, so that every rank of a tensor-parallel group samples the same tokens
+        if sampling.seed is None:  # drawn once, so that all tensor-parallel ranks sample the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
         request = _Generate(self._next_id(), tokens, sampling, num_distinct)
@@ -131,11 +133,11 @@ class GenerationEngine:
     async def update_weights(
         self, record: VersionRecord, store: Store, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """Takes in a published version; see `rl.protocols.Generator.pull_model_state_dict` for the options.
+        """Loads a published version; `rl.protocols.Generator.pull_model_state_dict` describes the options.
 
-        Raises ValueError if the version does not fit the model or is gone, `WeightsError` if its bytes cannot be had.
-        The old weights stay in use then, unless the error came while they were being replaced: generation is refused
-        then until an update succeeds, and requests that were running raise `WeightsError`.
+        Raises ValueError if the version does not fit the model or is no longer kept, and `WeightsError` if its bytes
+        cannot be had. The old weights then stay in use. If the error came while they were being replaced, running
+        requests raise `WeightsError`, and so do new ones until an update succeeds.
         """
         check_known("mode", mode, PULL_MODES)
         update = _Update(self._next_id(), record, mode, keep_prefix_cache)
@@ -151,7 +153,7 @@ class GenerationEngine:
                 fetching.cancel()
 
     def close(self) -> None:
-        """Ends the thread; unfinished requests raise `RuntimeError`."""
+        """Ends the thread. Unfinished requests raise `RuntimeError`."""
         if self._thread.is_alive():
             self._commands.put(_Close(self._next_id()))
             self._thread.join()
@@ -167,7 +169,7 @@ class GenerationEngine:
         self._commands.put(command)
         return answer
 
-    # What follows runs in the engine's thread.
+    # All methods below run in the engine's thread.
 
     def _run(self, built: "Future[None]") -> None:
         try:
@@ -194,7 +196,7 @@ class GenerationEngine:
         self._updates = WeightUpdates(self._engine, self._group, self._config.model)
 
     def _serve(self) -> bool:
-        """Takes the commands that are there, waiting for one if there is nothing to do, then steps once."""
+        """Handles all queued commands, waiting for one if there is nothing to do, and steps once. False to stop."""
         for command in self._receive(wait=not self._engine.has_unfinished_requests() and not self._backlog):
             if isinstance(command, _Cancel):
                 self._cancel(command.id)
@@ -226,7 +228,7 @@ class GenerationEngine:
             self._finish(output)
 
     def _update(self, update: _Update) -> None:
-        """Nothing is computed while the weights change, and nothing after it if they could not be changed wholly."""
+        """Applies an update. If it leaves a mixture of versions, running requests are aborted."""
         self._updates.finish_steps(self._step)
         try:
             self._updates.apply(
@@ -240,7 +242,7 @@ class GenerationEngine:
                 self._running.clear()
 
     def _receive(self, *, wait: bool) -> list[_Command]:
-        """Rank 0's commands, on every rank."""
+        """Takes rank 0's commands out of its queue and returns them on every rank."""
         commands: list[_Command] = []
         if self._group.rank_in_group == 0:
             with contextlib.suppress(queue.Empty):
@@ -263,7 +265,7 @@ class GenerationEngine:
         try:
             self._engine.add_request(request.id, prompt, to_vllm(sampling, request.num_samples))
         except (ValueError, VLLMValidationError) as error:
-            # vLLM's own exceptions mean nothing to a caller that has not imported it.
+            # Callers need not have imported vLLM, so its own exceptions would be of no use to them.
             raise ValueError(str(error)) from None
         self._running.add(request.id)
 
@@ -287,7 +289,7 @@ class GenerationEngine:
     def _answer(self, request_id: str, result: Any = None, error: BaseException | None = None) -> None:
         answer = self._answers.pop(request_id, None)
         if answer is None or not answer.set_running_or_notify_cancel():
-            return  # not this rank's to answer, or cancelled
+            return  # rank 0 answers, or the call was cancelled
         if error is not None:
             answer.set_exception(error)
         else:

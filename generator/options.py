@@ -1,7 +1,7 @@
-"""What a `GeneratorConfig` means to vLLM: the environment of a rank's process and the arguments of its engine.
+"""Translates a `GeneratorConfig` for vLLM: the environment of a rank's process and the arguments of its engine.
 
-One path for CPU and GPU. What is set for the CPU is what vLLM would get wrong there or take long over; everything else
-is vLLM's own default, and `GeneratorConfig.engine_args` has the last word.
+CPU and GPU share one path. Options are set for the CPU only where vLLM's defaults are wrong or slow there; all others
+keep vLLM's defaults. `GeneratorConfig.engine_args` overrides everything.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
 
 def generator_env(config: GeneratorConfig) -> dict[str, str]:
-    """Environment of every rank's process, to be set before it imports anything."""
+    """The environment of each rank's process. It has to be set before the process imports anything."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
         "VLLM_NO_USAGE_STATS": "1",
@@ -39,7 +39,7 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
 
 
 def check_hardware(config: GeneratorConfig) -> None:
-    """Raises ValueError for what vLLM accepts and then cannot do on this host, or does wrongly."""
+    """Raises ValueError for options that vLLM accepts but cannot, or cannot correctly, carry out on this host."""
     if torch.cuda.is_available():
         return
     model = read_config(config.model)
@@ -64,7 +64,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "disable_log_stats": True,
         "skip_tokenizer_init": not any(config.model.glob("tokenizer*")),
     }
@@ -76,7 +76,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "ir_op_priority": {"rms_norm": [CPU_KERNELS], "fused_add_rms_norm": [CPU_KERNELS]},
             "kv_cache_memory_bytes": _kv_cache_bytes(config),
             "block_size": _CPU_BLOCK_SIZE,
-            # A seeded request whose prompt is cut into chunks ends the engine: "CPU Generator does not use offset".
+            # A seeded request whose prompt is chunked crashes the engine: "CPU Generator does not use offset".
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_model_len, _MIN_BATCHED_TOKENS),
         }
@@ -86,7 +86,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
 
 
 def _kv_cache_bytes(config: GeneratorConfig) -> int:
-    """A rank's share of the keys and values of `max_num_seqs` sequences of full length."""
+    """Size of one rank's keys and values of `max_num_seqs` sequences of full length."""
     model = read_config(config.model)
     num_heads = model["num_attention_heads"]
     kv_heads = -(-model.get("num_key_value_heads", num_heads) // config.tensor_parallel)

@@ -1,1 +1,1 @@
-"""Published weights: what they are, how they are found, and the memory that carries them."""
+"""Published weights: their manifest and records, how generators find them, and how the bytes travel."""

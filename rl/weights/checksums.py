@@ -1,7 +1,7 @@
-"""Checksums of published tensors: sums of their bits, which cost next to nothing beside copying them.
+"""Checksums of published tensors: sums of their bits, which cost next to nothing compared with copying the tensors.
 
-They catch what was written wrongly, not at all, or by somebody else. They are no defence against an attacker, nor
-against values that only changed places.
+They catch tensors that were written wrongly, not written, or overwritten. They do not protect against an attacker, and
+do not notice values that only changed places.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,22 @@ from collections.abc import Iterable, Sequence
 import torch
 
 LINE_BYTES = 64
-"""Every tensor in a buffer begins at a multiple of this, and zeros follow it up to the next."""
+"""Every tensor in a buffer begins at a multiple of this and is padded with zeros to the next."""
 
 _MODULUS = 1 << 64
 _SAMPLED_LINES = 64
-_SPREAD = 40503  # 2^16 / golden ratio: spreads samples over the width of a row whatever that is
+_SPREAD = 40503  # 2^16 / golden ratio: samples differ in their column, whatever the width of a row
 
 
 class BufferChecksums:
     """Checksums of the tensors of a buffer: sums of their 64-bit words, modulo 2^64.
 
-    Sampled, they look at 64 lines of 64 bytes of a tensor above 4 KiB, spread over all of it, so that every rank's
-    shard is in it. A single wrong word elsewhere goes unnoticed; full, none does.
+    Full checksums cover every byte. Sampled ones cover 64 lines of 64 bytes of a tensor above 4 KiB, spread over all of
+    it so that every rank's shard is sampled; a single wrong word elsewhere goes unnoticed.
     """
 
     def __init__(self, extents: Sequence[tuple[int, int]], *, full: bool) -> None:
-        """`extents` are every tensor's first byte and number of bytes."""
+        """`extents` holds every tensor's first byte and its number of bytes."""
         self._lines = [(offset // LINE_BYTES, -(-size // LINE_BYTES)) for offset, size in extents]
         self._full = full
         if not full:
@@ -33,7 +33,7 @@ class BufferChecksums:
             self._owners = torch.repeat_interleave(torch.tensor([len(lines) for lines in sampled], dtype=torch.int64))
 
     def __call__(self, data: torch.Tensor) -> tuple[int, ...]:
-        """Of every tensor in a buffer's bytes (uint8 [N], N a multiple of 64)."""
+        """The checksum of every tensor, from a buffer's bytes (uint8 [N], N a multiple of 64)."""
         lines = data.view(torch.int64).view(-1, LINE_BYTES // 8)
         if self._full:
             return tuple(int(lines[first : first + count].sum()) for first, count in self._lines)
@@ -42,18 +42,18 @@ class BufferChecksums:
 
 
 def element_sum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns of a tensor's elements; the ranks that hold its shards can add theirs up."""
+    """The sum of the bit patterns of a tensor's elements. Ranks that hold its shards can `add_up` theirs."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.contiguous().view(bits).sum(dtype=torch.int64)) % _MODULUS
 
 
 def add_up(sums: Iterable[int]) -> int:
-    """The `element_sum` of a tensor from those of its shards."""
+    """The `element_sum` of a tensor, from those of its shards."""
     return sum(sums) % _MODULUS
 
 
 def _sample(num_lines: int) -> torch.Tensor:
-    """Which of a tensor's lines are looked at."""
+    """The lines of a tensor that sampled checksums cover."""
     if num_lines <= _SAMPLED_LINES:
         return torch.arange(num_lines)
     positions = torch.arange(_SAMPLED_LINES)

@@ -1,8 +1,7 @@
-"""Threads that share many small tensor operations among the cores.
+"""Threads that run many small tensor operations side by side.
 
-Torch splits every operation among its threads and joins them again: 70 microseconds for each of a model's hundreds of
-tensors, as long as copying one of them takes. Here every thread computes alone, and takes the next operation when it is
-done with one.
+Torch splits each operation among its threads and joins them again. That takes 70 microseconds, as long as copying one
+of a model's hundreds of tensors. Here each thread runs whole operations, one after the other, until none is left.
 """
 
 import threading
@@ -12,19 +11,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 8 << 20  # larger tensors are cut, so that no thread is left with a long copy at the end
 
 
 class Workers:
-    """As many threads as torch computes with here. They end with the process, or when this is collected."""
+    """As many threads as torch uses in this process. They end with the process, or when this object is collected."""
 
     def __init__(self) -> None:
-        """Takes its number of threads from the calling thread's `torch.get_num_threads()`."""
+        """The number of threads is the calling thread's `torch.get_num_threads()`."""
         self._num_threads = torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
         if self._num_threads > 1:
-            # Not `torch.set_num_threads`, which vLLM replaces. It sets the calling thread's number, and that of
-            # threads that compute for the first time later, hence once more here when all workers have set theirs.
+            # vLLM replaces `torch.set_num_threads`, hence the function below it. It sets the number of the calling
+            # thread and of all threads that torch has not seen yet, so the caller's is set again after the workers'.
             set_num_threads = torch._C.set_num_threads  # pyright: ignore[reportPrivateUsage]
             self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=set_num_threads, initargs=(1,))
             all_here = threading.Barrier(self._num_threads)
@@ -32,7 +31,7 @@ class Workers:
             set_num_threads(self._num_threads)
 
     def run(self, operations: Iterable[Callable[[], object]]) -> None:
-        """Runs all of them, in any order; begin with the longest. Raises what the first that fails raises."""
+        """Runs all operations, in any order. The longest should come first. Raises the error of one that fails."""
         operations = list(operations)
         if self._pool is None or len(operations) < 2:
             with torch.no_grad():
@@ -42,11 +41,11 @@ class Workers:
             self._share(operations)
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies every (destination, source) of equal shapes, casting on the way. Large ones are cut along dim 0."""
+        """Copies each (destination, source) pair of equal shapes, and casts. Large ones are cut along dim 0."""
         self.run(self.copies(pairs))
 
     def copies(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
-        """What `copy` runs, to be run as often as the tensors live."""
+        """The operations of `copy`, which can be run any number of times."""
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for destination, source in pairs:
             num_pieces = -(-destination.nbytes // _PIECE_BYTES)

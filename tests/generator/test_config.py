@@ -21,7 +21,7 @@ from tests.generator.served_models import served_llama
         ({"dtype": "int8"}, r"dtype is 'int8'; it must be one of"),
         ({"num_replicas": 0}, r"num_replicas is 0; it must be at least 1"),
         ({"weight_transport": "nccl"}, r"'nccl'; it must be one of \('auto', 'shared_memory', 'torchstore'\)"),
-        ({"on_failure": "retry"}, r"on_failure is 'retry'; it must be one of \('retry', 'raise'\)"),
+        ({"on_failure": "resend"}, r"on_failure is 'resend'; it must be one of \('retry', 'raise'\)"),
         ({"request_timeout_s": 0}, r"request_timeout_s is 0; it must be above 0"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0; it must be at least 1"),
         ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
