@@ -11,9 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes are many and small: one thread each, and no thread that spins while it waits.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+# The groups that stay together, and their order, are those of tests/conftest.py.
+TWO_WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow lint bench lock clean
+.PHONY: help setup train test test-fast test-slow lint bench lock clean
 
 help: ## list the targets
 	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.11]'
@@ -25,8 +27,11 @@ setup: ## create or update .venv; every other target does so first
 train: setup ## train a language model with GRPO; ARGS="--num-steps 5" overrides the recipe
 	@exec $(BIN)/python -m controller.commands.cli run $(RECIPE) $(ARGS)
 
-test: setup ## run the tests; ARGS="-k name" picks some
-	@exec env $(PYTEST) -m "not slow" $(ARGS)
+test: setup ## run the tests on two cores; ARGS="-k name" picks some, ARGS="-n 0" runs them one after the other
+	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow" $(ARGS)
+
+test-fast: setup ## run the tests that start no process and take no seconds each
+	@exec env $(PYTEST) -m "not slow and not e2e and not ranks and not vllm" $(ARGS)
 
 test-slow: setup ## run the tests that take longer than a minute each
 	@exec env $(PYTEST) -m slow $(ARGS)

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.layouts import LAYOUTS, LIMIT, Layout, measure
 
+pytestmark = pytest.mark.ranks
+
 # Those that `test_sharded_engine.py` does not run; all of two ranks, so that they share their processes.
 FAST = (
     "tp 2 without sp",

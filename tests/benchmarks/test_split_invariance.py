@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.split_invariance import CUTS, LIMIT, measure
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_any_cut_of_a_batch_gives_the_same_gradient(model: str) -> None:

@@ -15,6 +15,8 @@ from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
 
+pytestmark = pytest.mark.vllm
+
 PROMPT = list(range(3, 40))
 SHORT = list(range(20, 5, -1))
 

@@ -17,6 +17,8 @@ from tests.generator.served_models import served_qwen3_moe
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_are_packed_again_after_every_pull(tmp_path: Path, build_engine: EngineFactory, dtype: str) -> None:

@@ -20,6 +20,8 @@ from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
+pytestmark = pytest.mark.vllm
+
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
 

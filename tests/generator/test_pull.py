@@ -20,6 +20,8 @@ from tests.generator.served_models import served_llama, served_qwen3
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

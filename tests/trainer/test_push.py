@@ -85,6 +85,7 @@ def _private_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.mark.ranks
 def test_two_ranks_publish_their_shards() -> None:
     spawn(2, _run, _publish_shards)
 
@@ -110,6 +111,7 @@ def _publish_fsdp_times_tp(rank: int, store: FakeStore) -> None:
         _assert_published(store, 1, full)
 
 
+@pytest.mark.ranks
 def test_fsdp_times_tensor_parallel() -> None:
     spawn(4, _run, _publish_fsdp_times_tp)
 

@@ -19,6 +19,8 @@ from trainer.engines.base import Engine
 from trainer.engines.plain_ranks import plan, relative_error, spawn, whole
 from trainer.push import WeightPublisher
 
+pytestmark = pytest.mark.ranks
+
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 PIPELINE = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
 FSDP = {"data_parallel_shard": 2}

@@ -15,6 +15,8 @@ from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
 
+pytestmark = pytest.mark.ranks
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
