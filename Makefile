@@ -11,8 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes are many and small: one thread each, and no thread that spins while it waits.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
-# The groups that stay together, and their order, are those of tests/conftest.py.
-TWO_WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+# Which worker runs what, and in which order, is in tests/conftest.py.
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-fast test-slow lint bench lock clean

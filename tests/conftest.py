@@ -1,42 +1,51 @@
-"""What all tests share: no network, no accelerator unless there is one, the real model, and how workers share the tests."""
+"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for two workers."""
 
 import os
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-_TESTS = Path(__file__).parent
-_SHARED = ("vllm", "ranks")
-"""Markers of tests that share what takes longest: vLLM's imports, and the process that ranks are forked from."""
 _LONGEST_FIRST = ("vllm", "e2e", "ranks")
+"""Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""
+_VLLM = ("tests/generator/", "tests/controller/loops/")
+"""Folders whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders and groups tests for `--dist loadgroup`, and skips `gpu` tests where there is no CUDA device.
-
-    A file's tests stay together because they share fixtures, and all that need vLLM in the test's own process stay
-    together because importing it takes seconds.
-    """
+    """Orders the tests, and skips `gpu` tests where there is no CUDA device."""
     items.sort(key=_place)
-    has_gpu = Path("/dev/nvidia0").exists()
+    if Path("/dev/nvidia0").exists():
+        return
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-        if item.get_closest_marker("gpu") and not has_gpu:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _group(item: pytest.Item) -> str:
-    """The tests that one worker runs together, by the marker or the file that they have in common."""
-    return next((name for name in _SHARED if item.get_closest_marker(name)), str(item.path.relative_to(_TESTS)))
-
-
 def _place(item: pytest.Item) -> int:
-    """Longest first, so that no worker is left with a long group at the end."""
-    return next((place for place, name in enumerate(_LONGEST_FIRST) if item.get_closest_marker(name)), 9)
+    markers = [place for place, name in enumerate(_LONGEST_FIRST) if item.get_closest_marker(name)]
+    return min(markers, default=len(_LONGEST_FIRST))
+
+
+class _FilesStayTogether(LoadScopeScheduling):
+    """Gives a worker whole files, whose tests share fixtures, and one worker all that import vLLM.
+
+    In place of `--dist loadgroup`, which pytest-xdist 3.8 ignores under pytest 9.2: it writes a test's group into an
+    attribute that pytest no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "vllm" if file.startswith(_VLLM) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Decides which worker runs which tests."""
+    return _FilesStayTogether(config, log)
 
 
 @pytest.fixture(scope="session")

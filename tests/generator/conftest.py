@@ -1,27 +1,23 @@
 """vLLM engines in the test's own process: importing vLLM takes seconds, a further engine a fraction of one."""
 
-import gc
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from generator.config import GeneratorConfig
 from generator.engine import GenerationEngine
 from generator.options import generator_env
+from tests.in_process import vllm_in_process
 
 EngineFactory = Callable[..., GenerationEngine]
 
 
 @pytest.fixture(scope="module")
 def build_engine() -> Generator[EngineFactory]:
-    """Builds an engine for a model directory; all end with the module, and what vLLM did to this process is undone."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    """Builds an engine for a model directory; all end with the module."""
     engines: list[GenerationEngine] = []
 
     def build(directory: Path, dtype: str, **options: Any) -> GenerationEngine:
@@ -31,13 +27,8 @@ def build_engine() -> Generator[EngineFactory]:
         engines.append(GenerationEngine(config))
         return engines[-1]
 
-    yield build
-    for engine in engines:
-        engine.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so once per engine, seconds each with its modules loaded
+    with vllm_in_process():
+        yield build
+        for engine in engines:
+            engine.close()
         engines.clear()
-    cleanup_dist_env_and_memory()
-    torch.set_num_threads = set_num_threads
-    os.environ.clear()
-    os.environ.update(environment)

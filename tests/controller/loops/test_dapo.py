@@ -1,4 +1,4 @@
-"""DAPO with real processes and a tiny model: steps are filled up, and evaluation changes nothing of training."""
+"""DAPO with a tiny model, in one process: steps are filled up, and evaluation changes nothing of training."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ from rl.envs.procedural import TextProblem
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

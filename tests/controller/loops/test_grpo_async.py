@@ -1,4 +1,4 @@
-"""The asynchronous loop with real processes and a tiny model: on policy it is `grpo`, otherwise it keeps its bound."""
+"""The asynchronous loop with a tiny model, in one process: on policy it is `grpo`, otherwise it keeps its bound."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ from rl.protocols import Env
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""SFT and DPO with a real trainer process and a tiny model: what they learn, and that they go on where they stopped."""
+"""SFT and DPO with a tiny model, in one process: what they learn, and that they resume where they stopped."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=128)
 

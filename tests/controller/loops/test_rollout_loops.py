@@ -1,4 +1,4 @@
-"""accumulate, distill and ppo with real trainer and generator processes and a tiny model."""
+"""accumulate, distill and ppo with a tiny model, their meshes in one process."""
 
 import asyncio
 import io
@@ -33,7 +33,7 @@ from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer
 from trainer.config import TrainerConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
 TOLERANCE = 1e-6
@@ -217,7 +217,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         replace(distilled, discount=2)
     with pytest.raises(ValueError, match=r"sampling.temperature is 0.7; training rollouts need 1.0"):
         replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.7))
-    actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "params": PPOParams()}
+    actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "ppo": PPOParams()}
     with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
         PPOConfig(**actor_critic, critic=TRAINER)
     accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)

@@ -1,0 +1,160 @@
+"""Meshes whose actors live in the test's own process: whole loops run without paying for processes and their imports.
+
+Everything but the process boundary is real: launcher, handles, actors, engines and the bytes of the weights.
+"""
+
+import asyncio
+import gc
+import inspect
+import os
+import threading
+from collections.abc import Coroutine, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torchstore
+from monarch.actor import Actor
+
+from controller.meshes.mesh import Mesh
+from controller.meshes.store import WeightStore
+from generator.actor import VLLMGenerator
+from tests.stores import FakeStore
+
+T = TypeVar("T")
+
+
+@contextmanager
+def vllm_in_process() -> Generator[None]:
+    """At the end of the block, what vLLM did to this process is undone. Its engines are closed and dropped by then."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so once per engine, seconds each with its modules loaded
+        yield
+    cleanup_dist_env_and_memory()
+    torch.set_num_threads = set_num_threads
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@contextmanager
+def meshes_in_process() -> Generator[None]:
+    """Within the block `Mesh.spawn` starts no process, and TorchStore is a dictionary."""
+    store = FakeStore()
+
+    async def client() -> FakeStore:
+        return store
+
+    async def launch(log_dir: Path) -> InProcessStore:
+        store.values.clear()
+        return InProcessStore()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mesh, "spawn", InProcessMesh.spawn)
+        patch.setattr(WeightStore, "launch", launch)
+        patch.setattr(torchstore, "client", client)
+        yield
+
+
+class InProcessStore:
+    """Stands for a running TorchStore."""
+
+    async def stop(self) -> None:
+        """Nothing runs."""
+
+
+class InProcessMesh(Mesh):
+    """A mesh of one rank: an actor with a thread of its own."""
+
+    def __init__(self, name: str, actor: Actor, log_file: Path) -> None:
+        """Use `spawn`."""
+        super().__init__(name, None, InProcessActor(actor), (), (log_file,))
+
+    @classmethod
+    async def spawn(
+        cls, name: str, actor: type[Actor], *args: Any, num_ranks: int, env: Mapping[str, str], log_dir: Path
+    ) -> "InProcessMesh":
+        """Makes the actor; its log file stays empty."""
+        assert num_ranks == 1, "in one process there is one rank"
+        os.environ.update(env)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        log_file = log_dir / f"{name}-0.log"
+        log_file.touch()
+        return cls(name, actor(*args), log_file)
+
+    def rank(self, index: int) -> Any:
+        """The only actor."""
+        assert index == 0
+        return self.actors
+
+    async def stop(self) -> None:
+        """Ends the thread, and vLLM's if there is one."""
+        self.actors.stop()
+
+    def kill(self) -> None:
+        """As `stop`."""
+        self.actors.stop()
+
+
+class InProcessActor:
+    """An actor's endpoints as a Monarch actor mesh offers them. Calls run in the order in which they were issued."""
+
+    def __init__(self, actor: Actor) -> None:
+        """Starts the thread."""
+        self._actor = actor
+        self._loop = asyncio.new_event_loop()
+        self._turn = asyncio.Lock()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> "InProcessEndpoint":
+        endpoint: Any = getattr(type(self._actor), name)
+        # A concurrent endpoint is wrapped in a function that sends the answer to a port.
+        return InProcessEndpoint(self, inspect.unwrap(endpoint._method), concurrent=endpoint._explicit_response_port)
+
+    def begin(self, call: Coroutine[Any, Any, T], *, concurrent: bool) -> "asyncio.Future[T]":
+        """Runs a call in the actor's thread; as with a process, cancelling the future does not reach the call."""
+
+        async def in_turn() -> T:
+            async with self._turn:
+                return await call
+
+        running = asyncio.run_coroutine_threadsafe(call if concurrent else in_turn(), self._loop)
+        return asyncio.shield(asyncio.wrap_future(running))
+
+    def stop(self) -> None:
+        """Ends the thread. May be called again."""
+        if self._loop.is_closed():
+            return
+        if isinstance(self._actor, VLLMGenerator):
+            self._actor._engine.close()  # pyright: ignore[reportPrivateUsage]
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class InProcessEndpoint:
+    """One endpoint of an `InProcessActor`."""
+
+    def __init__(self, actor: InProcessActor, method: Any, *, concurrent: bool) -> None:
+        """`method` is the function under the endpoint's decorator."""
+        self._actor = actor
+        self._method = method
+        self._concurrent = concurrent
+
+    def call_one(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
+        """The answer of the only rank."""
+        call = self._method(self._actor._actor, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        return self._actor.begin(call, concurrent=self._concurrent)
+
+    async def call(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """The answers of all ranks, which is one."""
+        return {0: await self.call_one(*args, **kwargs)}
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for no answer."""
+        self.call_one(*args, **kwargs)
