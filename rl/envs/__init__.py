@@ -1,1 +1,1 @@
-"""Environments: one file each. A new one is a class with the methods of `rl.protocols.Env`."""
+"""Environments, one file each, and what they share. A new one is a class with the methods of `rl.protocols.Env`."""

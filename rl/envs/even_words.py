@@ -1,4 +1,4 @@
-"""Saying even words: a task that a random model of `rl.tiny_models` learns within seconds."""
+"""Saying even words: a task that a randomly initialised model of `rl.tiny_models` learns within seconds."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _EVEN = frozenset(f"w{n}" for n in range(0, _NUM_WORDS, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenWords:
-    """Words are numbered, and the reward is the fraction of the answer's words whose number is even."""
+    """Words are numbered: w0 to w63. The reward is the fraction of even words in the answer."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
-"""A guessing game of several turns: find a hidden number from hints that say higher or lower.
+"""A guessing game of several turns: find a hidden number from the hints "Higher." and "Lower.".
 
-The only way to do well is to use what earlier turns said. A solved game comes first, because a small model continues a
-pattern better than it follows an instruction; the whole game is one text, a line per guess.
+The model can only do well if it uses the earlier turns. The game is one text with a line per guess. It begins with a
+solved game, because a small model continues a pattern better than it follows an instruction.
 """
 
 import random
@@ -18,12 +18,12 @@ _TURN_COST = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuessNumber:
-    """Guess a number in few turns. Reward 1 for the first guess, 0.2 less for every further one, 0 if never right."""
+    """Guess a number in few turns. Reward 1 for a right first guess, 0.2 less per further guess, 0 if never right."""
 
     span: int = 8
-    """How many numbers it may be, at least 2; they are consecutive and begin anywhere from 10 to 490."""
+    """Size of the range that contains the number, at least 2. Ranges begin anywhere from 10 to 490."""
     max_turns: int = 4
-    """Guesses that a game has, between 1 and 5."""
+    """Most guesses per game, between 1 and 5."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -58,7 +58,7 @@ class GuessNumber:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenNumber:
-    """One number to find."""
+    """A game: a range and the number in it to find."""
 
     low: int
     high: int
@@ -67,12 +67,12 @@ class HiddenNumber:
 
     @property
     def id(self) -> str:
-        """Range and number."""
+        """Number and range."""
         return f"{self.number} between {self.low} and {self.high}"
 
     @property
     def prompt(self) -> str:
-        """A solved game, and the beginning of this one."""
+        """A solved game, then the beginning of this game."""
         return f"{_EXAMPLE}The number is between {self.low} and {self.high}.\nGuess: "
 
     def start(self) -> "Game":
@@ -81,20 +81,20 @@ class HiddenNumber:
 
 
 def _range(hidden: HiddenNumber) -> str:
-    """What a player sees before the first guess: a range is in one split, whichever of its numbers is hidden."""
+    """The prompt's range. Splitting by it keeps games with the same prompt, but another number, on the same side."""
     return f"{hidden.low} to {hidden.high}"
 
 
 class Game:
-    """One attempt."""
+    """One attempt at a game."""
 
     def __init__(self, hidden: HiddenNumber) -> None:
-        """No guess has been made."""
+        """Starts without a guess."""
         self._hidden = hidden
         self._num_guesses = 0
 
     def reply(self, completion: str) -> Reply:
-        """Says higher or lower until the guess is right or there are no more."""
+        """Replies higher or lower until the guess is right or there are no turns left."""
         self._num_guesses += 1
         match = re.fullmatch(r"\s*(\d{1,9})[\s.!]*", completion)
         guess = int(match[1]) if match else None
@@ -104,5 +104,5 @@ class Game:
         if self._num_guesses == self._hidden.max_turns:
             return Done(reward=0.0, metrics={"found": 0.0, "guesses": float(self._num_guesses)})
         hint = "Say a number." if guess is None else "Higher." if guess < self._hidden.number else "Lower."
-        # The stop string that ended the line is one of the model's own tokens.
+        # The hint does not begin with a line break: the model has sampled it, as the stop string of its guess.
         return Observation(messages=f"{hint}\nGuess: ")

@@ -1,7 +1,7 @@
 """Comparing numbers: "Which number is the largest: 47, 83, 19, 62?".
 
-A small pretrained model tends to name the first number, or the last. The answer's first words are given, so that what
-it learns is the comparison and not a format.
+A small pretrained model tends to name the first or the last number. The prompt contains the first words of the answer,
+so that the model learns to compare and not to follow a format.
 """
 
 import functools
@@ -13,14 +13,14 @@ from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestNumber:
-    """Which of some different numbers is the largest. Reward 1 for exactly that number, 0 for anything else."""
+    """Name the largest of several different numbers. Reward 1 for exactly that number, 0 for anything else."""
 
     count: int = 4
     """Numbers to compare, between 2 and 20."""
     low: int = 10
-    """Smallest number that may come up, at least 0."""
+    """Smallest number that may occur, at least 0."""
     high: int = 99
-    """Largest number that may come up."""
+    """Largest number that may occur."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

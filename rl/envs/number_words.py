@@ -1,7 +1,7 @@
-"""Reading numbers: "three thousand six hundred and seventy-two" is to be written as 3672.
+"""Reading numbers: "three thousand six hundred and seventy-two" must be written as 3672.
 
-A small pretrained model does this sometimes; what it has to learn is place value, the zeros above all. Two solved
-examples come first, because a model that small continues a pattern better than it follows an instruction.
+A small pretrained model succeeds sometimes. It has to learn place value, above all the zeros. The prompt begins with
+two solved examples, because a small model continues a pattern better than it follows an instruction.
 """
 
 import functools
@@ -21,10 +21,10 @@ _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberWords:
-    """Numbers in words to digits. Reward 1 for exactly the right digits, 0 for anything else."""
+    """Convert a number from words to digits. Reward 1 for exactly the right digits, 0 for anything else."""
 
     num_digits: tuple[int, ...] = (3, 4)
-    """How many digits a number may have, 1 to 6 each; all equally often."""
+    """Possible numbers of digits, each from 1 to 6; every entry is equally likely."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

@@ -1,7 +1,7 @@
-"""Arithmetic that is too hard to do in the head, with Python as the tool: an environment of several turns.
+"""Arithmetic that is too hard for a small model alone, with Python as a tool: an environment of several turns.
 
-The model writes one line at a time, either code to run or its answer. A solved question comes first, because a small
-model continues a pattern better than it follows an instruction.
+In each turn the model writes one line: either code to run or its answer. The prompt begins with a solved question,
+because a small model continues a pattern better than it follows an instruction.
 """
 
 import random
@@ -17,14 +17,14 @@ _EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonArithmetic:
-    """What is a times b, plus or minus c? Reward 1 for the right answer, 0 for anything else."""
+    """Compute a times b, plus or minus c. Reward 1 for the right answer, 0 for anything else."""
 
     num_digits: int = 3
     """Digits of every number, between 1 and 9."""
     max_turns: int = 3
-    """Lines that the model may write, at least 1."""
+    """Most lines that the model may write, at least 1."""
     time_limit_s: float = 2.0
-    """Seconds that a line of code may run."""
+    """Most seconds that a line of code may run."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -40,7 +40,7 @@ class PythonArithmetic:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The model writes a line at a time."""
+        """A turn of the model is one line."""
         return ("\n",)
 
     def train_problems(self, seed: int, start: int, count: int) -> list["Question"]:
@@ -62,7 +62,7 @@ class PythonArithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question and its answer."""
+    """A question with its answer."""
 
     text: str
     answer: int
@@ -71,12 +71,12 @@ class Question:
 
     @property
     def id(self) -> str:
-        """The question itself."""
+        """The text of the question."""
         return self.text
 
     @property
     def prompt(self) -> str:
-        """A solved question, and this one."""
+        """A solved question, then this question."""
         return f"{_EXAMPLE}Question: {self.text}\n"
 
     def start(self) -> "Attempt":
@@ -88,13 +88,13 @@ class Attempt:
     """One attempt at a question."""
 
     def __init__(self, question: Question) -> None:
-        """No line has been written."""
+        """Starts without a line."""
         self._question = question
         self._num_lines = 0
         self._num_runs = 0
 
     async def reply(self, completion: str) -> Reply:
-        """Runs code, takes an answer, or says what is expected."""
+        """Runs the code, scores the answer, or tells the model what to write."""
         self._num_lines += 1
         kind, _, rest = completion.strip().partition(":")
         if kind == "Answer":

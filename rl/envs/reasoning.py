@@ -1,4 +1,4 @@
-"""Any single-turn task of the reasoning-gym package, by name. https://github.com/open-thought/reasoning-gym."""
+"""Single-turn tasks of the reasoning-gym package, by name: https://github.com/open-thought/reasoning-gym."""
 
 import functools
 import warnings
@@ -13,21 +13,21 @@ from rl.protocols import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGym:
-    """One of reasoning-gym's tasks, asked in one turn and scored by the task's own verifier."""
+    """One task of reasoning-gym, asked in one turn and scored by the task's own verifier."""
 
     task: str
     """Name of the task, such as "spell_backward"."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's own options, by its names."""
     template: str = "{question}"
-    """What is sent, with `{question}` for the problem's text."""
+    """Template of the prompt; `{question}` stands for the problem's text."""
     chat: bool = True
-    """Whether the text is a user's message in a chat; otherwise the model continues it as it stands."""
+    """Whether the prompt is a user's message in a chat. Otherwise the model continues the text as it is."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown task or option (names the nearest) or a template without `{question}`."""
+        """Raises ValueError for an unknown task or option, naming the nearest, and for a template without `{question}`."""
         if "{question}" not in self.template:
             raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
         check_known("ReasoningGym.task", self.task, _tasks())
@@ -64,7 +64,7 @@ class ReasoningGym:
 
 @functools.cache
 def _tasks() -> Mapping[str, tuple[Any, Any]]:
-    with warnings.catch_warnings():  # a dependency of it has invalid comparisons in its source
+    with warnings.catch_warnings():  # raised by a dependency's source
         warnings.simplefilter("ignore", SyntaxWarning)
         from reasoning_gym.factory import DATASETS
     return DATASETS
@@ -73,4 +73,5 @@ def _tasks() -> Mapping[str, tuple[Any, Any]]:
 @functools.lru_cache(maxsize=8)
 def _dataset(task: str, params: tuple[tuple[str, Any], ...]) -> Any:
     dataset_class, config_class = _tasks()[task]
+    # reasoning-gym computes entry i from (seed, i) when asked, so the largest possible data set costs nothing.
     return dataset_class(config_class(seed=0, size=2**31 - 1, **dict(params)))

@@ -1,7 +1,8 @@
-"""Python that a model wrote, in a process of its own with limits on time, memory and output.
+"""Runs Python code that a model wrote, in its own process with limits on time, memory and output.
 
-Limits, not a jail: the process runs as this user, and sees the network and what the user may read. It may start no
-other process, as far as Python's audit events can tell. Where a model might do harm, run ownloop in a container.
+These are limits, not a jail. The process runs as the current user and can access the network and everything that the
+user may read. It is kept from starting other processes only as far as Python's audit events allow. If a model might do
+harm, run ownloop in a container.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-# In the child, before it runs the code; a limit that the code could raise again is a hard one.
+# Runs in the child before the model's code. Soft and hard limits are the same, so that the code cannot raise them.
 _PRELUDE = """
 import resource, sys
 memory, seconds = int(sys.argv[1]), int(sys.argv[2])
@@ -36,28 +37,28 @@ except BaseException as error:
 """
 
 
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What came of a piece of code."""
+    """The result of running a piece of code."""
 
     output: str
-    """What it printed, the last line an error's if it raised; cut off at the limit."""
+    """What the code printed, truncated at the limit. If it raised, the last line is the error."""
     ok: bool
-    """Whether it ran to its end."""
+    """Whether it ended without an error and within the limits."""
 
 
 async def run_python(
     code: str, *, time_limit_s: float = 5.0, memory_bytes: int = 256 << 20, max_output_bytes: int = 4096
 ) -> SandboxResult:
-    """Runs the code in an empty folder with an empty environment, and ends it.
+    """Runs the code in an empty folder with an empty environment, and kills it at the time limit.
 
-    At the same time run at most two per core; others wait their turn, which does not count for their limit.
+    At most two pieces of code per core run at the same time. Others wait, and waiting does not count towards the limit.
     """
-    slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2 * (os.cpu_count() or 1)))
-    async with slots:
+    semaphore = _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2 * (os.cpu_count() or 1)))
+    async with semaphore:
         with tempfile.TemporaryDirectory(prefix="ownloop-sandbox-") as folder:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-B", "-c", _PRELUDE, str(memory_bytes), str(int(time_limit_s) + 1)),
@@ -75,11 +76,12 @@ async def run_python(
             except TimeoutError:
                 ending = f"TimeoutError: over {time_limit_s:g} s"
             finally:
+                # The whole session is killed, even after a normal end: the code may have started processes after all.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await _end_of(process)
+                await _wait_for_end(process)
     if len(output) > max_output_bytes:
-        ending = "..."
+        ending = "..."  # an output beyond the limit is a failure as well
     text = output[:max_output_bytes].decode(errors="replace")
     if ending:
         return SandboxResult(output=f"{text}{ending}", ok=False)
@@ -87,7 +89,7 @@ async def run_python(
 
 
 async def _communicate(process: asyncio.subprocess.Process, code: str, output: bytearray, max_bytes: int) -> None:
-    """Until the process has ended, or printed more than so much."""
+    """Sends the code and collects output until the process has ended or has printed more than `max_bytes`."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(code.encode(errors="replace"))
@@ -100,9 +102,12 @@ async def _communicate(process: asyncio.subprocess.Process, code: str, output: b
         output += part
 
 
-async def _end_of(process: asyncio.subprocess.Process) -> None:
-    """Of a killed process. What it printed is read first: asyncio stops reading when a few pages are waiting, then sees
-    no end of the pipe, and `wait` waits for that."""
+async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a killed process.
+
+    The rest of its output is read first. Otherwise asyncio, which stops reading once enough is buffered, would never
+    see the end of the pipe, and `wait` would wait for that.
+    """
     assert process.stdout is not None
     await process.stdout.read()
     await process.wait()
