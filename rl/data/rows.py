@@ -47,7 +47,7 @@ def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fau
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(row := _checked_row(line, f"{path}:{number}", fields))
+                    rows.append(row := parse_row(line, f"{path}:{number}", fields))
                     if fault := row_fault(row):
                         raise ValueError(f"{path}:{number}: {fault}")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,8 @@ def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fau
     return rows
 
 
-def _checked_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, Any]:
+def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, Any]:
+    """One line's JSON object with its fields checked. Raises ValueError that begins with `where`."""
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:

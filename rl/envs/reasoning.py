@@ -27,7 +27,7 @@ class ReasoningGym:
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown task or option, naming the nearest, and for a template without `{question}`."""
+        """Raises ValueError for an unknown task or option, naming the nearest, or a template without `{question}`."""
         if "{question}" not in self.template:
             raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
         check_known("ReasoningGym.task", self.task, _tasks())

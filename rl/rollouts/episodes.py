@@ -1,7 +1,7 @@
-"""From problems to scored groups, and from groups to what the trainer learns from.
+"""Plays episodes: from problems to groups of scored rollouts, and from groups to datums for the trainer.
 
-All problems of a step are in flight at once, and every rollout goes on by itself after its first turn; the generator
-batches what there is. Tokens go in and tokens come out: what the model sampled is never tokenised again.
+All problems of a step are in flight at once, every rollout continues independently after its first turn, and the
+generator batches the requests. Sampled tokens are never tokenised again: a datum has exactly the sampled tokens.
 """
 
 import asyncio
@@ -36,9 +36,10 @@ async def rollout_groups(
     *,
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> list[Group]:
-    """The groups of these problems, in their order, all in flight at once; see `rollout_group`.
+    """The groups of these problems, in order. All are in flight at once; see `rollout_group`.
 
-    With a seed in `sampling`, problem i uses the seeds from seed + i * num_samples on: no two completions share one.
+    With a seed in `sampling`, problem i uses the seeds from seed + i * num_samples on, so that no two completions have
+    the same seed.
     """
 
     def one(index: int, problem: Problem) -> Coroutine[Any, Any, Group]:
@@ -58,12 +59,12 @@ async def rollout_group(
     *,
     time_limit_s: float = _TIME_LIMIT_S,
 ) -> Group:
-    """`num_samples` attempts at one problem, single-turn or of as many turns as its episodes want.
+    """`num_samples` attempts at one problem, each of as many turns as its episode asks for.
 
-    `sampling.max_tokens` is of each turn. An episode that the context has no room for ends as truncated, with the
-    reward that its last observation names. A call of the environment that raises, takes more than `time_limit_s`
-    seconds or returns what it must not costs that rollout, and `Group.failures` says so. What the generator raises is
-    raised, and ends the other rollouts.
+    `sampling.max_tokens` limits each turn. When the context has no room for another turn, the episode ends as truncated
+    and has the reward of its last observation. A call of the environment that raises, takes more than `time_limit_s`
+    seconds or returns something invalid fails its rollout only, and `Group.failures` says why. An exception of the
+    generator is raised and cancels the other rollouts.
     """
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
@@ -74,7 +75,7 @@ async def rollout_group(
                 f"its prompt of {len(tokens)} tokens leaves no room for max_tokens {sampling.max_tokens} in a context "
                 f"of {renderer.max_model_len} (max_model_len)"
             )
-    except Exception as error:  # the environment's doing, whatever it is
+    except Exception as error:  # the prompt comes from the environment, so this is its failure
         failures = (f"problem {problem.id!r}: {type(error).__name__}: {error}",) * num_samples
         return Group(problem_id=problem.id, prompt="", rollouts=(), failures=failures)
     text = prompt_text(prompt)
@@ -90,13 +91,13 @@ async def rollout_group(
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The sampling seed of a step of a run: far enough apart for 2^20 completions a step."""
+    """The sampling seed of a step. Seeds of different steps and runs are at least 2^20 completions apart."""
     return (seed << 40) + (step << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class _Player:
-    """Plays episodes to their end."""
+    """Plays the rollouts of a group."""
 
     generator: Generator
     renderer: Renderer
@@ -104,35 +105,35 @@ class _Player:
     time_limit_s: float
 
     async def play(self, problem: Problem, sample: int, first: Turn) -> Rollout | str:
-        """The rollout that begins with this turn, or what the environment did wrong."""
+        """The rollout that begins with this turn, or a sentence that says how the environment failed."""
         try:
             return await self._play(problem, sample, first)
         except EnvironmentFailedError as error:
             return f"problem {problem.id!r}: {error}"
 
     def room(self, num_tokens: int) -> int:
-        """Tokens that the context has left after so many."""
+        """Tokens that fit into the context after `num_tokens`."""
         context = self.renderer.max_model_len
         return sys.maxsize if context is None else context - num_tokens
 
     async def _play(self, problem: Problem, sample: int, first: Turn) -> Rollout:
-        turns, waited_s = [first], 0.0
+        turns, environment_s = [first], 0.0
         sequence = [*first.prompt_tokens, *first.completion.tokens]
         chat = not isinstance(problem.prompt, str)
         episode: Episode = await call_environment(problem.start, time_limit_s=self.time_limit_s)
         while True:
-            asked = time.perf_counter()
+            start = time.perf_counter()
             reply = await call_environment(episode.reply, turns[-1].completion.text, time_limit_s=self.time_limit_s)
-            waited_s += time.perf_counter() - asked
+            environment_s += time.perf_counter() - start
             reward = checked_reward(reply)
             if isinstance(reply, Done):
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
-                return Rollout(turns=tuple(turns), reward=reward, metrics=metrics, environment_s=waited_s)
+                return Rollout(turns=tuple(turns), reward=reward, metrics=metrics, environment_s=environment_s)
             tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
             sequence += tokens
             room = self.room(len(sequence))
-            if room < 1:
-                return Rollout(turns=tuple(turns), reward=reward, out_of_context=True, environment_s=waited_s)
+            if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
+                return Rollout(turns=tuple(turns), reward=reward, out_of_context=True, environment_s=environment_s)
             sampling = replace(
                 self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
             )
@@ -141,25 +142,25 @@ class _Player:
             sequence += completion.tokens
 
     def _encode_reply(self, reply: Observation, answer: Completion, *, chat: bool) -> tuple[int, ...]:
-        """The tokens of an observation. Raises `EnvironmentFailedError` if it has none."""
+        """The tokens of an observation. Raises `EnvironmentFailedError` if it cannot be rendered."""
         if chat == isinstance(reply.messages, str):
             forms = ("text", "messages")
             raise EnvironmentFailedError(f"its prompt is {forms[chat]} and its observation {forms[not chat]}")
         try:
             return self.renderer.encode_reply(reply.messages, answer.tokens)
-        except Exception as error:  # what a chat template refuses, or is no message at all
+        except Exception as error:  # not a message, or one that the chat template refuses
             raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
 
     def _seed(self, sample: int, turn: int) -> int | None:
-        """Of a later turn: it depends on the sample's own seed and the turn alone, whatever else is in flight."""
+        """The seed of a later turn: a hash of the sample's seed and the turn, whatever else is in flight."""
         if self.sampling.seed is None:
             return None
         key = f"{self.sampling.seed + sample}/{turn}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
 
 
 def checked_reward(reply: Any) -> float:
-    """The reward in a reply of the environment. Raises `EnvironmentFailedError` for what is no reply, or no number."""
+    """The reward of an environment's reply. Raises `EnvironmentFailedError` for an invalid reply, reward or metric."""
     if not isinstance(reply, Observation | Done):
         raise EnvironmentFailedError(f"it replied with a {type(reply).__name__}; an Observation or a Done is expected")
     for name, value in {"reward": reply.reward, **(reply.metrics if isinstance(reply, Done) else {})}.items():
@@ -169,22 +170,22 @@ def checked_reward(reply: Any) -> float:
 
 
 def _is_finite_float32(number: Any) -> bool:
-    """Whether it is a number, and one that is still finite where it is computed with."""
+    """Whether the value is a number that is finite in float32, the dtype of advantages."""
     try:
         return math.isfinite(number) and abs(float(number)) <= _MAX_FLOAT32
-    except (TypeError, ValueError, OverflowError):  # not a number; an array; an integer beyond any float
+    except (TypeError, ValueError, OverflowError):  # not a number; an array; an integer too large for a float
         return False
 
 
 async def _all(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order. The first failure cancels the others and is raised as it is."""
+    """All results, in order. The first failure cancels the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(awaitable) for awaitable in awaitables]
         return [task.result() for task in started]
     except BaseExceptionGroup as errors:
         failure = errors.exceptions[0]
-    raise failure
+    raise failure  # outside of the except clause, so that no exception group is attached as its context
 
 
 def group_to_data(
@@ -193,34 +194,34 @@ def group_to_data(
     *,
     keep: Callable[[Rollout], bool] = lambda _rollout: True,
 ) -> list[Datum]:
-    """One Datum per rollout that `keep` keeps; every rollout counts in the advantages of the others.
+    """One Datum per rollout for which `keep` is true. Rollouts that are not kept still count in the advantages.
 
-    Rollouts without a sampled token are left out, and so is a group whose advantages are all 0, or of which failures
-    have left fewer than two: they have no gradient.
+    Left out are rollouts without a sampled token, groups whose advantages are all 0, and groups that failures have
+    reduced to fewer than two rollouts.
     """
-    if group.failures and len(group.rollouts) < 2:
-        return []  # nothing is left to compare with
+    if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
+        return []
     advantages = advantage(group.rewards)
     if not advantages.any():
         return []
     return [
-        rollout_to_datum(rollout, a)
-        for rollout, a in zip(group.rollouts, advantages, strict=True)
+        rollout_to_datum(rollout, value)
+        for rollout, value in zip(group.rollouts, advantages, strict=True)
         if rollout.num_sampled_tokens and keep(rollout)
     ]
 
 
 def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
-    """The rollouts of all groups in which the model sampled something, in order."""
+    """The rollouts of all groups, in order, without those in which the model sampled no token."""
     return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
 
 
 def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) -> Datum:
-    """The sequence of all turns, shifted by one; the sampled tokens carry the weight and the advantage.
+    """The tokens of all turns as one sequence, shifted by one. The weight is 1 where the target token was sampled.
 
-    `advantage` is the rollout's, or one for each of its sampled tokens [N]. Legend: T + 1 tokens of all turns, of which
-    N were sampled. If none was, nothing is scored, and T is the length of the prompt.
-    Raises ValueError for a prompt without tokens and for advantages of another length.
+    `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
+    which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
+    ValueError for a prompt without tokens and for a wrong number of advantages.
     """
     if not rollout.turns[0].prompt_tokens:
         raise ValueError("the rollout's prompt has no tokens; a first token has nothing to be predicted from")
@@ -234,7 +235,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
     for turn in rollout.turns:
         sequence += (*turn.prompt_tokens, *turn.completion.tokens)
         sampled += [False] * len(turn.prompt_tokens) + [True] * len(turn.completion.tokens)
-    if not any(sampled):  # what stands after a prompt that nothing follows is never scored
+    if not any(sampled):  # a target for the last token of the prompt; any will do, because it is not scored
         sequence.append(sequence[-1])
         sampled.append(False)
     tokens, scored = np.array(sequence, dtype=np.int64), np.array(sampled[1:])
@@ -253,11 +254,11 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
 
 
 def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:
-    """The batch with more loss inputs, each a sequence of one [T] per datum.
+    """Adds loss inputs to a batch. Each is a sequence of one [T] per datum.
 
     batch = with_inputs(batch, reference_logprobs=(await reference.forward(batch)).logprobs)
 
-    Raises ValueError for an input that does not have one array per datum.
+    Raises ValueError if an input does not have one array per datum.
     """
     for name, arrays in inputs.items():
         if len(arrays) != len(batch):

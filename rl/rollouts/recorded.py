@@ -5,11 +5,11 @@ from the recording, with their tokens, log-probs, versions and rewards, instead 
 side of the loop runs as it did in the recorded run, or with another loss.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.data.rows import no_fault, parse_row
 from rl.protocols import Problem
 from rl.rollouts.serialization import groups_from_rows
 from rl.types import Group
@@ -96,7 +96,7 @@ class RecordedEnv:
 
 
 def read_recording(file: Path) -> dict[int, list[Group]]:
-    """Step -> the groups that it trained on. An unfinished last line is dropped: the run was killed while it wrote.
+    """Step -> the groups that it trained on. A last line without line break is dropped: the run was killed writing it.
 
     Raises ValueError if the file is missing or has no training rollouts, and for a line that is not a recorded rollout.
     """
@@ -106,15 +106,9 @@ def read_recording(file: Path) -> dict[int, list[Group]]:
         raise ValueError(f"the recording {file} cannot be read: {error.strerror}") from None
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        try:
-            row: dict[str, Any] = json.loads(line)
-            missing = [name for name in _FIELDS if name not in row]
-        except (json.JSONDecodeError, TypeError):
-            raise ValueError(f"{file}, line {number}: it is no JSON object") from None
-        if missing:
-            raise ValueError(f"{file}, line {number}: it has no {missing[0]!r}; a recorded rollout has one")
+        row = parse_row(line, f"{file}:{number}", dict.fromkeys(_FIELDS, no_fault))
         if row["split"] == "train":
             rows.setdefault(row["step"], []).append(row)
     if not rows:
         raise ValueError(f"the recording {file} holds no training rollouts")
-    return {step: groups_from_rows(of_step) for step, of_step in rows.items()}
+    return {step: groups_from_rows(step_rows) for step, step_rows in rows.items()}

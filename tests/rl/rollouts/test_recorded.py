@@ -55,12 +55,12 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     file.write_text("".join([*lines, lines[-1][:50]]))  # a run that was killed while it wrote
     assert sorted(read_recording(file)) == [1, 2, 4]
     file.write_text("".join([*lines[:3], "{]\n"]))
-    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 4: it is no JSON object"):
+    with pytest.raises(ValueError, match=r"rollouts.jsonl:4 is"):
         read_recording(file)
     row = json.loads(lines[1])
     del row["turns"]
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 1: it has no 'turns'"):
+    with pytest.raises(ValueError, match=r"rollouts.jsonl:1 lacks 'turns'"):
         read_recording(file)
     file.write_text(lines[0])
     with pytest.raises(ValueError, match="holds no training rollouts"):
