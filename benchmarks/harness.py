@@ -1,19 +1,59 @@
-"""What every benchmark prints: a JSON object on its last line, with its bars and the machine it ran on."""
+"""What the benchmarks share: their options, their models, and the JSON object that each prints on its last line."""
 
+import argparse
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from rl.hardware import has_bfloat16
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_ISA_CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Variables that keep oneDNN and PyTorch from using instructions that the CPU has."""
+
+
+def parser(description: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark; `quick` says what `--quick` leaves out."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = result.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help=quick)
+    size.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a tiny random model and a single round: shows that the script works; its figures mean nothing",
+    )
+    return result
+
+
+@contextmanager
+def benchmark_model(*, smoke: bool) -> Generator[Path]:
+    """The directory of SmolLM2-135M-Instruct, or of a tiny random Llama that vLLM can serve on the CPU."""
+    if not smoke:
+        from controller.runs.models import resolve_model
+
+        yield resolve_model("smollm2-135m-instruct")
+        return
+    from rl.tiny_models import SERVABLE, tiny_llama
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield tiny_llama(Path(folder) / "model", **SERVABLE, max_position_embeddings=256)
+
+
+def vocab_size(model: Path) -> int:
+    """Number of tokens that a model knows."""
+    return json.loads((model / "config.json").read_text())["vocab_size"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A figure that must not be above (or below) a limit."""
+    """A figure and the limit that it must not exceed, or must reach if `at_most` is False."""
 
     name: str
     value: float
@@ -22,20 +62,31 @@ class Bar:
 
     @property
     def ok(self) -> bool:
-        """Whether the bar is met. A value that is not a number meets none."""
+        """Whether the bar is met; never if the value is NaN."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 def print_result(benchmark: str, bars: Sequence[Bar], figures: Mapping[str, object]) -> None:
-    """Prints the benchmark's last line."""
+    """Prints a benchmark's last line."""
     result = {
         "benchmark": benchmark,
         "bars": [{**asdict(bar), "ok": bar.ok} for bar in bars],
         "figures": figures,
-        "machine": {"cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        "machine": machine(),
         "commit": _commit(),
     }
     print(json.dumps(result), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """The kind of machine that a figure belongs to: CPU, usable cores, bfloat16 instructions, and caps in force."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "bfloat16": has_bfloat16(),
+        "isa_caps": {name: os.environ[name] for name in _ISA_CAPS if name in os.environ},
+        "python": platform.python_version(),
+    }
 
 
 def _cpu_model() -> str:
@@ -47,7 +98,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that was measured, marked if the tree had other changes."""
+    """The commit that was measured, marked "-dirty" if tracked files have other changes."""
     command = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

@@ -1,12 +1,11 @@
-"""Whether every way to split the work gives the same gradient: loss and all gradients of each layout against one rank.
+"""Whether every layout gives the same gradient: the loss and all gradients of each layout against those of one rank.
 
-    python -m benchmarks.layouts [--quick] [--only NAME ...]
+    python -m benchmarks.layouts [--quick | --smoke] [--only NAME ...]
 
-Tiny random models in float32, datums of very different lengths, two calls that accumulate. Bar: the worst relative
-error of any gradient tensor of any layout is at most 1e-5. `--quick` runs four layouts of two ranks.
+Tiny random models in float32 see datums of very different lengths in two calls that accumulate. Bar: the worst relative
+error of any gradient tensor of any layout is at most 1e-5. `--quick` runs four layouts of two ranks, `--smoke` one.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, parser, print_result
 from rl.losses import get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import Head
@@ -39,14 +38,14 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A model and the parallel degrees that it is trained with."""
+    """A model and the parallel degrees to train it with."""
 
     name: str
     model: str
     options: dict[str, Any]
 
     def config(self, models: Path) -> TrainerConfig:
-        """The trainer of this layout; `models` holds a directory per model."""
+        """The trainer's configuration; `models` holds one directory per model."""
         return _config(models / self.model, **self.options)
 
 
@@ -100,11 +99,11 @@ LAYOUTS = (
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four layouts")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[layout.name for layout in LAYOUTS])
-    options = parser.parse_args()
-    names = options.only or (QUICK if options.quick else [layout.name for layout in LAYOUTS])
+    every = [layout.name for layout in LAYOUTS]
+    options_parser = parser(__doc__, quick="four layouts of two ranks")
+    options_parser.add_argument("--only", nargs="+", metavar="NAME", choices=every, help="only these layouts")
+    options = options_parser.parse_args()
+    names = options.only or (QUICK[:1] if options.smoke else QUICK if options.quick else every)
     errors = measure([layout for layout in LAYOUTS if layout.name in names])
     for name, error in errors.items():
         print(f"{name:<24}{error:10.1e}")
@@ -116,7 +115,7 @@ def main() -> None:
 
 
 def measure(layouts: Sequence[Layout]) -> dict[str, float]:
-    """Worst relative error of a layout's loss and gradients, by the layout's name."""
+    """The worst relative error of each layout's loss and gradients, by the layout's name."""
     errors: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -125,14 +124,14 @@ def measure(layouts: Sequence[Layout]) -> dict[str, float]:
             MODELS[name](directory / name)
             expected[name] = _loss_and_gradients(_config(directory / name), 0)
         for num_ranks in sorted({layout.config(directory).num_ranks for layout in layouts}):
-            # Processes take longer to start than to compute, so layouts of one size share theirs.
+            # Processes take longer to start than to compute, so layouts with as many ranks share them.
             same_size = [layout for layout in layouts if layout.config(directory).num_ranks == num_ranks]
             spawn(num_ranks, _run_layouts, same_size, directory)
             for layout in same_size:
                 actual = torch.load(directory / f"{layout.name}.pt")
                 assert actual.keys() == expected[layout.model].keys()
                 worst = [relative_error(actual[name], tensor) for name, tensor in expected[layout.model].items()]
-                errors[layout.name] = float(np.max(worst))  # not a number if one of them is not
+                errors[layout.name] = float(np.max(worst))  # NaN if any error is NaN, unlike max()
     return errors
 
 
@@ -142,7 +141,7 @@ def _config(model: Path, **options: Any) -> TrainerConfig:
 
 
 def _run_layouts(rank: int, layouts: Sequence[Layout], directory: Path) -> None:
-    """Runs layouts one after the other, each into a file of its name."""
+    """Runs layouts one after the other; rank 0 saves each result to a file of the layout's name."""
     for layout in layouts:
         result = _loss_and_gradients(layout.config(directory), rank)
         if rank == 0:
@@ -150,14 +149,14 @@ def _run_layouts(rank: int, layouts: Sequence[Layout], directory: Path) -> None:
 
 
 def _loss_and_gradients(config: TrainerConfig, rank: int) -> dict[str, torch.Tensor]:
-    """Gradients by name, and the loss summed over ranks; the second call has fewer datums than ranks."""
+    """Gradients by name, and the loss summed over ranks."""
     engine = load_engine(config)
     batch = critic_batch(LENGTHS)
     loss = get_loss("value" if config.head == "value" else "cross_entropy")
     loss_sum = 0.0
-    for datums in (batch[:6], batch[6:]):
-        share = plan(config, datums).split(datums)[config.data_parallel_rank(rank)]
-        output = engine.forward_backward(share, loss)
+    for datums in (batch[:6], batch[6:]):  # the second call has fewer datums than some layouts have ranks
+        local_batch = plan(config, datums).split(datums)[config.data_parallel_rank(rank)]
+        output = engine.forward_backward(local_batch, loss)
         loss_sum += output.metrics.get("loss", 0.0)
     total = torch.tensor(loss_sum)
     if dist.is_initialized():

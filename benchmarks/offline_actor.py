@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from monarch.actor import Actor, endpoint
 
-_KV_CACHE_BYTES = 1 << 30
+_KV_CACHE_BYTES = 1 << 30  # on the CPU vLLM would reserve nearly all of the host's memory for keys and values
 
 
 class OfflineGenerator(Actor):
     """`vllm.LLM` with its default settings."""
 
     def __init__(self, model: str, dtype: str, max_model_len: int) -> None:
-        """Loads the model. On the CPU vLLM would reserve nearly all of the host's memory for keys and values."""
+        """Loads the model."""
         from vllm import LLM
 
         self._llm = LLM(
@@ -24,7 +24,7 @@ class OfflineGenerator(Actor):
 
     @endpoint
     async def tokens_per_second(self, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> float:
-        """Samples one completion of every prompt, all at once."""
+        """Samples one completion of every prompt, all at once; returns the rate of new tokens."""
         from vllm import SamplingParams, TokensPrompt
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed)

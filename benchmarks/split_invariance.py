@@ -1,14 +1,14 @@
-"""Whether the gradient depends on how a batch is cut: into calls, by token budgets, packed or not, over ranks.
+"""Whether the gradient depends on how a batch is cut: into calls, by token budgets, packed or padded, over ranks.
 
-    python -m benchmarks.split_invariance [--quick]
+    python -m benchmarks.split_invariance [--quick | --smoke]
 
-24 datums of very different lengths, two tiny models of random weights in float32; 1 or 5 calls, 3 token budgets,
-packed or padded, 1 or 2 data-parallel ranks. Every cut is compared with one rank that computes one datum per
-micro-batch in one call. Bar: the worst relative error of the loss and of any gradient tensor is at most 1e-5.
-`--quick` measures one model.
+Two tiny random models in float32 see 24 datums of very different lengths in 1 or 5 calls, with 3 token budgets, packed
+or padded, on 1 or 2 data-parallel ranks. Each of these cuts is compared with one rank that computes one datum per
+micro-batch in a single call. Bar: the worst relative error of the loss and of any gradient tensor is at most 1e-5.
+`--quick` measures one model, `--smoke` one cut of it on one
+rank.
 """
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, parser, print_result
 from rl.data.batching import plan_batch
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
@@ -34,8 +34,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_llama,
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
-# Of 24 datums: from one token to nearly all that the models take.
 LENGTHS = tuple(int(n) for n in np.geomspace(1, 120, 24))
+"""Tokens of each datum, from one to nearly the models' context."""
 Gradients = dict[str, torch.Tensor]
 
 
@@ -46,13 +46,13 @@ class Cut:
     num_ranks: int
     num_calls: int
     budget: int
-    """Tokens of a micro-batch; one longer datum is a micro-batch, so with 1 nothing is packed."""
+    """Tokens of a micro-batch. A longer datum is a micro-batch of its own, so a budget of 1 packs nothing."""
     padded: bool
-    """Whether every datum has the length of the longest, by tokens of weight 0 at its end."""
+    """Whether tokens of weight 0 make every datum as long as the longest."""
 
     @property
     def name(self) -> str:
-        """What the figures call it."""
+        """The name in the figures."""
         form = "padded" if self.padded else "packed"
         return f"{form}, {self.num_ranks} ranks, {self.num_calls} calls, budget {self.budget}"
 
@@ -63,10 +63,9 @@ CUTS = (REFERENCE, *itertools.starmap(Cut, itertools.product((1, 2), (1, 5), (64
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model")
-    names = ["llama"] if parser.parse_args().quick else list(MODELS)
-    errors = measure(names)
+    options = parser(__doc__, quick="one model").parse_args()
+    names = ["llama"] if options.quick or options.smoke else list(MODELS)
+    errors = measure(names, CUTS[:2] if options.smoke else CUTS)
     for name, error in errors.items():
         print(f"{name:<60}{error:10.1e}")
     print_result(
@@ -76,16 +75,18 @@ def main() -> None:
     )
 
 
-def measure(models: Sequence[str]) -> dict[str, float]:
-    """Worst relative error of the loss and of any gradient, for every model and cut."""
+def measure(models: Sequence[str], cuts: Sequence[Cut] = CUTS) -> dict[str, float]:
+    """The worst relative error of the loss and of any gradient, for every model and cut; `cuts` needs `REFERENCE`."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         for name in models:
             MODELS[name](directory / name)
-        _compute(0, 1, models, directory)
-        spawn(2, _compute, 2, models, directory)
         results: dict[tuple[str, Cut], Gradients] = {}
-        for num_ranks in (1, 2):
+        for num_ranks in sorted({cut.num_ranks for cut in cuts}):
+            if num_ranks == 1:
+                _compute(0, 1, models, cuts, directory)
+            else:
+                spawn(num_ranks, _compute, num_ranks, models, cuts, directory)
             results |= torch.load(directory / f"{num_ranks}.pt", weights_only=False)
     errors: dict[str, float] = {}
     for (model, cut), actual in results.items():
@@ -95,14 +96,14 @@ def measure(models: Sequence[str]) -> dict[str, float]:
     return errors
 
 
-def _compute(rank: int, num_ranks: int, models: Sequence[str], directory: Path) -> None:
-    """Computes all cuts for that many ranks into a file of rank 0."""
+def _compute(rank: int, num_ranks: int, models: Sequence[str], cuts: Sequence[Cut], directory: Path) -> None:
+    """Computes the cuts for `num_ranks` ranks; rank 0 saves the results to a file."""
     results: dict[tuple[str, Cut], Gradients] = {}
     for name in models:
         engine = load_engine(
             TrainerConfig(model=directory / name, compute_dtype="float32", data_parallel_shard=num_ranks)
         )
-        for cut in CUTS:
+        for cut in cuts:
             if cut.num_ranks == num_ranks:
                 results[name, cut] = _loss_and_gradients(engine, rank, cut)
     if rank == 0:
@@ -126,7 +127,7 @@ def _loss_and_gradients(engine: Engine, rank: int, cut: Cut) -> Gradients:
 
 
 def _pad(datum: Datum) -> Datum:
-    """As long as the longest."""
+    """Pads a datum to the length of the longest."""
     missing = (0, max(LENGTHS) - len(datum.tokens))
     return Datum(
         tokens=np.pad(datum.tokens, missing),
@@ -135,7 +136,7 @@ def _pad(datum: Datum) -> Datum:
 
 
 def _calls(batch: Sequence[Datum], num_calls: int) -> Iterator[list[Datum]]:
-    """The batch in that many parts, short and long datums in each."""
+    """Splits the batch into `num_calls` parts, each with short and long datums."""
     for first in range(num_calls):
         yield list(batch[first::num_calls])
 

@@ -1,8 +1,8 @@
 """Where the seconds of a GRPO step go: the default recipe's own loop for a few steps, phase by phase.
 
-    python -m benchmarks.step [--quick] [--steps N] [--recipe NAME]
+    python -m benchmarks.step [--quick | --smoke] [--steps N] [--recipe NAME]
 
-`idle` is what no phase accounts for. Bar: moving the weights (push + pull) takes at most a tenth of a step.
+`idle` is the time between phases. Bar: moving the weights (push + pull) takes at most a tenth of a step.
 """
 
 import argparse
@@ -12,25 +12,26 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
+from controller.loops.grpo import GRPOConfig, run
 from controller.runs.console import Console
+from rl.envs.even_words import EvenWords
+from rl.runs.folder import RunFolder
 
-PHASES = ("generate", "score", "pack", "forward_backward", "optim_step", "push", "pull")
+PHASES = ("generate", "forward_backward", "optim_step", "push", "pull")
+"""The phases that `controller.loops.grpo` times."""
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="grpo_smollm2_cpu")
-    parser.add_argument("--steps", type=int, default=8, help="steps measured, after one that is not")
-    parser.add_argument("--quick", action="store_true", help="2 steps")
-    options = parser.parse_args()
-    num_steps = 2 if options.quick else options.steps
-    rows = measure(options.recipe, num_steps)
+    options_parser = parser(__doc__, quick="2 steps")
+    options_parser.add_argument("--recipe", default="grpo_smollm2_cpu", help="a recipe of the grpo loop")
+    options_parser.add_argument("--steps", type=int, default=8, help="steps measured, after a warm-up step")
+    options = options_parser.parse_args()
+    rows = measure(options)
 
     step_s = statistics.median(row["seconds_step"] for row in rows)
     phases = {phase: statistics.median(row[f"seconds_{phase}"] for row in rows) for phase in PHASES}
@@ -54,14 +55,21 @@ def main() -> None:
     )
 
 
-def measure(recipe: str, num_steps: int) -> list[dict[str, float]]:
-    """The metrics of `num_steps` steps of a recipe, after a first one that is left out."""
-    from controller.loops.grpo import run
-    from rl.runs.folder import RunFolder
-
-    with CapturedOutput() as output, tempfile.TemporaryDirectory() as folder:
-        config: Any = load_recipe(find_recipe(recipe))
+def measure(options: argparse.Namespace) -> list[dict[str, float]]:
+    """The metrics of the recipe's steps, without the first step and without steps that had nothing to learn from."""
+    num_steps = 1 if options.smoke else 2 if options.quick else options.steps
+    # The terminal stays free for the figures: libraries and the console write to the run's log.
+    with (
+        CapturedOutput() as output,
+        tempfile.TemporaryDirectory() as folder,
+        benchmark_model(smoke=options.smoke) as model,
+    ):
+        config = load_recipe(find_recipe(options.recipe))
+        if not isinstance(config, GRPOConfig):
+            raise SystemExit(f"recipe {options.recipe} is not of the grpo loop, whose phases this benchmark knows")
         config = dataclasses.replace(config, num_steps=num_steps + 1, num_eval=1, evaluate_every=num_steps + 1)
+        if options.smoke:
+            config = dataclasses.replace(config, model=str(model), env=EvenWords(), prompts_per_step=2)
         run_folder = RunFolder(Path(folder) / "run", config)
         output.move_to(run_folder.logs / "controller.log")
         console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)

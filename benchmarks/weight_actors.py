@@ -1,4 +1,4 @@
-"""The processes that `weight_sync` measures. In a module of their own: Monarch's processes import it by name."""
+"""The processes that `weight_sync` measures, in a module that Monarch's processes can import."""
 
 import os
 import time
@@ -16,22 +16,22 @@ from trainer.push import WeightPublisher
 
 
 class TrainerRank(Actor):
-    """One trainer rank: float32 masters that move a little before every push, as an optimizer step would have them.
+    """One trainer rank with float32 master weights, which `step` changes a little as an optimizer would.
 
-    Several ranks hold a shard of every weight each, as FSDP2 lays them out.
+    Each of several ranks holds a shard of every weight, as FSDP2 lays them out.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        """The weights are those of `directory`."""
+        """Loads the weights of a model's directory; `dtype` is the generator's."""
         weights = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
-        weights.pop("lm_head.weight", None)  # tied: published once
+        weights.pop("lm_head.weight", None)  # tied to the embedding, which is published once
         num_elements = sum(tensor.numel() for tensor in weights.values())
         if int(os.environ["WORLD_SIZE"]) > 1:
             dist.init_process_group("gloo")
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for name, tensor in weights.items():
                 weights[name] = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
-        self._mixed_precision = weights
+        self._masters = weights
         self._dtype = dtype
         self._publisher = WeightPublisher(dtype, "shared_memory")
         self._copies = (torch.ones(num_elements, dtype=dtype), torch.zeros(num_elements, dtype=dtype))
@@ -43,46 +43,46 @@ class TrainerRank(Actor):
 
     @endpoint
     async def copy(self) -> float:
-        """Seconds of one plain copy of as many bytes as are published, into memory that is there already."""
+        """Seconds of one plain copy of as many bytes as are published, into memory that has been touched before."""
         begin = time.perf_counter()
         self._copies[1].copy_(self._copies[0])
         return time.perf_counter() - begin
 
     @endpoint
     async def step(self) -> None:
-        """Moves a little of every weight."""
-        for tensor in self._mixed_precision.values():
+        """Changes one element of every weight."""
+        for tensor in self._masters.values():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.view(-1)[:1] += 1e-3
 
     @endpoint
     async def publish(self, version: int) -> tuple[float, VersionRecord | None]:
-        """Publishes the weights; returns the seconds it took and, as a trainer's rank does, the version's record."""
+        """Publishes the weights. Returns the seconds it took and what `WeightPublisher.publish` returns."""
         begin = time.perf_counter()
-        record = await self._publisher.publish(version, self._mixed_precision.items())
+        record = await self._publisher.publish(version, self._masters.items())
         return time.perf_counter() - begin, record
 
     @endpoint
     async def put(self, key: str) -> float:
-        """Casts the weights and hands them to TorchStore as a state dict; returns the seconds it took."""
-        import torchstore  # here and below, because what imports Monarch first configures it
+        """Casts the weights and puts them into TorchStore as a state dict; returns the seconds it took."""
+        import torchstore  # here and below, because a module that imports Monarch first also configures it
 
         begin = time.perf_counter()
-        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._mixed_precision.items()}, key)
+        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._masters.items()}, key)
         return time.perf_counter() - begin
 
 
 class StateDictReader(Actor):
-    """One rank that holds a model's tensors and fetches them from TorchStore."""
+    """One rank that holds a model's tensors and gets new values for them from TorchStore."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        """The tensors are like those of `directory`."""
+        """Loads the tensors of a model's directory in `dtype`."""
         weights = load_file(directory / "model.safetensors")
         self._weights = {name: t.to(dtype) for name, t in weights.items() if name != "lm_head.weight"}
 
     @endpoint
     async def get(self, key: str) -> float:
-        """Copies a state dict from TorchStore into this rank's tensors; returns the seconds it took."""
+        """Gets a state dict from TorchStore and copies it into this rank's tensors; returns the seconds it took."""
         import torchstore
 
         begin = time.perf_counter()

@@ -1,15 +1,14 @@
-"""How the time of a weight update grows with the model, and what it is between sharded ranks.
+"""How the time of a weight update grows with the model, and how long an update between sharded ranks takes.
 
-    python -m benchmarks.weight_growth [--quick] [--repeats N]
+    python -m benchmarks.weight_growth [--quick | --smoke] [--repeats N]
 
-Random Llamas of 272 tensors and 66, 263 and 1,050 MB in bfloat16 (a quarter of SmolLM2, one and four), from one trainer
-rank to one generator rank with two threads each; and the middle one from two FSDP ranks to two tensor-parallel ranks
-with one thread each. Bars: what a line through the three sizes says that an update of no bytes takes, at most 50 ms;
-the largest takes at most 4.6 times as long as the middle one, which has a quarter of its bytes. `--quick` leaves out
-the largest.
+Random Llamas of 272 tensors and 66, 263 and 1,050 MB in bfloat16 (a quarter of SmolLM2, once and four times its size)
+go from one trainer rank to one generator rank with two threads each. The middle one also goes from two FSDP ranks to
+two tensor-parallel ranks with one thread each. Bars: the fixed cost of an update, which is where a line through the
+three sizes meets zero bytes, is at most 50 ms; the largest model takes at most 4.6 times as long as the middle one,
+which has a quarter of its bytes. `--quick` leaves out the largest model.
 """
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, parser, print_result
 from benchmarks.weight_sync import Seconds, meshes, show
 
 HIDDEN_SIZES = (256, 512, 1024)
@@ -28,17 +27,18 @@ DTYPE = "bfloat16"
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="rounds measured, after two that are not")
-    parser.add_argument("--quick", action="store_true", help="3 rounds, without the largest model")
-    options = parser.parse_args()
-    sizes, repeats = (HIDDEN_SIZES[:2], 3) if options.quick else (HIDDEN_SIZES, options.repeats)
+    options_parser = parser(__doc__, quick="3 rounds, without the largest model")
+    options_parser.add_argument("--repeats", type=int, default=7, help="rounds measured, after two warm-up rounds")
+    options = options_parser.parse_args()
+    sizes, num_layers, repeats = HIDDEN_SIZES, 30, options.repeats
+    if options.quick or options.smoke:
+        sizes, num_layers, repeats = ((128, 256), 2, 1) if options.smoke else (HIDDEN_SIZES[:2], 30, 3)
     results: list[tuple[float, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        models = {size: random_llama(Path(folder) / str(size), size) for size in sizes}
+        models = {size: random_llama(Path(folder) / str(size), size, num_layers) for size in sizes}
         for size in sizes:
             results.append(_measured(models[size], repeats, num_ranks=1, threads=2))
-        sharded = _measured(models[HIDDEN_SIZES[1]], repeats, num_ranks=2, threads=1)
+        sharded = _measured(models[sizes[1]], repeats, num_ranks=2, threads=1)
 
     megabytes, updates = [size for size, _ in results], [medians["update"] for _, medians in results]
     slope, fixed = np.polyfit(megabytes, updates, 1)
@@ -61,14 +61,14 @@ def main() -> None:
 
 
 def _measured(model: Path, repeats: int, *, num_ranks: int, threads: int) -> tuple[float, dict[str, float]]:
-    """Megabytes of an update, and the median seconds of its parts."""
+    """Megabytes of an update, and the median seconds of each of its parts."""
     seconds, num_bytes = asyncio.run(measure(model, repeats, num_ranks, threads))
     print(f"-- {num_bytes / 1e6:.0f} MB, {num_ranks} to {num_ranks} ranks")
     return num_bytes / 1e6, show(seconds)
 
 
 async def measure(model: Path, repeats: int, num_ranks: int, threads: int) -> tuple[Seconds, int]:
-    """Seconds of each part in every round after two that are left out, and the bytes of an update."""
+    """Seconds of each part in every round after two warm-up rounds, and the bytes of an update."""
     seconds: dict[str, list[float]] = defaultdict(list)
     async with meshes(model, DTYPE, threads, num_ranks=num_ranks, tensor_parallel=num_ranks) as processes:
         for version in range(1, repeats + 3):
@@ -76,8 +76,8 @@ async def measure(model: Path, repeats: int, num_ranks: int, threads: int) -> tu
         return {name: values[2:] for name, values in seconds.items()}, await processes.num_bytes()
 
 
-def random_llama(path: Path, hidden_size: int, num_layers: int = 30) -> Path:
-    """A model directory whose every dimension is a multiple of the hidden size, and its bytes of that size's square."""
+def random_llama(path: Path, hidden_size: int, num_layers: int) -> Path:
+    """Writes a model whose dimensions are all multiples of the hidden size, so that bytes grow with its square."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,17 +1,16 @@
 """What a weight update costs: SmolLM2's 272 tensors (269 MB in bfloat16) from one trainer rank to one generator rank.
 
-    python -m benchmarks.weight_sync [--quick] [--repeats N] [--threads N] [--dtype DTYPE]
+    python -m benchmarks.weight_sync [--quick | --smoke] [--repeats N] [--threads N] [--dtype DTYPE]
 
-An update is a push and a pull: from float32 masters in the trainer's process until vLLM, in the generator's process,
-would sample from the new weights. Its references are measured in the same rounds: one plain copy of those bytes, and
-TorchStore's own `put_state_dict` and `get_state_dict` over its default transport. Bars: an update takes at most 4
-copies, and a tenth of TorchStore's time.
+An update is a push and a pull: it begins with float32 master weights in the trainer's process and ends when vLLM, in
+the generator's process, would sample from the new weights. Its references are measured in the same rounds: one plain
+copy of the same bytes, and TorchStore's own `put_state_dict` and `get_state_dict` over its default transport.
 
-Where the processor can multiply in the dtype (float32 everywhere, bfloat16 from AVX-512 on), vLLM computes with packed
-weights and a pull packs them; elsewhere it copies.
+vLLM multiplies with packed weights where the CPU's oneDNN supports the dtype (float32 everywhere, bfloat16 from AVX-512
+on). A pull packs them there, and copies them elsewhere. Bars: an update takes at most 4 times as long as a copy with
+plain weights and 6 times with packed ones, and a tenth of TorchStore's time.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -22,9 +21,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, benchmark_model, parser, print_result
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
     from controller.meshes.generator_handle import GeneratorHandle
@@ -32,59 +31,72 @@ if TYPE_CHECKING:  # they load torch, Monarch and vLLM
     from controller.meshes.store import WeightStore
     from controller.meshes.version_records import VersionRecords
 
+MAX_COPIES = {"plain": 4, "packed": 6}
+"""Most copies' time that an update may take, by the form of the weights that vLLM multiplies with."""
 Seconds = Mapping[str, Sequence[float]]
+"""By the part of a round, its time in each round."""
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="rounds measured, after one that is not")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the trainer's and of the generator's rank")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the generator's")
-    parser.add_argument("--quick", action="store_true", help="3 rounds")
-    options = parser.parse_args()
-    repeats = 3 if options.quick else options.repeats
-    seconds, num_bytes = asyncio.run(measure(repeats, options.threads, options.dtype))
+    options_parser = parser(__doc__, quick="3 rounds")
+    options_parser.add_argument("--repeats", type=int, default=9, help="rounds measured, after a warm-up round")
+    options_parser.add_argument("--threads", type=int, default=2, help="of the trainer's rank and of the generator's")
+    options_parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the generator's")
+    options = options_parser.parse_args()
+    repeats = 1 if options.smoke else 3 if options.quick else options.repeats
+    with benchmark_model(smoke=options.smoke) as model:
+        measured = asyncio.run(measure(model, repeats, options.threads, options.dtype))
 
-    figures = show(seconds)
+    figures = show(measured.seconds)
     print_result(
         "weight_sync",
         [
-            Bar(name="ratio_to_copy", value=figures["update"] / figures["copy"], limit=4),
+            Bar(name="ratio_to_copy", value=figures["update"] / figures["copy"], limit=MAX_COPIES[measured.form]),
             Bar(
                 name="speedup_over_torchstore", value=figures["torchstore"] / figures["update"], limit=10, at_most=False
             ),
         ],
         {
-            "rounds": len(seconds["update"]),
+            "rounds": repeats,
             "threads": options.threads,
             "dtype": options.dtype,
-            "megabytes": num_bytes / 1e6,
+            "generator_weights": measured.form,
+            "megabytes": measured.num_bytes / 1e6,
             **{f"seconds_{name}": value for name, value in figures.items()},
-            "ratio_to_copy_fastest": min(seconds["update"]) / min(seconds["copy"]),
+            "ratio_to_copy_fastest": min(measured.seconds["update"]) / min(measured.seconds["copy"]),
         },
     )
 
 
 def show(seconds: Seconds) -> dict[str, float]:
-    """Prints and returns the medians."""
+    """Prints and returns the median of each part."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
         print(f"{name:<28}{1e3 * value:9.1f} ms   fastest {1e3 * min(seconds[name]):9.1f} ms", flush=True)
     return medians
 
 
-async def measure(repeats: int, threads: int, dtype: str) -> tuple[Seconds, int]:
-    """Seconds of each part in every round after a first that is left out, and the bytes of an update."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All rounds but the first."""
+
+    seconds: Seconds
+    num_bytes: int
+    """Size of an update."""
+    form: Literal["plain", "packed"]
+    """Of the weights that vLLM multiplies with."""
+
+
+async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measured:
+    """Measures updates and both references, `repeats` times after a warm-up round."""
     import torch
 
     from benchmarks.weight_actors import StateDictReader
     from controller.meshes.mesh import Mesh
-    from controller.runs.models import resolve_model
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig
 
-    model = resolve_model("smollm2-135m-instruct")
     seconds: dict[str, list[float]] = defaultdict(list)
     async with meshes(model, dtype, threads) as processes:
         arguments, env = (model, getattr(torch, dtype)), trainer_env(TrainerConfig(num_threads=threads))
@@ -99,7 +111,11 @@ async def measure(repeats: int, threads: int, dtype: str) -> tuple[Seconds, int]
                 seconds["torchstore_cpu"].append(cpu_seconds(pids) - cpu)
         finally:
             await reader.stop()
-        return {name: values[1:] for name, values in seconds.items()}, await processes.num_bytes()
+        return Measured(
+            seconds={name: values[1:] for name, values in seconds.items()},
+            num_bytes=await processes.num_bytes(),
+            form="packed" if await processes.packs_weights() else "plain",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +132,12 @@ class Meshes:
         """Size of the published weights."""
         return await self.trainer.answer(self.trainer.rank(0).num_bytes.call_one())
 
+    async def packs_weights(self) -> bool:
+        """`PackingGenerator.packs_weights`."""
+        return await self.generator.mesh.answer(self.generator.mesh.rank(0).packs_weights.call_one())
+
     async def round(self, version: int, seconds: dict[str, list[float]]) -> None:
-        """One copy and one update, whose seconds are appended."""
+        """Does one copy and one update, and appends their times to `seconds`."""
         seconds["copy"].append(await self.trainer.answer(self.trainer.rank(0).copy.call_one()))
         await self.trainer.answer(self.trainer.actors.step.call())
         pids = (os.getpid(), *self.trainer.pids, *self.generator.mesh.pids, *self.store.mesh.pids)
@@ -136,15 +156,17 @@ class Meshes:
 async def meshes(
     model: Path, dtype: str, threads: int, *, num_ranks: int = 1, tensor_parallel: int = 1
 ) -> AsyncGenerator[Meshes]:
-    """A trainer of `num_ranks` shards and a generator; each of their ranks has `threads` threads."""
+    """Starts a trainer of `num_ranks` shards and a generator; each of their ranks has `threads` threads."""
     import torch
 
+    from benchmarks.generator_actors import PackingGenerator
     from benchmarks.weight_actors import TrainerRank
     from controller.meshes.generator_handle import GeneratorHandle
     from controller.meshes.mesh import Mesh
     from controller.meshes.store import WeightStore
     from controller.meshes.version_records import VersionRecords
     from generator.config import GeneratorConfig
+    from generator.options import generator_env
     from trainer.actor import trainer_env
     from trainer.config import TrainerConfig
 
@@ -161,16 +183,19 @@ async def meshes(
         store = await WeightStore.launch(logs)
         env = trainer_env(TrainerConfig(num_threads=threads))
         trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=env, log_dir=logs)
-        version_records = VersionRecords()
-        generator = await GeneratorHandle.launch(config, logs, version_records=version_records)
+        mesh = await Mesh.spawn(
+            "generator", PackingGenerator, config, num_ranks=tensor_parallel, env=generator_env(config), log_dir=logs
+        )
+        generator = GeneratorHandle(mesh, config, version_records := VersionRecords())
         try:
+            await mesh.answer(mesh.actors.version.call())
             yield Meshes(store, trainer, generator, version_records, logs)
         finally:
             await asyncio.gather(store.stop(), trainer.stop(), generator.stop())
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time that these processes have used, to 10 ms."""
+    """CPU time that these processes have used so far, to 10 ms."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(user) + int(system) for user, system in ((f[11], f[12]) for f in fields)) / os.sysconf("SC_CLK_TCK")
 

@@ -12,12 +12,17 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "flo
     Without these instructions bfloat16 matrix products run in scalar code: a step of SmolLM2-135M takes ten times as
     long as in float32.
     """
+    return "bfloat16" if has_bfloat16(cpuinfo) else "float32"
+
+
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has bfloat16 instructions, by Linux's list of its features."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return "float32"
+        return False
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return "bfloat16" if _BFLOAT16_FLAGS.intersection(features.split()) else "float32"
+    return not _BFLOAT16_FLAGS.isdisjoint(features.split())
 
 
 def cpu_malloc_env() -> dict[str, str]:

@@ -26,6 +26,13 @@ from transformers import (
 from rl.types import Datum
 
 VOCAB_SIZE = 64
+SERVABLE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
+"""Options with which vLLM can serve a tiny model on the CPU; its kernels need heads of at least 32 dimensions."""
 
 
 def tiny_llama(

@@ -1,4 +1,4 @@
-"""A generator that notes when each request got a token, in a module that Monarch's processes can import."""
+"""Generators that tell more about themselves, in a module that Monarch's processes can import."""
 
 import time
 from typing import Any
@@ -9,15 +9,27 @@ from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig
 
 
+class PackingGenerator(VLLMGenerator):
+    """`VLLMGenerator` that knows whether its pulls pack weights or only copy them."""
+
+    @concurrent_endpoint
+    async def packs_weights(self) -> bool:
+        """Whether vLLM multiplies with packed copies of the weights in this dtype on this CPU."""
+        from generator._compat import packed_layers
+
+        engine: Any = self._engine
+        return bool(packed_layers(engine._engine.model_executor.driver_worker.get_model()))
+
+
 class TimedGenerator(VLLMGenerator):
-    """`VLLMGenerator`, with a clock read after every step."""
+    """`VLLMGenerator` that notes, after every step, which requests got a token."""
 
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine."""
         super().__init__(config)
         engine: Any = self._engine
-        self._tokens: dict[str, tuple[int, float]] = {}  # request -> how many it had, and when it got the last
-        self._gaps: list[tuple[float, float]] = []  # when a token came, and how long after the one before
+        self._tokens: dict[str, tuple[int, float]] = {}  # request -> its number of tokens, and when the last one came
+        self._gaps: list[tuple[float, float]] = []  # when a token came, and the seconds since the one before
         step, states = engine._step, engine._engine.output_processor.request_states
 
         def timed() -> None:
@@ -34,5 +46,5 @@ class TimedGenerator(VLLMGenerator):
 
     @concurrent_endpoint
     async def gaps(self) -> list[tuple[float, float]]:
-        """Of every token but a request's first and last: when it came, and the seconds since the one before."""
+        """For every token but a request's first and last: when it came, and the seconds since the token before."""
         return list(self._gaps)
