@@ -1,13 +1,12 @@
-"""Runs every benchmark, one after the other, and rewrites RESULTS.md from what they print."""
+"""Runs every benchmark, one after the other, and rewrites RESULTS.md with their results."""
 
-import argparse
 import datetime
 import json
 import subprocess
 import sys
 from typing import Any
 
-from benchmarks.harness import REPOSITORY
+from benchmarks.harness import REPOSITORY, parser
 
 BENCHMARKS = (
     "step",
@@ -20,32 +19,32 @@ BENCHMARKS = (
     "split_invariance",
     "async_speedup",
 )
-"""Modules of this package, in the order in which they run."""
+"""Modules of this package, in the order in which they run by default."""
 ON_REQUEST = ("vs_trl",)
-"""Run only when named: it installs another environment, and takes most of an hour on a slow machine."""
+"""Modules that run only when named. vs_trl installs another environment and takes most of an hour on a slow machine."""
 
 
 def main() -> None:
-    """Exits with 1 when a benchmark fails or a bar is not met."""
+    """Exits with 1 if a benchmark fails, or if a bar is not met outside of `--smoke`."""
     known = (*BENCHMARKS, *ON_REQUEST)
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=f"which; known: {', '.join(known)}")
-    parser.add_argument("--quick", action="store_true", help="under a minute each; does not rewrite RESULTS.md")
-    options = parser.parse_args()
+    options_parser = parser(__doc__, quick="under a minute each; does not rewrite RESULTS.md")
+    options_parser.add_argument("names", nargs="*", default=list(BENCHMARKS), help=f"known: {', '.join(known)}")
+    options = options_parser.parse_args()
     unknown = sorted(set(options.names) - set(known))
     if unknown:
-        parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(known)}")
-    results = [_run(name, quick=options.quick) for name in options.names]
-    if not options.quick and set(options.names) >= set(BENCHMARKS):
+        options_parser.error(f"no benchmark {unknown[0]!r}; known: {', '.join(known)}")
+    form = ["--quick"] if options.quick else ["--smoke"] if options.smoke else []
+    results = [_run(name, form) for name in options.names]
+    if not form and set(options.names) >= set(BENCHMARKS):
         (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(_table(results))
     missed = [bar["name"] for result in results for bar in result["bars"] if not bar["ok"]]
-    if missed:
+    if missed and not options.smoke:
         raise SystemExit(f"bars not met: {', '.join(missed)}")
 
 
-def _run(name: str, *, quick: bool) -> dict[str, Any]:
-    """Runs one benchmark, showing what it prints, and returns its last line."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
+def _run(name: str, form: list[str]) -> dict[str, Any]:
+    """Runs one benchmark, passes on its output, and returns the result on its last line."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *form]
     print(f"== {' '.join(command[1:])}", flush=True)
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -59,7 +58,7 @@ def _run(name: str, *, quick: bool) -> dict[str, Any]:
 
 
 def _table(results: list[dict[str, Any]]) -> str:
-    """RESULTS.md: one table of bars, one of figures per benchmark."""
+    """RESULTS.md: a table of all bars, then a table of figures per benchmark."""
     lines = [
         "# Results",
         "",
@@ -83,8 +82,7 @@ def _table(results: list[dict[str, Any]]) -> str:
             "",
             f"## {result['benchmark']}",
             "",
-            f"`python -m benchmarks.{result['benchmark']}` at commit {result['commit']}, {machine['cores']} cores of "
-            f"{machine['cpu']}, Python {machine['python']}.",
+            f"`python -m benchmarks.{result['benchmark']}` at commit {result['commit']}, {_kind(machine)}.",
             "",
             "| figure | value |",
             "|---|---|",
@@ -92,6 +90,16 @@ def _table(results: list[dict[str, Any]]) -> str:
         for name, value in result["figures"].items():
             lines.append(f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |")
     return "\n".join(lines) + "\n"
+
+
+def _kind(machine: dict[str, Any]) -> str:
+    """One line on a machine."""
+    caps = "".join(f", {name}={value}" for name, value in machine["isa_caps"].items())
+    bfloat16 = "with" if machine["bfloat16"] else "without"
+    return (
+        f"{machine['cores']} cores of {machine['cpu']} ({bfloat16} bfloat16 instructions{caps}), Python "
+        f"{machine['python']}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """What running ahead is worth when the environment is slow: `grpo_async` against `grpo`, the same recipe otherwise.
 
-    python -m benchmarks.async_speedup [--quick] [--steps N] [--model DIRECTORY]
+    python -m benchmarks.async_speedup [--quick | --smoke] [--steps N] [--model DIRECTORY]
 
 The environment sleeps for 2 s on a tenth of the rollouts, drawn at random, so that nearly every step of `grpo` waits
-for one. A random Llama of 9 million parameters learns to say even words: small enough to learn something in minutes on
-two cores, large enough for a step to compute for about as long as a slow answer takes.
+for one. A random Llama of 9 million parameters learns to say even words. It is small enough to learn within minutes on
+two cores, and large enough for a step to compute for about as long as a slow answer takes.
 
 `grpo`'s trainer and generator take turns on all cores; those of `grpo_async`, which work at the same time, have half of
-them each. Steps per hour are between the ends of the first step and of the last; evaluation is not among them. Bars:
-`grpo_async` makes 1.5 times as many, no token is older than the bound, and its final reward on held-out problems is not
-worse (the 95 % interval of the difference, paired by problem, reaches 0). By default both train until they have
-converged; with fewer steps `grpo_async` is behind by about as many as its tokens staleness.
+them each. Steps per hour are counted from the end of the first step to the end of the last, without evaluations. Bars:
+`grpo_async` does 1.5 times as many, no token's staleness exceeds the bound, and the final reward on held-out problems
+is not worse (the 95 % interval of the difference, paired by problem, reaches 0). By default both train until they have
+converged; with fewer steps `grpo_async` has learned less, because its updates lag by its staleness.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, parser, print_result
 from controller.commands.output import CapturedOutput
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
@@ -58,7 +57,7 @@ _SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowEvenWords(EvenWords):
-    """The reward is the fraction of even words; to score an answer takes 2 s now and then, in training."""
+    """`EvenWords` whose training answers sometimes take 2 s to score."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
         """See `rl.protocols.Env`."""
@@ -72,8 +71,8 @@ def _slow(completion: str) -> float:
     return even(completion)
 
 
-def recipe(model: Path, num_steps: int, num_threads: int) -> GRPOConfig:
-    """What both loops do."""
+def recipe(model: Path, num_steps: int, num_threads: int, *, prompts_per_step: int = 8) -> GRPOConfig:
+    """The recipe of both loops."""
     return GRPOConfig(
         model=str(model),
         env=SlowEvenWords(),
@@ -81,7 +80,7 @@ def recipe(model: Path, num_steps: int, num_threads: int) -> GRPOConfig:
         generator=GeneratorConfig(dtype="float32", num_threads=num_threads, max_model_len=64, max_num_seqs=128),
         sampling=SamplingParams(max_tokens=16),
         num_steps=num_steps,
-        prompts_per_step=8,
+        prompts_per_step=prompts_per_step,
         group_size=8,
         learning_rate=1e-4,
         num_eval=128,
@@ -95,26 +94,23 @@ class Measured:
 
     steps_per_hour: float
     rows: list[dict[str, float]]
-    """The metrics of its steps."""
+    """The metrics of each step."""
     first_rewards: dict[str, float]
     rewards: dict[str, float]
-    """Held-out problem -> reward, before the first step and after the last."""
+    """Held-out problem -> reward; `first_rewards` before the first step, `rewards` after the last."""
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--quick", action="store_true", help="4 steps: too few to learn from, so no bar on the reward")
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory in the place of the random model")
-    options = parser.parse_args()
-    num_steps = 4 if options.quick else options.steps
+    options_parser = parser(__doc__, quick="4 steps: too few to learn from, so no bar on the reward")
+    options_parser.add_argument("--steps", type=int, default=32)
+    options_parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the random model")
+    options = options_parser.parse_args()
+    num_steps, prompts_per_step = (2, 1) if options.smoke else (4 if options.quick else options.steps, 8)
     with CapturedOutput() as output, tempfile.TemporaryDirectory() as scratch:
         model = options.model or tiny_llama(Path(scratch) / "model", **_SHAPE)
-        synchronous = recipe(model, num_steps, num_threads=2)
-        fields: dict[str, Any] = {
-            f.name: getattr(recipe(model, num_steps, 1), f.name) for f in dataclasses.fields(GRPOConfig)
-        }
+        synchronous, half = (recipe(model, num_steps, n, prompts_per_step=prompts_per_step) for n in (2, 1))
+        fields: dict[str, Any] = {f.name: getattr(half, f.name) for f in dataclasses.fields(GRPOConfig)}
         asynchronous = GRPOAsyncConfig(**fields, max_staleness=MAX_STALENESS)
         console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)
         before = _measure(synchronous, Path(scratch) / "grpo", console)
@@ -125,7 +121,7 @@ def main() -> None:
         Bar(name="steps_per_hour_ratio", value=after.steps_per_hour / before.steps_per_hour, limit=1.5, at_most=False),
         Bar(name="staleness_max", value=max(row.get("staleness_max", 0.0) for row in after.rows), limit=MAX_STALENESS),
     ]
-    if not options.quick:
+    if not options.quick and not options.smoke:
         bars.append(Bar(name="reward_difference_high", value=difference.high, limit=0.0, at_most=False))
     print_result(
         "async_speedup",
@@ -150,7 +146,7 @@ def main() -> None:
 
 
 def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
-    """A whole run, in processes of its own."""
+    """Runs a loop from start to end, in processes of its own."""
     folder = RunFolder(path, config)
     loop = (
         grpo_async.run(config, folder, console)
@@ -174,12 +170,13 @@ def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
 
 
 def _difference(ours: dict[str, float], theirs: dict[str, float]) -> Interval:
-    """Of the mean rewards, paired by problem."""
+    """The difference of the mean rewards, paired by problem."""
     assert ours.keys() == theirs.keys()
     return bootstrap(np.array([ours[problem] - theirs[problem] for problem in theirs]))
 
 
 def _median(measured: Measured, name: str) -> float:
+    """The median of a metric over the steps that have it."""
     return statistics.median(row[name] for row in measured.rows if name in row)
 
 

@@ -1,8 +1,7 @@
-"""What a trainer is compared with: the loops one writes around a transformers model, with padding and without.
+"""References for a trainer: the loops that one writes around a transformers model, padded and packed.
 
-Both have float32 parameters and compute in the dtype they are given (autocast), score only what the loss needs, and
-step with AdamW. The
-packed one attends within documents by a block mask, the form that transformers has on every device.
+Both keep float32 parameters, compute in a given dtype by autocast, score only the tokens that the loss needs, and step
+with AdamW. The packed one attends within documents by a block mask, which transformers supports on every device.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,16 +1,17 @@
 """Tokens per second of forward_backward + optim_step for SmolLM2, side by side with loops around a transformers model.
 
-    python -m benchmarks.trainer_throughput [--quick] [--repeats N] [--threads N]
+    python -m benchmarks.trainer_throughput [--quick | --smoke] [--repeats N] [--threads N]
 
 A GRPO batch of mixed lengths: groups of completions that share their prompt. The engine and one rival at a time live
-in processes of their own with the same threads; they take turns, and medians are compared. The same is repeated with
-prompts that all differ, where a shared prefix gains nothing. `actor_overhead` is the share of a `forward_backward`
-through the handle of a real `PolicyTrainer` process that passes outside of its engine (checks, planning, serialisation,
-dispatch), `engine_overhead` what the engine adds to the bare model's forward and backward pass on its rows. Everything
-computes in the dtype that the processor is fast in.
+in processes of their own with the same threads; they take turns, and medians are compared. The comparison is repeated
+with prompts that all differ, where sharing a prefix gains nothing.
+
+`engine_overhead` is the time of the engine's `forward_backward` over that of the bare model's forward and backward pass
+on the same rows. `actor_overhead` is the fraction of a `forward_backward` call through the handle of a real
+`PolicyTrainer` process that is spent outside of the engine: on checks, planning, serialisation and dispatch. Everything
+computes in the dtype that the CPU is fast in.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import os
@@ -18,33 +19,46 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Bar, print_result
+from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from rl.hardware import cpu_dtype
 from rl.types import AdamParams, Datum
 
 MAX_TOKENS = 2048
-WARM_UPS = 2  # the first steps fault in the memory that later ones reuse
+WARM_UPS = 2
+"""Steps that are not counted; they fault in the memory that later ones reuse."""
 RIVALS = ("padded", "packed", "bare_model")
 
 
-def make_batch(num_groups: int, group_size: int, longest: int, *, shared: bool, vocab_size: int = 49152) -> list[Datum]:
-    """Groups with prompts of 16 to longest/4 tokens, in sequences of 32 to `longest`.
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is measured, and how often."""
 
-    With `shared` off no two sequences begin alike.
+    vocab_size: int
+    group_size: int
+    longest: int
+    """Tokens of the longest sequence, or a little more."""
+    repeats: int
+
+
+def make_batch(size: Size, *, shared: bool) -> list[Datum]:
+    """Two groups with prompts of 16 to longest/4 tokens, in sequences of 32 to `longest` tokens.
+
+    Unless `shared`, all sequences differ in their first token.
     """
     rng = np.random.default_rng(0)
     batch: list[Datum] = []
-    for _ in range(num_groups):
-        prompt = rng.integers(0, vocab_size, rng.integers(16, longest // 4))
-        for _ in range(group_size):
-            length = int(rng.integers(max(32, len(prompt) + 4), longest))
-            tokens = np.concatenate([prompt, rng.integers(0, vocab_size, length - len(prompt) + 1)])
+    for _ in range(2):
+        prompt = rng.integers(0, size.vocab_size, rng.integers(16, size.longest // 4))
+        for _ in range(size.group_size):
+            length = int(rng.integers(max(32, len(prompt) + 4), size.longest))
+            tokens = np.concatenate([prompt, rng.integers(0, size.vocab_size, length - len(prompt) + 1)])
             if not shared:
                 tokens[0] = len(batch)
             scored = np.arange(length) >= len(prompt) - 1
@@ -59,7 +73,7 @@ def make_batch(num_groups: int, group_size: int, longest: int, *, shared: bool, 
 
 
 def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[Datum]], Any]:
-    """The function that does one step over a batch, and whatever it needs, in this process."""
+    """A function that does one step over a batch in this process."""
     if name in ("padded", "packed"):
         from benchmarks.reference_trainers import ReferenceTrainer
 
@@ -93,7 +107,7 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
         return seconds
 
     def bare_step(batch: Sequence[Datum]) -> float:
-        """The model's own forward and backward pass on the engine's rows, with the simplest loss there is."""
+        """The model's own forward and backward pass on the engine's rows, with the sum of log-probs as the loss."""
         rows = [engine._pack(microbatch) for microbatch in microbatches(batch)]
         start = time.perf_counter()
         for row in rows:
@@ -108,7 +122,7 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
 def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], float]:
     """The same step through a `TrainerHandle`, in a trainer process of its own.
 
-    Returns the share of forward_backward's time that passed outside of the engine.
+    Returns the fraction of forward_backward's time that was spent outside of the engine.
     """
     from controller.meshes.trainer_handle import TrainerHandle
 
@@ -127,24 +141,24 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
 
 
 def _serve(name: str, model: Path, threads: int, pipe: "Connection[Any, Any]") -> None:
-    """A contender's process: batches in; seconds, what the step returned and peak memory out."""
+    """A contender's process: receives batches; sends seconds, the step's result and peak memory in bytes."""
     step = make_contender(name, model, threads)
     pipe.send("ready")
     while (batch := pipe.recv()) is not None:
         start = time.perf_counter()
         result = step(batch)
         seconds = time.perf_counter() - start
-        # The engine measures each phase anew, but under `trainer_env` no process hands memory back in between.
+        # The peak since the process began is that of its steps, because `trainer_env` keeps freed memory.
         status = Path("/proc/self/status").read_text()
         peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
         pipe.send((seconds, result, peak))
 
 
 class Contenders:
-    """Their processes. One computes at a time."""
+    """The contenders' processes. One computes at a time."""
 
     def __init__(self, names: Sequence[str], model: Path, threads: int) -> None:
-        """Starts them and waits until all are ready."""
+        """Starts the processes and waits until all have loaded the model."""
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[str, Connection[Any, Any]] = {}
         self._processes: list[Any] = []
@@ -157,12 +171,12 @@ class Contenders:
             ours.recv()
 
     def step(self, name: str, batch: Sequence[Datum]) -> tuple[float, Any, int]:
-        """Seconds, what the step returned, and peak memory in bytes so far."""
+        """Seconds, the step's result, and peak memory in bytes so far."""
         self._pipes[name].send(batch)
         return self._pipes[name].recv()
 
     def stop(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for pipe in self._pipes.values():
             pipe.send(None)
         for process in self._processes:
@@ -172,33 +186,17 @@ class Contenders:
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help=f"measured steps of each, after {WARM_UPS} that are not")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--quick", action="store_true", help="short sequences, one repeat")
-    options = parser.parse_args()
-    longest, repeats = (128, 1) if options.quick else (512, options.repeats)
-
-    from controller.runs.models import resolve_model
-    from trainer.actor import trainer_env
-    from trainer.config import TrainerConfig
-
-    model = resolve_model("smollm2-135m-instruct")
-    os.environ |= trainer_env(TrainerConfig(num_threads=options.threads))  # the same for all of them
-    figures: dict[str, float] = {"threads": options.threads}
-    for rival in RIVALS:
-        contenders = Contenders(("engine", rival), model, options.threads)
-        try:
-            figures |= compare(contenders, rival, longest, repeats)
-        finally:
-            contenders.stop()
-    contenders = Contenders(("actor",), model, options.threads)
-    try:
-        batch = make_batch(2, 8, longest, shared=True)
-        outside = [contenders.step("actor", batch)[1] for _ in range(WARM_UPS + repeats)][WARM_UPS:]
-        figures["actor_overhead"] = statistics.median(outside)
-    finally:
-        contenders.stop()
+    options_parser = parser(__doc__, quick="short sequences, one repeat")
+    options_parser.add_argument(
+        "--repeats", type=int, default=3, help=f"measured steps, after {WARM_UPS} warm-up steps"
+    )
+    options_parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = options_parser.parse_args()
+    with benchmark_model(smoke=options.smoke) as model:
+        group_size, longest, repeats = (2, 96, 1) if options.smoke else (8, 512, options.repeats)
+        if options.quick:
+            longest, repeats = 128, 1
+        figures = measure(model, Size(vocab_size(model), group_size, longest, repeats), options.threads)
     print_result(
         "trainer_throughput",
         [
@@ -211,16 +209,39 @@ def main() -> None:
     )
 
 
-def compare(contenders: Contenders, rival: str, longest: int, repeats: int) -> dict[str, float]:
-    """What one pair gives. Ratios are of medians of steps that took turns."""
+def measure(model: Path, size: Size, threads: int) -> dict[str, float]:
+    """All figures by name."""
+    from trainer.actor import trainer_env
+    from trainer.config import TrainerConfig
+
+    os.environ |= trainer_env(TrainerConfig(num_threads=threads))  # the same for all contenders
+    figures: dict[str, float] = {"threads": threads}
+    for rival in RIVALS:
+        contenders = Contenders(("engine", rival), model, threads)
+        try:
+            figures |= compare(contenders, rival, size)
+        finally:
+            contenders.stop()
+    contenders = Contenders(("actor",), model, threads)
+    try:
+        batch = make_batch(size, shared=True)
+        outside = [contenders.step("actor", batch)[1] for _ in range(WARM_UPS + size.repeats)][WARM_UPS:]
+        figures["actor_overhead"] = statistics.median(outside)
+    finally:
+        contenders.stop()
+    return figures
+
+
+def compare(contenders: Contenders, rival: str, size: Size) -> dict[str, float]:
+    """The figures of the engine and one rival. Ratios are of the medians of steps that took turns."""
     figures: dict[str, float] = {}
     for shared in (True, False) if rival in ("padded", "packed") else (True,):
-        batch = make_batch(2, 8, longest, shared=shared)
+        batch = make_batch(size, shared=shared)
         num_tokens = sum(len(datum.tokens) for datum in batch)
         suffix = "" if shared else "_distinct_prompts"
         seconds: dict[str, list[float]] = {"engine": [], rival: []}
         inside: dict[str, list[float]] = {"engine": [], rival: []}
-        for repeat in range(WARM_UPS + repeats):
+        for repeat in range(WARM_UPS + size.repeats):
             for name in ("engine", rival):
                 taken, result, peak = contenders.step(name, batch)
                 figures[f"peak_memory_gb_{name}"] = peak / 1e9

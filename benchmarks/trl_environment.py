@@ -1,4 +1,4 @@
-"""TRL's own virtual environment, made once from requirements/trl.lock and kept in the user's cache."""
+"""A virtual environment for TRL, made once from requirements/trl.lock and kept in the user's cache."""
 
 import hashlib
 import shutil
@@ -13,13 +13,13 @@ _LOCK = REPOSITORY / "requirements" / "trl.lock"
 
 
 def trl_python() -> Path:
-    """The interpreter of an environment that holds exactly what the lock names. Making it takes a minute or two.
+    """The interpreter of an environment with exactly the lock's packages, which takes a minute or two to make.
 
-    pip finds packages, torch's CPU build among them, where its own configuration points. Raises CalledProcessError when
-    it does not.
+    pip looks for packages, torch's CPU build among them, where its own configuration points. Raises CalledProcessError
+    if it does not find them.
     """
-    digest = hashlib.sha256(_LOCK.read_bytes()).hexdigest()[:12]
-    environment = cache_directory() / "environments" / f"trl-{digest}"
+    checksum = hashlib.sha256(_LOCK.read_bytes()).hexdigest()[:12]
+    environment = cache_directory() / "environments" / f"trl-{checksum}"
     python, stamp = environment / "bin" / "python", environment / "complete"
     if not stamp.exists():
         print(f"installing {_LOCK.name} into {environment}, once", file=sys.stderr, flush=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.trl_trainer SETTINGS
 
-SETTINGS is the JSON of a `Settings`. Every line on the standard input is a number of optimizer steps to do; every step
-is answered by a JSON line on the standard output. After the last step the model is saved.
+SETTINGS is the JSON of a `Settings`. Each line on the standard input is a number of optimizer steps to do. A JSON line
+on the standard output reports each step. After the last step the model is saved.
 """
 
 import functools
@@ -20,7 +20,7 @@ from rl.envs.procedural import TextProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What both sides have in common, and where TRL's model goes."""
+    """The settings that both sides share, and where TRL saves its model."""
 
     model: str
     output: str
@@ -43,7 +43,7 @@ class Settings:
 def main() -> None:
     """Trains, one command at a time."""
     settings = Settings(**json.loads(sys.argv[1]))
-    events, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no event
+    events, sys.stdout = sys.stdout, sys.stderr  # libraries print to the standard output too
 
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(settings.num_threads)
@@ -64,7 +64,7 @@ def _trainer(settings: Settings, events: TextIO) -> tuple[Any, list[str]]:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
     problems = LargestNumber().train_problems(settings.seed, 0, settings.num_steps * settings.prompts_per_step)
-    # As text: of a chat whose last message is the assistant's, TRL would begin another message.
+    # As text, because TRL would begin a new message after a chat whose last message is the assistant's.
     prompts = [
         tokenizer.apply_chat_template(problem.prompt, tokenize=False, continue_final_message=True)
         for problem in problems
@@ -81,12 +81,13 @@ def _trainer(settings: Settings, events: TextIO) -> tuple[Any, list[str]]:
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
-    """`trl.GRPOConfig` for the same algorithm, set for speed on a CPU.
+    """Arguments of `trl.GRPOConfig` for the same algorithm, set for speed on a CPU.
 
-    On-policy, without KL, averaged over the tokens of the step. One optimizer step per generation, so that TRL does not
-    compute old log-probs; all completions of a step are sampled at once, and trained on in pieces that fit into memory
-    (all of the CPU recipe's in one piece took 21 GB). No vLLM: in server mode TRL hands weights over by NCCL and
-    refuses any device but CUDA, and vLLM's CPU build takes no weights in by the calls that TRL's colocate mode makes.
+    The algorithm is on-policy, without KL, and averages over the tokens of the step. There is one optimizer step per
+    generation, so that TRL does not compute old log-probs. All completions of a step are sampled at once, and trained
+    on in pieces that fit into memory: the CPU recipe's step in one piece took 21 GB. TRL samples without vLLM: its
+    server mode sends weights by NCCL and refuses any device but CUDA, and vLLM's CPU build does not support the calls
+    by which its colocate mode loads weights.
     """
     batch_size = settings.prompts_per_step * settings.group_size
     arguments: dict[str, Any] = {
@@ -126,12 +127,12 @@ def _arguments(settings: Settings) -> dict[str, Any]:
 def _rewards(
     problems: dict[str, TextProblem], completions: list[str], problem: list[str], **_others: Any
 ) -> list[float]:
-    """TRL's reward function: that of the environment."""
+    """The environment's reward, as a reward function of TRL's."""
     return [problems[name].score(completion) for completion, name in zip(completions, problem, strict=True)]
 
 
 def _turns(base: Any, events: TextIO) -> Any:
-    """A callback that waits for a command before the first step and whenever the last command is done."""
+    """A callback that waits for a command before the first step and whenever a command's steps are done."""
 
     class Turns(base):
         def __init__(self) -> None:

@@ -1,21 +1,23 @@
-"""ownloop's `grpo` against TRL's `GRPOTrainer`: seconds per optimizer step, and what the same number of steps teaches.
+"""ownloop's `grpo` against TRL's `GRPOTrainer`: seconds per optimizer step, and the reward after equally many steps.
 
-    python -m benchmarks.vs_trl [--quick] [--steps N] [--prompts N] [--block N] [--trl JSON]
+    python -m benchmarks.vs_trl [--quick | --smoke] [--steps N] [--prompts N] [--block N] [--trl JSON]
+        [--trl-python PYTHON]
 
-The default recipe for the CPU on both sides: same model, problems in the same order, reward, prompts per step, group
-size, lengths, sampling temperature, optimizer, dtype and threads. TRL runs in an environment of its own
+Both sides use the default recipe for the CPU: the same model, problems in the same order, reward, prompts per step,
+group size, lengths, sampling temperature, optimizer, dtype and threads. TRL runs in an environment of its own
 (`benchmarks/trl_environment.py`), with the settings of `benchmarks/trl_trainer.py`; `--trl` overrides any argument of
-its `GRPOConfig`. The two take turns, a block of steps each, both alive throughout; a step is everything from the end of
-the one before to its own. The first block of each is not counted.
+its `GRPOConfig`. Both sides stay alive and take turns, a block of steps each. A step lasts from the end of the previous
+step to its own end. The first block of each side is not counted.
 
-What differs: TRL divides an advantage by the sample deviation of its group plus 1e-4, ownloop by the population's
-(1.07 times smaller advantages in TRL), and the random numbers of sampling.
+Two things differ. TRL divides an advantage by the sample standard deviation of its group plus 1e-4, ownloop by the
+population's, so TRL's advantages are 1.07 times smaller. And the random numbers of sampling are not the same.
 
 The final models answer the same held-out problems greedily, both by transformers in float32. Bars: a step takes at most
 half of TRL's time; the 95 % interval of the difference in held-out reward is not below 0.
+
+`--smoke` uses the real model, because TRL's side needs a chat template.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -32,7 +34,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import REPOSITORY, Bar, print_result
+from benchmarks.harness import REPOSITORY, Bar, parser, print_result
 from benchmarks.trl_environment import trl_python
 from benchmarks.trl_trainer import Settings
 from controller.commands.output import CapturedOutput
@@ -55,8 +57,8 @@ _EVALUATION_BATCH = 32
 class TRLProcess:
     """TRL's trainer in its own process and environment."""
 
-    def __init__(self, settings: Settings, log: Path) -> None:
-        """Returns when it waits for its first command. What it and its libraries print goes to `log`."""
+    def __init__(self, python: Path, settings: Settings, log: Path) -> None:
+        """Waits until TRL is ready for its first command. All that the process prints goes to `log`."""
         # TRL gets the allocator settings that make ownloop's trainer faster. Its threads may spin: it computes alone.
         env = {**os.environ, **trainer_env(_recipe().trainer), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
         env.pop("OMP_WAIT_POLICY")
@@ -64,7 +66,7 @@ class TRLProcess:
         self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [trl_python(), "-m", "benchmarks.trl_trainer", json.dumps(dataclasses.asdict(settings))],
+                [python, "-m", "benchmarks.trl_trainer", json.dumps(dataclasses.asdict(settings))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -75,7 +77,7 @@ class TRLProcess:
         self.ready = self._next("ready")
 
     def steps(self, count: int) -> list[float]:
-        """Does so many optimizer steps; returns the seconds of each."""
+        """Does `count` optimizer steps; returns the seconds of each."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{count}\n")
         self._process.stdin.flush()
@@ -87,12 +89,12 @@ class TRLProcess:
         self._process.wait()
 
     def kill(self) -> None:
-        """Ends the process, wherever it is."""
+        """Ends the process at once."""
         self._process.kill()
         self._process.wait()
 
     def _next(self, kind: str) -> dict[str, Any]:
-        """The next event of a kind; others are kept too. Raises RuntimeError with the log's end when TRL has ended."""
+        """Waits for an event of this kind and keeps all events. Raises RuntimeError with the log's end if TRL ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             event = json.loads(line)
@@ -103,10 +105,10 @@ class TRLProcess:
 
 
 class Turns(Console):
-    """A console that gives TRL its turn whenever a block of ownloop's steps is done, and keeps the time of both."""
+    """A console that gives TRL its turn after each block of ownloop's steps, and times the steps of both."""
 
     def __init__(self, stream: TextIO, trl: TRLProcess, block: int) -> None:
-        """`block` steps of one side, then as many of the other."""
+        """Each side does `block` steps in its turn."""
         super().__init__(stream)
         self._stream = stream
         self.seconds: dict[str, list[float]] = {"ownloop": [], "trl": []}
@@ -131,21 +133,27 @@ class Turns(Console):
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each side")
-    parser.add_argument("--block", type=int, default=3, help="steps of one side before the other's turn")
-    parser.add_argument("--prompts", type=int, default=_recipe().prompts_per_step, help="problems per step")
-    parser.add_argument("--quick", action="store_true", help="2 steps of 4 problems, turn by turn; time only")
-    parser.add_argument("--trl", type=json.loads, default={}, metavar="JSON", help="arguments of trl.GRPOConfig")
-    options = parser.parse_args()
-    num_steps, prompts, block = (2, 4, 1) if options.quick else (options.steps, options.prompts, options.block)
+    options_parser = parser(__doc__, quick="2 steps of 4 problems, turn by turn; time only")
+    options_parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each side")
+    options_parser.add_argument("--block", type=int, default=3, help="steps of one side before the other's turn")
+    options_parser.add_argument("--prompts", type=int, default=_recipe().prompts_per_step, help="problems per step")
+    options_parser.add_argument(
+        "--trl", type=json.loads, default={}, metavar="JSON", help="arguments of trl.GRPOConfig"
+    )
+    options_parser.add_argument("--trl-python", type=Path, help="an interpreter with TRL; default: installs one, once")
+    options = options_parser.parse_args()
+    num_steps, prompts, block = options.steps, options.prompts, options.block
+    if options.quick or options.smoke:
+        num_steps, prompts, block = 2, 1 if options.smoke else 4, 1
     if num_steps <= block:
-        parser.error(f"--steps is {num_steps}; it must be more than --block {block}, since the first is not counted")
+        options_parser.error(f"--steps is {num_steps}; it must exceed --block {block}: the first block is not counted")
 
     sizes = {"num_steps": num_steps, "prompts_per_step": prompts}
     config = dataclasses.replace(_recipe(), **sizes, num_eval=1, evaluate_every=num_steps)
+    evaluated = not options.quick and not options.smoke
     with tempfile.TemporaryDirectory() as folder:
-        seconds, trl, rewards = _compare(config, block, options.trl, Path(folder), evaluated=not options.quick)
+        python = options.trl_python or trl_python()
+        seconds, trl, rewards = _compare(config, block, python, options.trl, Path(folder), evaluated=evaluated)
 
     medians = {side: statistics.median(times[block:]) for side, times in seconds.items()}
     bars = [Bar(name="step_time_ratio", value=medians["ownloop"] / medians["trl"], limit=0.5)]
@@ -175,13 +183,13 @@ def _recipe() -> GRPOConfig:
 
 
 def _compare(
-    config: GRPOConfig, block: int, grpo_config: dict[str, Any], folder: Path, *, evaluated: bool
+    config: GRPOConfig, block: int, python: Path, grpo_config: dict[str, Any], folder: Path, *, evaluated: bool
 ) -> tuple[dict[str, list[float]], TRLProcess, dict[str, NDArray[np.float64]]]:
-    """Trains both. Returns the seconds of every step, and held-out rewards [P] by problem if they are wanted."""
+    """Trains both sides. Returns the seconds of every step and, if `evaluated`, the held-out rewards [P] by problem."""
     model = resolve_model(config.model)
     settings = _settings(config, model, folder / "trl", grpo_config)
     run_folder = RunFolder(folder / "ownloop", config)
-    trl = TRLProcess(settings, folder / "trl.log")
+    trl = TRLProcess(python, settings, folder / "trl.log")
     try:
         first = config.env.train_problems(config.seed, 0, 1)[0]
         assert trl.ready["first_prompt"] == list(Renderer(model).encode(first.prompt)), "the prompts differ"
@@ -244,7 +252,7 @@ def eval_rewards(model: Path, problems: Sequence[TextProblem], config: GRPOConfi
 
 
 def _keep(side: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Keeps what one side said about every step."""
+    """Keeps one side's metrics of every step in `benchmarks/results`."""
     _RESULTS.mkdir(exist_ok=True)
     (_RESULTS / f"vs_trl_{side}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
