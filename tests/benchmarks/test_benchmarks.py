@@ -15,8 +15,8 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import REPOSITORY
 
-SCRIPTS = sorted(p.stem for p in (REPOSITORY / "benchmarks").glob("*.py") if "
-    print_result(" in p.read_text())
+FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
+SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
 IN_THIS_PROCESS = {"layouts", "split_invariance"}  # only engines, which other tests import here anyway
 FAST = IN_THIS_PROCESS | {"step"}  # the others start vLLM or several meshes, and take 30 to 60 s each
 FAKE_TRL = Path(__file__).parent / "fake_trl"
