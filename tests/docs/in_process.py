@@ -50,7 +50,7 @@ class InProcessTrainer(EngineTrainer):
 
 
 class InProcessGenerator:
-    """Samples with transformers, one token of all samples at a time, without a cache."""
+    """Samples with transformers: one token of all samples of a prompt at a time, without a cache."""
 
     def __init__(self, model: Path, published: _Weights) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model)
@@ -70,31 +70,48 @@ class InProcessGenerator:
     ) -> list[Completion]:
         """See `rl.protocols.Generator`. Knows temperature, `max_tokens` and `seed`."""
         await asyncio.sleep(0)
-        return [self._sample(prompt_tokens, sampling, index) for index in range(num_samples)]
+        seeds = [((sampling.seed or 0) + index) % (1 << 63) for index in range(num_samples)]
+        sequences = self._sample(prompt_tokens, sampling, [torch.Generator().manual_seed(seed) for seed in seeds])
+        return [self._completion(sequence) for sequence in sequences]
 
     @torch.no_grad()
-    def _sample(self, prompt_tokens: Sequence[int], sampling: SamplingParams, index: int) -> Completion:
-        random = torch.Generator().manual_seed(((sampling.seed or 0) + index) % (1 << 63))
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        while len(tokens) < sampling.max_tokens and self._tokenizer.eos_token_id not in tokens:
-            logits = self._model(torch.tensor([[*prompt_tokens, *tokens]])).logits[0, -1]
-            distribution = torch.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
-            greedy = sampling.temperature == 0
-            token = int(distribution.argmax() if greedy else distribution.exp().multinomial(1, generator=random))
-            tokens.append(token)
-            logprobs.append(float(distribution[token]))
+    def _sample(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, randoms: Sequence[torch.Generator]
+    ) -> list[list[tuple[int, float]]]:
+        """Tokens with their log-probs, one sequence for each source of randomness, `max_tokens` long."""
+        rows = torch.tensor([prompt_tokens] * len(randoms))
+        sequences: list[list[tuple[int, float]]] = [[] for _ in randoms]
+        for _ in range(sampling.max_tokens):
+            logits = self._model(rows).logits[:, -1] / (sampling.temperature or 1.0)
+            distributions = torch.log_softmax(logits, dim=-1)
+            new: list[int] = []
+            for sequence, distribution, random in zip(sequences, distributions, randoms, strict=True):
+                greedy = sampling.temperature == 0
+                token = int(distribution.argmax() if greedy else distribution.exp().multinomial(1, generator=random))
+                sequence.append((token, float(distribution[token])))
+                new.append(token)
+            rows = torch.cat([rows, torch.tensor(new)[:, None]], dim=1)
+        return sequences
+
+    def _completion(self, sequence: Sequence[tuple[int, float]]) -> Completion:
+        """A sequence up to the end token, if it has one."""
+        tokens = tuple(token for token, _ in sequence)
+        ended = self._tokenizer.eos_token_id in tokens
+        tokens = tokens[: tokens.index(self._tokenizer.eos_token_id) + 1] if ended else tokens
         return Completion(
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
+            tokens=tokens,
+            logprobs=tuple(logprob for _, logprob in sequence[: len(tokens)]),
             versions=(self._version,) * len(tokens),
             text=self._tokenizer.decode(tokens, skip_special_tokens=True),
-            finish_reason="stop" if self._tokenizer.eos_token_id in tokens else "length",
+            finish_reason="stop" if ended else "length",
         )
 
 
 def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Has `Launcher`, and so `launch`, start no process, and `smollm2-135m-instruct` be a tiny model in `folder`."""
+    """Has `Launcher`, and so `launch`, start no process, and `smollm2-135m-instruct` be a tiny model in `folder`.
+
+    Curves are not drawn: with a model as small as this they would take most of a run's time.
+    """
     tiny_chat_model(folder / "models" / "smollm2-135m-instruct")
     monkeypatch.setenv("OWNLOOP_CACHE", str(folder))
     published: _Weights = {}
@@ -107,6 +124,7 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "generator", generator)
+    monkeypatch.setattr("rl.runs.plot.plot_curve", lambda *_, **__: None)
 
 
 async def _made(made: Any) -> Any:
