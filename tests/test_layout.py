@@ -153,7 +153,7 @@ def test_readme_stays_short() -> None:
 
 
 def test_every_module_says_what_it_does() -> None:
-    for path in sources(*PACKAGES, "benchmarks"):
+    for path in sources(*PACKAGES, "benchmarks", "examples"):
         text = (ROOT / path).read_text()
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
@@ -161,10 +161,15 @@ def test_every_module_says_what_it_does() -> None:
 def test_no_file_names_a_home_directory_or_an_index() -> None:
     pattern = re.compile(r"(?<![\w.])/(home|root|Users)/\w|(--(extra-)?index-url|find-links)[ =]+[a-z]+:/")
     files = [
-        *sources(*PACKAGES, "tests", "benchmarks"),
-        *(p.relative_to(ROOT) for p in (ROOT / "requirements").iterdir()),
+        *sources(*PACKAGES, "tests", "benchmarks", "examples"),
+        *(
+            p.relative_to(ROOT)
+            for folder in ("requirements", "docs", ".github/workflows")
+            for p in (ROOT / folder).iterdir()
+        ),
+        *(p.relative_to(ROOT) for p in ROOT.glob("*.md")),
     ]
-    for path in [*files, Path("Makefile"), Path("README.md"), Path("pyproject.toml"), Path(".ci/run")]:
+    for path in [*files, Path("Makefile"), Path("pyproject.toml"), Path(".ci/run"), Path(".pre-commit-config.yaml")]:
         found = pattern.search((ROOT / path).read_text())
         assert not found, f"{path}: {found.group()}"
 
