@@ -2,8 +2,8 @@
 
 prompt -> Completion -> Turn -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
 
-Plain, frozen and picklable; arrays are NumPy so that a message carries exactly its own bytes. Legend: T tokens of one
-sequence, N tokens of one completion.
+All are frozen and picklable. Arrays are NumPy, because a pickled view of a torch tensor carries the whole storage.
+Legend: T tokens of one sequence, N tokens of one completion, P tokens of one prompt.
 """
 
 import math
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
-"""What a trainer's model ends in: log-probs of target tokens, or one value per position, which makes it a critic."""
+"""The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
 PullMode = Literal["drain", "inflight"]
-"""What becomes of running requests when a generator takes new weights: they finish first, or go on under the new."""
+"""Whether running requests finish before a generator takes new weights, or continue under the new weights."""
 WeightTransport = str
 """How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
@@ -29,21 +29,21 @@ class SamplingParams:
     """How the generator samples. Log-probs are always those of the distribution that was sampled from."""
 
     max_tokens: int
-    """Most tokens to sample, at least 1."""
+    """The largest number of tokens to sample, at least 1."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 samples greedily."""
     top_p: float = 1.0
-    """Samples from the most probable tokens that together have at least this probability; 1 keeps all."""
+    """Samples from the most probable tokens whose probabilities add up to at least this value; 1 keeps all tokens."""
     top_k: int = -1
-    """Samples from so many of the most probable tokens; -1 keeps the whole vocabulary."""
+    """Samples from this many of the most probable tokens; -1 keeps the whole vocabulary."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; their tokens stay in it."""
+    """Strings that end a completion. Their tokens stay in the completion."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, besides the model's own end token; the token stays in the completion."""
+    """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
     seed: int | None = None
-    """Sample i of a call uses seed + i. None draws a fresh seed."""
+    """Sample i of a call uses seed + i. With None, every call draws a new seed."""
     prompt_logprobs: bool = False
-    """Also return log-probs of the prompt's tokens; the prompt is then computed anew, whatever the prefix cache has."""
+    """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -67,17 +67,17 @@ class Completion:
     """One sampled sequence."""
 
     tokens: tuple[int, ...]
-    """[N] sampled tokens, the stop token included."""
+    """[N] sampled tokens, including the stop token."""
     logprobs: tuple[float, ...]
-    """[N] log-prob of each sampled token under the distribution it was sampled from."""
+    """[N] log-prob of each sampled token under the distribution that it was sampled from."""
     versions: tuple[int, ...]
-    """[N] policy version that produced each token."""
+    """[N] policy version that sampled each token."""
     text: str
-    """The tokens decoded, special tokens and stop strings left out."""
+    """The decoded tokens, without special tokens and stop strings."""
     finish_reason: FinishReason
     """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """[P - 1] log-prob at temperature 1 of every prompt token but the first, where asked for."""
+    """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every token has a log-prob and a version."""
@@ -87,51 +87,51 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether the token limit ended it."""
+        """Whether the token limit ended the completion."""
         return self.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the environment said and what the model answered."""
+    """One message of the environment and the model's answer."""
 
     prompt_tokens: tuple[int, ...]
-    """[P] tokens that the model read and did not sample, since its turn before: the message, in its chat template."""
+    """[P] tokens between the previous answer and this one: the message in its chat template."""
     completion: Completion
     prompt: str = ""
-    """The message for a reader."""
+    """The message as text, for a human reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One episode with its reward. Single-turn: one prompt and its completion.
+    """One episode with its reward. A single-turn rollout is one prompt and its completion.
 
-    The turns' tokens one after the other are exactly the sequence that the model read and sampled.
+    The tokens of all turns, concatenated, are exactly the sequence that the model read and sampled.
     """
 
     turns: tuple[Turn, ...]
     """At least one, in order."""
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the environment reports beside the reward, averaged over the step by name."""
+    """Further numbers from the environment. The loop averages them over a step, by name."""
     out_of_context: bool = False
-    """Whether it ended because the context had no room for another turn."""
+    """Whether the episode ended because the context had no room for another turn."""
     environment_s: float = field(default=0.0, compare=False)
     """Seconds spent in the environment."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the model sampled, over all turns."""
+        """The number of tokens that the model sampled in all turns."""
         return sum(len(turn.completion.tokens) for turn in self.turns)
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit ended it: that of the last completion or that of the context."""
+        """Whether a token limit ended the episode: that of its last completion, or that of the context."""
         return self.out_of_context or self.turns[-1].completion.truncated
 
     @property
     def text(self) -> str:
-        """For a reader: what the model said, and what it was told in between."""
+        """The model's answers and the messages between them, as text for a human reader."""
         first, *later = self.turns
         return "\n".join([first.completion.text, *(part for t in later for part in (t.prompt, t.completion.text))])
 
@@ -141,13 +141,13 @@ class Group:
     """All rollouts of one prompt."""
 
     problem_id: str
-    """Identifies the problem within its environment; held-out and training problems never share one."""
+    """Identifies the problem within its environment. Held-out and training problems never share an id."""
     prompt: str
-    """What the model read first, as text."""
+    """The problem's prompt as text."""
     rollouts: tuple[Rollout, ...]
-    """Those that have a reward."""
+    """The rollouts that have a reward."""
     failures: tuple[str, ...] = ()
-    """Of each rollout that the environment failed, what went wrong."""
+    """One message for each rollout that failed in the environment."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -157,47 +157,47 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training sequence, self-contained: the tokens the model reads and, per position, what its loss needs.
+    """One self-contained training sequence: the tokens that the model reads, and the arrays that its loss needs.
 
     Arrays are already shifted, as in Tinker: position t reads `tokens[t]` and is scored on `target_tokens[t]`.
-    `loss_inputs` always holds `target_tokens` and may hold `weights`: each position's term in the loss is multiplied by
-    its weight, and positions of weight 0 are neither scored nor counted. Without `weights` every position counts once.
+    `loss_inputs` always holds `target_tokens`, and may hold `weights`: the loss multiplies each position's term by its
+    weight, and neither scores nor counts positions of weight 0. Without `weights`, every position has weight 1.
     """
 
     tokens: NDArray[np.int64]
     """[T] input tokens, T at least 1."""
     loss_inputs: Mapping[str, NDArray[Any]]
-    """Each [T]: target_tokens int64; weights, logprobs, advantages float32; a custom loss may name more."""
+    """[T] each: target_tokens int64; weights, logprobs, advantages float32; and any others that a custom loss uses."""
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """[T] the weights, 1 where none were given."""
+        """[T] the weights, all 1 if `loss_inputs` has none."""
         given = self.loss_inputs.get("weights")
         return np.ones(len(self.tokens), dtype=np.float32) if given is None else given.astype(np.float32, copy=False)
 
     @property
     def num_loss_tokens(self) -> int:
-        """Positions that the loss scores."""
+        """The number of positions that the loss scores."""
         return int(np.count_nonzero(self.weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """Everything AdamW needs for one step. The trainer keeps none of it from step to step."""
+    """All hyper-parameters of one AdamW step. The trainer keeps none of them from step to step."""
 
     learning_rate: float
     beta1: float = 0.9
     """Decay of the running mean of the gradient."""
     beta2: float = 0.95
-    """Decay of the running mean of its square."""
+    """Decay of the running mean of the squared gradient."""
     eps: float = 1e-8
-    """Added to the root of that mean."""
+    """Added to the square root of that mean."""
     weight_decay: float = 0.0
-    """Decoupled, as in AdamW (https://arxiv.org/abs/1711.05101)."""
+    """Decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
     grad_clip_norm: float = 0.0
-    """Global norm above which the gradient is scaled down to it; 0 switches clipping off."""
+    """A gradient with a larger global norm is scaled down to this norm; 0 switches clipping off."""
     learning_rate_multipliers: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Pattern of Hugging Face parameter names (fnmatch) -> factor on the learning rate. The first match counts."""
+    """Pattern of Hugging Face parameter names (fnmatch) -> factor of the learning rate. The first match counts."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -221,33 +221,33 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """What `forward` and `forward_backward` return, for the whole batch, in its order."""
+    """The result of `forward` or `forward_backward` for the whole batch, in its order."""
 
     logprobs: tuple[NDArray[np.float32], ...]
-    """One [T] per datum: log-prob of each target token at temperature 1, 0 where its weight is 0. Empty from a value
-    head, which has none."""
+    """One [T] per datum: log-prob of each target token at temperature 1, and 0 where the weight is 0. Empty for a value
+    head, which computes none."""
     entropy: tuple[NDArray[np.float32], ...] | None
-    """One [T] per datum when asked for: entropy of the next-token distribution in nats, 0 where the weight is 0."""
+    """One [T] per datum if asked for: entropy of the next-token distribution in nats, and 0 where the weight is 0."""
     metrics: Mapping[str, float]
-    """`loss` (the sum over all tokens), `num_loss_tokens`, and what the loss function reports. Sums over the batch,
-    except names that end in `_max` or `_min`."""
+    """`loss` (the sum over all tokens), `num_loss_tokens`, and the metrics of the loss function. All are sums over the
+    batch, except names that end in `_max` or `_min`."""
     values: tuple[NDArray[np.float32], ...] | None = None
-    """One [T] per datum from a value head: the value of having read the tokens up to here, so of the state in which the
-    target token is the action; 0 where the weight is 0."""
+    """One [T] per datum from a value head, and 0 where the weight is 0. The value at position t is that of the state
+    after tokens 0 to t, in which the target token is the action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepOutput:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     policy_version: int
-    """Number of optimizer steps applied so far."""
+    """The number of optimizer steps applied so far."""
     learning_rate: float
-    """The learning rate this step used."""
+    """The learning rate of this step."""
     grad_norm: float
-    """Global norm of the gradient after `grad_scale`, before clipping; not finite when the step was skipped."""
+    """Global norm of the gradient after `grad_scale` and before clipping. Not finite if the step was skipped."""
     skipped: bool
-    """The gradient held a NaN or an infinity: it was cleared; parameters, optimizer state and version are as before."""
+    """Whether the gradient held a NaN or an infinity. It was then cleared, and nothing else changed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """`memory_peak_bytes_VERB_max` for this verb and the trainer's others called since the last step: the most that one
-    rank held at a time, in tensors on a GPU, as a process on the CPU."""
+    """`memory_peak_bytes_VERB_max` for `optim_step` and every verb called since the previous step: the peak memory of
+    the rank that used most. On a GPU this counts tensors, on the CPU the whole process."""

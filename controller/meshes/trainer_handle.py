@@ -137,7 +137,7 @@ class TrainerHandle:
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
 
-        Raises ValueError when no gradient was accumulated or `grad_scale` is not finite.
+        Raises ValueError if no gradient was accumulated or `grad_scale` is not finite.
         """
         outputs = await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks])
         return replace(outputs[0], metrics=merge_metrics([output.metrics for output in outputs]))
@@ -250,7 +250,10 @@ class TrainerHandle:
         )
 
     async def _gather(self, calls: Sequence[Awaitable[T]]) -> list[T]:
-        """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`."""
+        """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`.
+
+        The calls were sent when they were created, before any await, so that all ranks get them in the order of issue.
+        """
         outcomes = await asyncio.gather(*(self.mesh.answer(call) for call in calls), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the import would load torch
     from rl.weights.manifest import VersionRecord
 
-_NUM_KEPT = 2  # the trainer keeps the weights of two versions; older ones cannot be pulled
+_NUM_KEPT = 2  # as many versions as the trainer keeps; older ones cannot be pulled
 
 
 class VersionRecords:

@@ -1,4 +1,4 @@
-"""Generators for a router's tests: they answer when the test says so."""
+"""Fake generators for the router's tests. They answer when the test tells them to."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 class FakeReplica:
-    """Holds its requests until `release`, and fails all once it was killed."""
+    """Holds its requests until `release`. After `kill` all of its calls raise."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -22,7 +22,7 @@ class FakeReplica:
         self.num_cancelled = 0
         self.stopped = False
         self.late = False
-        self.pull_problem: Exception | None = None
+        self.pull_error: Exception | None = None
         self.may_pull = asyncio.Event()
         self.may_pull.set()
         self._may_answer = asyncio.Event()
@@ -49,8 +49,8 @@ class FakeReplica:
         await self.may_pull.wait()
         if self._dead:
             raise MeshError("generator", "a process died")
-        if self.pull_problem is not None:
-            raise self.pull_problem
+        if self.pull_error is not None:
+            raise self.pull_error
         self.version = version
 
     async def stop(self) -> None:
@@ -65,13 +65,13 @@ class FakeReplica:
 
 
 class Replicas(list[FakeReplica]):
-    """Those that were started, in that order."""
+    """The replicas in the order in which they were started."""
 
-    problem: Exception | None = None
+    start_error: Exception | None = None
 
     async def start(self, index: int) -> FakeReplica:
-        if self.problem is not None:
-            raise self.problem
+        if self.start_error is not None:
+            raise self.start_error
         self.append(FakeReplica(index))
         return self[-1]
 

@@ -1,4 +1,4 @@
-"""The router on replicas that answer when the test says so."""
+"""The router, on fake replicas that answer when the test tells them to."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from rl.types import Completion
 from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
 
 
-def test_requests_go_where_the_fewest_samples_are_and_a_prompt_stays_where_it_was() -> None:
+def test_requests_go_to_the_least_busy_replica_and_a_known_prompt_to_its_own() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         tasks: list[asyncio.Task[list[Completion]]] = []
         for prompt, num_samples in ((1, 8), (2, 2), (3, 2), (1, 4), (4, 1)):
@@ -66,10 +66,10 @@ def test_a_pull_whose_caller_gives_up_still_reaches_every_replica() -> None:
     run(test)
 
 
-def test_a_version_that_none_can_take_is_the_callers_mistake() -> None:
+def test_a_version_that_no_replica_can_pull_raises_and_restarts_none() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
-            replica.pull_problem = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
+            replica.pull_error = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
         with pytest.raises(ValueError, match="version 9 cannot be pulled"):
             await router.pull_model_state_dict(9)
         assert router.states == ("serving", "serving")
@@ -79,9 +79,9 @@ def test_a_version_that_none_can_take_is_the_callers_mistake() -> None:
     run(test)
 
 
-def test_a_replica_that_alone_fails_to_pull_is_started_anew() -> None:
+def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
-        replicas[1].pull_problem = RuntimeError("half of the weights")
+        replicas[1].pull_error = RuntimeError("half of the weights")
         await router.pull_model_state_dict(2)
         await settle()
         assert replicas[1].stopped
@@ -92,7 +92,7 @@ def test_a_replica_that_alone_fails_to_pull_is_started_anew() -> None:
     run(test)
 
 
-def test_requests_of_a_dead_replica_are_sent_again_and_its_successor_has_the_version() -> None:
+def test_requests_of_a_dead_replica_are_retried_and_its_replacement_has_the_version() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(7)
         requests = [send(router, prompt, num_samples=2) for prompt in range(8)]
@@ -112,7 +112,7 @@ def test_requests_of_a_dead_replica_are_sent_again_and_its_successor_has_the_ver
     run(test)
 
 
-def test_requests_of_a_dead_replica_raise_on_demand() -> None:
+def test_requests_of_a_dead_replica_raise_if_retries_are_off() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         requests = [send(router, prompt) for prompt in range(2)]
         await settle()
@@ -127,7 +127,7 @@ def test_requests_of_a_dead_replica_raise_on_demand() -> None:
     run(test, on_failure="raise")
 
 
-def test_a_request_under_which_replica_after_replica_dies_raises() -> None:
+def test_a_request_that_kills_replica_after_replica_raises() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         request = send(router, 1)
         for _ in range(3):
@@ -139,11 +139,11 @@ def test_a_request_under_which_replica_after_replica_dies_raises() -> None:
     run(test)
 
 
-def test_when_none_can_be_started_again_calls_say_so() -> None:
+def test_calls_raise_when_no_replica_can_be_restarted() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         request = send(router, 1)
         await settle()
-        replicas.problem = MeshError("generator", "the model is gone")
+        replicas.start_error = MeshError("generator", "the model is gone")
         replicas[0].kill()
         with pytest.raises(MeshError, match="no replica is left: generator: the model is gone"):
             await request
@@ -153,23 +153,23 @@ def test_when_none_can_be_started_again_calls_say_so() -> None:
     run(test, num_replicas=1)
 
 
-def test_a_successor_that_finds_its_version_gone_serves_from_the_next_pull_on() -> None:
+def test_a_replacement_whose_version_is_gone_serves_after_the_next_pull() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(1)
         request = send(router, 1)
         await settle()
         start = replicas.start
 
-        async def behind(index: int) -> FakeReplica:
+        async def start_outdated(index: int) -> FakeReplica:
             replica = await start(index)
-            replica.pull_problem = ValueError("version 1 is no longer kept")
+            replica.pull_error = ValueError("version 1 is no longer kept")
             return replica
 
-        router._start = behind  # pyright: ignore[reportPrivateUsage]
+        router._start = start_outdated  # pyright: ignore[reportPrivateUsage]
         replicas[0].kill()
         await settle()
         assert router.states == ("outdated",)
-        replicas[1].pull_problem = None
+        replicas[1].pull_error = None
         replicas[1].release()
         await router.pull_model_state_dict(3)
         assert {v for c in await request for v in c.versions} == {3}
@@ -177,7 +177,7 @@ def test_a_successor_that_finds_its_version_gone_serves_from_the_next_pull_on() 
     run(test, num_replicas=1)
 
 
-def test_a_request_that_takes_too_long_raises_and_its_replica_goes_on() -> None:
+def test_a_request_that_takes_too_long_raises_and_its_replica_keeps_serving() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.late = True
@@ -201,7 +201,7 @@ def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
     run(test)
 
 
-def test_what_is_started_is_stopped_when_another_cannot_be() -> None:
+def test_started_replicas_are_stopped_when_another_cannot_start() -> None:
     replicas = Replicas()
 
     async def start(index: int) -> FakeReplica:

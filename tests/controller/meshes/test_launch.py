@@ -1,4 +1,4 @@
-"""What a launcher refuses before any process starts, and who gets which GPUs."""
+"""A launcher refuses mistakes before any process starts, and gives out GPUs."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from trainer.config import TrainerConfig
         (8, (4, 1, 1, 2), [(0, 1, 2, 3), (4,), (5,), (6, 7)]),
     ],
 )
-def test_gpus_go_out_in_the_order_of_asking(
+def test_gpus_are_given_out_in_the_order_of_the_calls(
     num_gpus: int, ranks: tuple[int, ...], expected: list[tuple[int, ...] | None]
 ) -> None:
     pool = GPUPool(num_gpus)
@@ -73,7 +73,7 @@ def refused(start: Callable[[Launcher, Path], object], message: str, tmp_path: P
         (TrainerConfig(model=Path("elsewhere")), GeneratorConfig(), "TrainerConfig.model is elsewhere; leave it out"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_process(
+def test_an_impossible_configuration_is_refused_before_any_process_starts(
     trainer: TrainerConfig, generator: GeneratorConfig, message: str, tmp_path: Path
 ) -> None:
     model = tiny_llama(tmp_path / "model")
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused_before_any_process(
     assert not (tmp_path / "logs").exists()
 
 
-def test_what_is_refused_late_keeps_what_was_accepted_from_starting(tmp_path: Path) -> None:
+def test_a_refused_call_keeps_earlier_calls_from_starting(tmp_path: Path) -> None:
     def start(launcher: Launcher, model: Path) -> None:
         launcher.trainer(model, TrainerConfig())
         launcher.trainer(model, TrainerConfig(), name="reference")
@@ -96,7 +96,7 @@ def test_what_is_refused_late_keeps_what_was_accepted_from_starting(tmp_path: Pa
     refused(start, "GeneratorConfig.tensor_parallel is 3", tmp_path)
 
 
-def test_names_are_given_once(tmp_path: Path) -> None:
+def test_a_name_is_taken_only_once(tmp_path: Path) -> None:
     def start(launcher: Launcher, model: Path) -> None:
         launcher.trainer(model, TrainerConfig())
         launcher.trainer(model, TrainerConfig())
@@ -104,7 +104,7 @@ def test_names_are_given_once(tmp_path: Path) -> None:
     refused(start, "name is 'trainer', which is taken", tmp_path)
 
 
-def test_one_trainer_pushes(tmp_path: Path) -> None:
+def test_only_one_trainer_pushes(tmp_path: Path) -> None:
     def start(launcher: Launcher, model: Path) -> None:
         generator = GeneratorConfig(max_model_len=64)
         launcher.trainer(model, TrainerConfig(), generator=generator)

@@ -22,7 +22,7 @@ from trainer.engines.model_check import check_model
 
 
 class FakeRank:
-    """Answers with each datum's own tokens, and keeps what it was sent, in order."""
+    """Answers with each datum's own tokens, and records its calls in order."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -93,7 +93,7 @@ def random_batch(lengths: Sequence[int]) -> list[Datum]:
 LENGTHS = (3, 17, 5, 12, 9, 1)
 
 
-def test_each_rank_gets_its_share_and_results_come_back_in_order(tmp_path: Path) -> None:
+def test_each_rank_gets_its_local_batch_and_results_come_back_in_order(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     batch = random_batch(LENGTHS)
     output = asyncio.run(handle.forward(batch, entropy=True))
@@ -107,18 +107,18 @@ def test_each_rank_gets_its_share_and_results_come_back_in_order(tmp_path: Path)
     assert len({len(rank.microbatches[0]) for rank in mesh.ranks}) == 1
 
 
-def test_tensor_parallel_neighbours_get_the_same_and_count_once(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2, tensor_parallel=2)
     batch = random_batch(LENGTHS)
     output = asyncio.run(handle.forward_backward(batch, "ppo"))
-    shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
-    assert shares[0] == shares[1]
-    assert shares[2] == shares[3]
-    assert sorted(shares[0] + shares[2]) == sorted(id(d) for d in batch)
+    local_batches = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert local_batches[0] == local_batches[1]
+    assert local_batches[2] == local_batches[3]
+    assert sorted(local_batches[0] + local_batches[2]) == sorted(id(d) for d in batch)
     assert output.metrics["loss"] == sum(LENGTHS)
 
 
-def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) -> None:
+def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
     config = TrainerConfig(
         model=tiny_llama(tmp_path / "model", tied=False),
         max_tokens_per_microbatch=20,
@@ -128,9 +128,9 @@ def test_all_stages_of_a_pipeline_get_the_same_and_count_once(tmp_path: Path) ->
     mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
     handle = handle_of(mesh, config)
     output = asyncio.run(handle.forward(batch))
-    shares = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
-    assert shares[:2] == shares[2:]
-    assert sorted(shares[0] + shares[1]) == sorted(id(d) for d in batch)
+    local_batches = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert local_batches[:2] == local_batches[2:]
+    assert sorted(local_batches[0] + local_batches[1]) == sorted(id(d) for d in batch)
     assert [logprobs.tolist() for logprobs in output.logprobs] == [d.tokens.tolist() for d in batch]
     assert output.metrics["loss"] == sum(LENGTHS)
 
@@ -206,7 +206,7 @@ def test_the_error_that_caused_a_failure_is_raised(tmp_path: Path) -> None:
         asyncio.run(handle.forward_backward(random_batch(LENGTHS), "ppo"))
 
 
-def test_a_model_or_layout_that_cannot_be_trained_starts_no_process(tmp_path: Path) -> None:
+def test_an_untrainable_model_or_layout_starts_no_process(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     for config, message in (
         (TrainerConfig(model=tmp_path / "nowhere"), "config.json"),

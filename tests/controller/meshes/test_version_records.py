@@ -1,4 +1,4 @@
-"""What the controller remembers of published versions."""
+"""The controller's copy of version records."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ RECORD = VersionRecord(
 )
 
 
-def test_the_newest_record_of_the_living_versions_is_found() -> None:
+def test_the_newest_record_of_a_version_is_found_until_two_newer_ones_exist() -> None:
     version_records = VersionRecords()
     assert version_records.find(0) is None
     records = [dataclasses.replace(RECORD, version=v, push_index=p) for p, v in enumerate((3, 4, 4, 5))]
@@ -42,7 +42,7 @@ def test_the_newest_record_of_the_living_versions_is_found() -> None:
 
 
 class FakeMesh:
-    """One rank that keeps what it is sent and answers with what it is given."""
+    """One rank that records its calls and always gives the same answer."""
 
     def __init__(self, answer: Any) -> None:
         self.sent: list[tuple[Any, ...]] = []
@@ -62,7 +62,7 @@ class FakeMesh:
         return await call
 
 
-def test_a_pull_is_sent_the_record_of_what_was_pushed_and_none_of_what_was_not(tmp_path: Path) -> None:
+def test_a_pull_sends_the_record_of_a_pushed_version_and_none_for_an_unknown_one(tmp_path: Path) -> None:
     model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
     pushing: Any = FakeMesh(record)
