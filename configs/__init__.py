@@ -1,1 +1,1 @@
-"""Recipes: one module each, whose docstring's first line says what hardware it is for."""
+"""Recipes, one module each. The first line of a recipe's docstring says which hardware it is for."""

@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> AccumulateConfig:
-    """Four GPUs train, four generate. Every step learns from about as many tokens, however few groups have signal."""
+    """Four GPUs train, four generate. Every step learns from about the same number of tokens."""
     return AccumulateConfig(
         model="Qwen3-4B",
         env=ReasoningGym(task="spell_backward", params={"min_word_len": 5}),

@@ -1,4 +1,4 @@
-"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers in steps of equal tokens."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, in steps of equal size."""
 
 from controller.loops.accumulate import AccumulateConfig
 from generator.config import GeneratorConfig
@@ -9,7 +9,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> AccumulateConfig:
-    """Two or three rollout batches make a step, more once most groups are solved and teach nothing."""
+    """A step takes two or three rollout batches, and more once most groups are solved and have no signal."""
     dtype = cpu_dtype()
     return AccumulateConfig(
         model="smollm2-135m-instruct",

@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> DAPOConfig:
-    """Four GPUs train, four generate. The clip is the paper's; answers are punished from 1536 tokens on."""
+    """Four GPUs train, four generate. The clip is the paper's. Answers of more than 1536 tokens are punished."""
     return DAPOConfig(
         model="Qwen3-4B",
         env=ReasoningGym(task="spell_backward", params={"min_word_len": 5}),

@@ -1,4 +1,4 @@
-"""Eight CUDA GPUs of 80 GB: a small Qwen3 model, `--model DIRECTORY`, learns from a large one, `--teacher`."""
+"""Eight CUDA GPUs of 80 GB: a small Qwen3 model (`--model DIRECTORY`) learns from a large one (`--teacher`)."""
 
 from controller.loops.distill import DistillConfig
 from generator.config import GeneratorConfig

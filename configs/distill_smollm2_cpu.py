@@ -1,4 +1,4 @@
-"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns from a teacher of its size that knows the largest number.
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns from a teacher of its own size, which was fine-tuned.
 
 The teacher is what the recipe `sft_smollm2_cpu` exports; make it first:
 
@@ -14,7 +14,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> DistillConfig:
-    """Another teacher of the same tokenizer: `--teacher DIRECTORY`."""
+    """`--teacher DIRECTORY` names another teacher with the same tokenizer."""
     dtype = cpu_dtype()
     trainer = TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048)
     return DistillConfig(

@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> DPOConfig:
-    """`--data.path FILE` names the file, of lines {"prompt": text or messages, "chosen": text, "rejected": text}."""
+    """`--data.path FILE` names a file of lines {"prompt": text or messages, "chosen": text, "rejected": text}."""
     return DPOConfig(
         model="Qwen3-4B",
         data=JsonlPreferences(path=Path("data/preferences.jsonl")),

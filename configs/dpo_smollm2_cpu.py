@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> DPOConfig:
-    """Chosen is the largest number, rejected one of the other three."""
+    """The largest number is chosen; one of the other three is rejected."""
     return DPOConfig(
         model="smollm2-135m-instruct",
         data=EnvPreferences(env=LargestNumber()),

@@ -1,4 +1,4 @@
-"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers while it goes on sampling."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to tell the largest of four numbers, asynchronously."""
 
 from controller.loops.grpo_async import GRPOAsyncConfig
 from generator.config import GeneratorConfig

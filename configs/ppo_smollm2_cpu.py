@@ -10,7 +10,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> PPOConfig:
-    """Policy and critic always work at the same time, a core each; a slow policy lets the critic keep up with it."""
+    """Policy and critic train at the same time, on a core each. The policy learns slowly, so the critic can keep up."""
     dtype = cpu_dtype()
     return PPOConfig(
         model="smollm2-135m-instruct",

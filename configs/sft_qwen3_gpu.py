@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> SFTConfig:
-    """`--data.path FILE` names the file, of lines {"prompt": text or messages, "completion": text}."""
+    """`--data.path FILE` names a file of lines {"prompt": text or messages, "completion": text}."""
     return SFTConfig(
         model="Qwen3-4B",
         data=JsonlExamples(path=Path("data/train.jsonl")),

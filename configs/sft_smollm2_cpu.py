@@ -1,4 +1,4 @@
-"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct is told the largest of four numbers until it knows, in minutes."""
+"""Two CPU cores, 8 GiB: SmolLM2-135M-Instruct is shown the largest of four numbers until it knows it, in minutes."""
 
 from controller.loops.sft import SFTConfig
 from rl.data.sources import EnvExamples

@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> GRPOConfig:
-    """Trainer and generator share the GPU, so vLLM is given a part of its memory."""
+    """Trainer and generator share the GPU, so vLLM gets only a part of its memory."""
     return GRPOConfig(
         model="smollm2-135m-instruct",
         env=PythonArithmetic(num_digits=4),

@@ -1,7 +1,7 @@
-"""Keeps the terminal for the console: what libraries print, in this process, goes to a log file.
+"""Keeps the terminal for the console: the output of libraries in this process goes to a log file.
 
-Redirects the file descriptors, so that native libraries are caught too. The processes of a mesh do the same for
-themselves (`controller.meshes.mesh`).
+File descriptors are redirected, which catches native libraries too. The processes of a mesh do the same for themselves
+(`controller.meshes.mesh`).
 """
 
 import os
@@ -14,14 +14,14 @@ from typing import TextIO
 
 
 class CapturedOutput:
-    """Standard output and error of this process, sent elsewhere for as long as the block lasts.
+    """Redirects standard output and error of this process while the block lasts.
 
         with CapturedOutput() as output:
             import noisy_library
             output.move_to(run.logs / "controller.log")
             print("for the user", file=output.terminal)
 
-    What is caught before `move_to` names a file is held in a temporary one, and lost if the block ends before.
+    Until `move_to` names a file, the output is held in a temporary file; it is lost if the block ends before.
     """
 
     terminal: TextIO
@@ -40,7 +40,7 @@ class CapturedOutput:
         return self
 
     def move_to(self, file: Path) -> None:
-        """Appends to `file` from now on, and what was caught so far first."""
+        """Appends the output held so far to `file`, and all later output."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._log.flush()

@@ -49,7 +49,7 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace_s: float) -> int:
-    """Ends every process that this one started, by SIGTERM and after `grace_s` by SIGKILL. Returns their number."""
+    """Ends every descendant, by SIGTERM and after `grace_s` seconds by SIGKILL. Returns their number."""
     count = len(descendants())
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
         end = time.monotonic() + patience_s
@@ -74,7 +74,7 @@ class StopSignals:
     def __init__(self, at_deadline: Callable[[], None]) -> None:
         """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends."""
         self.received: int | None = None
-        """Number of the signal that came, if one did."""
+        """The number of the first signal received, if any."""
         self._at_deadline = at_deadline
         self._over = threading.Event()
         self._again = threading.Event()

@@ -28,7 +28,7 @@ class HelpRequestedError(Exception):
 
 
 def recipe_files() -> dict[str, Path]:
-    """Name -> file of every recipe in `configs/`, by name."""
+    """Name -> file of every recipe in `configs/`, sorted by name."""
     spec = importlib.util.find_spec("configs")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = (file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("_"))
@@ -36,7 +36,7 @@ def recipe_files() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by name or path. Raises ValueError naming the nearest."""
+    """The file of a recipe given by name or path. Raises ValueError, naming the nearest name, if there is none."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ValueError(f"there is no recipe file {name}")
@@ -53,18 +53,18 @@ def configuration(recipe: str, options: Sequence[str], command: str) -> Any:
 
 
 def describe(file: Path) -> str:
-    """First line of a recipe's docstring, read without running it."""
+    """The first line of a recipe's docstring, read without running the file."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     return docstring.splitlines()[0] if docstring else ""
 
 
 def load_recipe(file: Path, source: str | None = None) -> Any:
-    """Runs a recipe's file and returns the configuration it makes; with `source`, runs that in the file's place."""
+    """Runs a recipe's file, or `source` in its place, and returns the configuration that `recipe()` returns."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their own module up by name.
+    # Dataclasses defined in the recipe look up their module by name.
     sys.modules.setdefault(file.stem, module)
     if source is None:
         spec.loader.exec_module(module)
@@ -82,8 +82,8 @@ def load_recipe(file: Path, source: str | None = None) -> Any:
 def override(config: Any, options: Sequence[str], program: str, description: str = "") -> Any:
     """`config` with the fields that `options` name ("--trainer.seed", "1") replaced.
 
-    Raises ValueError of one line for an unknown option, naming the nearest, and for a value that its field refuses;
-    HelpRequestedError for --help.
+    Raises ValueError, in one line, for an unknown option (naming the nearest) and for a value that its field refuses.
+    Raises HelpRequestedError for --help.
     """
     if not {"-h", "--help"} & set(options):
         known = option_names(config)
@@ -111,7 +111,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:
-    """Every option that a configuration has, those of nested dataclasses with a dot."""
+    """Every option of a configuration. The options of nested dataclasses have a dot: `--trainer.seed`."""
     names: list[str] = []
     for field in dataclasses.fields(config):
         name = prefix + field.name.replace("_", "-")
@@ -125,7 +125,7 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
 
 
 def _registry() -> "ConstructorRegistry":
-    """tyro's rules and one more: a field of a protocol's type has the options of the dataclass that it holds."""
+    """tyro's rules and one more: a field typed as a protocol has the options of the dataclass that it holds."""
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec
 
     registry = ConstructorRegistry()
@@ -150,7 +150,7 @@ def _registry() -> "ConstructorRegistry":
 
 
 def _first_message(text: str) -> str:
-    """What the box that tyro draws says between its title and its first rule, as one line."""
+    """The text between the title and the first rule of the box that tyro draws, as one line."""
     lines: list[str] = []
     for line in text.splitlines()[1:]:
         content = line.strip("│╰╯ ")
@@ -160,4 +160,4 @@ def _first_message(text: str) -> str:
         else:
             lines.append(content)
     message = " ".join(lines) or text.strip()
-    return re.sub(r"^Error parsing [\w.]+: ", "", message)  # a dataclass's own message names its field
+    return re.sub(r"^Error parsing [\w.]+: ", "", message)  # a dataclass's own message already names the field

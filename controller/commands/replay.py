@@ -1,4 +1,4 @@
-"""`ownloop run RECIPE --replay RUN`: a loop's trainer side, fed with what another run recorded; no generator runs."""
+"""`ownloop run RECIPE --replay RUN`: a loop trains on the recorded rollouts of another run, without a generator."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -11,21 +11,21 @@ from generator.config import GeneratorConfig
 from rl.rollouts.recorded import RecordedEnv
 from rl.types import Group
 
-_NUM_CHECKED = 64  # completions that are decoded to tell whose tokens they are
-_MAX_DIFFERENT = 0.1  # of them: characters that were cut in two, and what else decoders disagree on
+_NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
+_MAX_DIFFERENT = 0.1  # of them: decoders disagree on characters that were cut in two, for example
 _NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
 def recording_file(run: Path) -> Path:
-    """The rollouts of a run's folder; any other path is taken for such a file itself."""
+    """The rollouts in a run's folder. Any path that is not a folder is taken for such a file."""
     return run / "rollouts.jsonl" if run.is_dir() else run
 
 
 def replayed(config: Any, file: Path) -> Any:
-    """The configuration with a recording in the place of environment and generator.
+    """The configuration with the environment and the generator replaced by a recording.
 
-    Raises ValueError for a loop that samples nothing, or several batches a step, for more steps than were recorded, and
-    for a recording that is none, or of another tokenizer.
+    Raises ValueError for a loop that samples no rollouts or several batches a step, for more steps than were recorded,
+    for a file that is not a recording, and for a recording of another tokenizer.
     """
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
@@ -43,8 +43,8 @@ def replayed(config: Any, file: Path) -> Any:
 
 
 def _check_tokenizer(file: Path, groups: Sequence[Group], model: Path) -> None:
-    """Raises ValueError unless the model's tokenizer makes of the recorded tokens the text that was recorded."""
-    from transformers import AutoTokenizer  # a second of import that `--help` should not pay
+    """Raises ValueError unless the model's tokenizer decodes the recorded tokens to the recorded text."""
+    from transformers import AutoTokenizer  # takes a second to import
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
@@ -52,7 +52,7 @@ def _check_tokenizer(file: Path, groups: Sequence[Group], model: Path) -> None:
     different: list[tuple[str, str]] = []
     for completion in completions:
         here = str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
-        # A stop string is not part of the text; decoders differ in the blanks at the beginning.
+        # The recorded text lacks a stop string, and decoders differ in leading blanks.
         if not _without_blanks(here).startswith(_without_blanks(completion.text)):
             different.append((completion.text, here))
     if len(different) > _MAX_DIFFERENT * len(completions):

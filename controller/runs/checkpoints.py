@@ -1,9 +1,9 @@
-"""What a run needs to go on after any end: saved every so many steps, and taken up again.
+"""Checkpoints: everything a run needs to go on after any end, saved every few steps.
 
-A checkpoint is one directory, `checkpoints/step-00010`: `loop.json`, and beside it what each trainer saved, under the
-trainer's name. `loop.json` comes first and a trainer's part appears once it is whole, so that a checkpoint whose parts
-are all there is complete, and any other is as good as none. It holds the lengths of the run's files, which a resumed
-run cuts back to, and what the loop wants to remember; data order, seeds and schedules follow from the step.
+A checkpoint is one directory, `checkpoints/step-00010`. It holds `loop.json` and a directory per trainer, under the
+trainer's name. `loop.json` is written first, and a trainer's directory appears only when it is complete. So a
+checkpoint is complete if all its parts exist; any other is ignored. `loop.json` holds the lengths of the run's files,
+to which a resumed run cuts them back, and the loop's own values. Data order, seeds and schedules follow from the step.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from rl.runs.folder import LOOP_FILE, write_json
 _MAX_SKIPS_IN_A_ROW = 3
 _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
 _ADVICE = (
-    " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always, or "
-    "never, solved needs other problems."
+    " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
+    "never solved needs other problems."
 )
 
 
 class Checkpoints:
-    """One run's checkpoints, of all its trainers together.
+    """One run's checkpoints. Each holds the state of all trainers.
 
     checkpoints = Checkpoints(report, config, policy=trainer)
     for step in range(await checkpoints.resume(), config.num_steps + 1):
@@ -37,9 +37,9 @@ class Checkpoints:
     """
 
     def __init__(self, report: Report, config: LoopConfig, **trainers: Trainer) -> None:
-        """Saves when `checkpoint_every` says so, and keeps the newest `keep_checkpoints`.
+        """Saves every `checkpoint_every` steps and keeps the newest `keep_checkpoints`.
 
-        While a checkpoint is written one of those it is to join has gone already, but never the only one.
+        The oldest checkpoint is deleted before a new one is written, but never the only one.
         """
         self._report = report
         self._folder = report.folder
@@ -47,13 +47,13 @@ class Checkpoints:
         self._keep = config.keep_checkpoints
         self._trainers = trainers
         self.values: Mapping[str, Any] = {}
-        """What the loop gave to `after_step` with the checkpoint that `resume` took up; JSON types."""
+        """The values that the loop gave to `after_step` with the checkpoint that `resume` restored; JSON types."""
 
     async def resume(self) -> int:
-        """The first step to do: 1 in a new run, in a resumed one the step after its last checkpoint.
+        """Returns the first step to do: 1 in a new run, the step after the newest checkpoint in a resumed one.
 
-        Restores the trainers and drops what the run's files say of later steps. Raises ValueError for a checkpoint of
-        another model or of other trainers.
+        Restores the trainers and drops the rows of later steps from the run's files. Raises ValueError for a checkpoint
+        of another model or of other trainers.
         """
         if not self._folder.resumed:
             return 1
@@ -71,7 +71,7 @@ class Checkpoints:
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         self._folder.cut_back(loop["lengths"])
         self._report.resume()
-        # A run that was ended for it may try as often again.
+        # A run that was ended because of these counts may try as often again.
         self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
         self._prune(self._keep)
@@ -79,19 +79,20 @@ class Checkpoints:
         return loop["step"] + 1
 
     async def after_step(self, step: int, **values: Any) -> None:
-        """Saves when it is time to, in the background but for the last step; `values` (JSON types) are the loop's own.
+        """Saves if a checkpoint is due, in the background except after the last step.
 
-        Also ends a run that gets nowhere, once its state is saved: raises `TrainingStoppedError`.
+        `values` (JSON types) are the loop's own. After too many steps in a row without an update it saves in any case
+        and raises `TrainingStoppedError`.
         """
-        stuck = self._stuck(step)
-        last = step == self._report.total_steps or stuck is not None
-        if stuck is not None or (self._every and (last or step % self._every == 0)):
+        why_stop = self._why_stop(step)
+        last = step == self._report.total_steps or why_stop is not None
+        if why_stop is not None or (self._every and (last or step % self._every == 0)):
             await self._save(step, values, asynchronous=not last)
-        if stuck is not None:
-            raise TrainingStoppedError(f"{stuck} The run is saved in {self._folder.checkpoint_path(step)}.")
+        if why_stop is not None:
+            raise TrainingStoppedError(f"{why_stop} The run is saved in {self._folder.checkpoint_path(step)}.")
 
     async def _save(self, step: int, values: Mapping[str, Any], *, asynchronous: bool) -> None:
-        # The one before must be whole before another goes.
+        # The checkpoint before this one must be complete before an older one is deleted.
         await asyncio.gather(*(trainer.wait_for_checkpoint() for trainer in self._trainers.values()))
         self._prune(max(self._keep - 1, 1))
         path = self._folder.checkpoint_path(step)
@@ -108,14 +109,15 @@ class Checkpoints:
             self._prune(self._keep)
 
     def _prune(self, keep: int) -> None:
-        """Deletes all but the newest complete checkpoints, and what is left of incomplete ones."""
+        """Deletes all but the newest `keep` complete checkpoints, and the remains of incomplete ones."""
         kept = self._folder.complete_checkpoints()[-keep:]
         for path in self._folder.checkpoints.iterdir() if self._folder.checkpoints.is_dir() else ():
-            if path not in kept and _is_ours(path):
+            if path not in kept and _is_checkpoint(path):
                 hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}"))
-                shutil.rmtree(hidden)  # hidden first, so that half of one never looks like a whole
+                shutil.rmtree(hidden)  # hidden first, so that a half-deleted one never looks complete
 
-    def _stuck(self, step: int) -> str | None:
+    def _why_stop(self, step: int) -> str | None:
+        """Why the run is to be ended after this step, as a sentence; None if it goes on."""
         if self._report.skipped_in_a_row >= _MAX_SKIPS_IN_A_ROW:
             return (
                 f"The gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters "
@@ -130,5 +132,6 @@ class Checkpoints:
         return None
 
 
-def _is_ours(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path was made by `Checkpoints`, hidden or not."""
     return path.is_dir() and path.name.lstrip(".").startswith("step-")

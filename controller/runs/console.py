@@ -1,6 +1,7 @@
-"""What a user sees of a run: a progress bar, a line per step, evaluations, samples and one sentence at the end.
+"""The user's view of a run: a progress bar, a line per step, evaluations, samples and one sentence at the end.
 
-On a terminal the bar is live; elsewhere every event is a plain line. Knows the names of the metrics, computes none.
+On a terminal the bar is live. Elsewhere every event is a plain line. The console knows the names of metrics but
+computes none.
 """
 
 import math
@@ -20,18 +21,18 @@ _MAX_SAMPLE_CHARACTERS = 600
 
 
 class _RichConsole(rich.console.Console):
-    """Leaves it to the command line what happens when nobody reads any more; rich would exit."""
+    """Lets the command line handle a closed pipe, on which rich itself would exit."""
 
     def on_broken_pipe(self) -> None:
-        """Raises BrokenPipeError, out of the print that failed."""
+        """Raises BrokenPipeError from the print that failed."""
         raise BrokenPipeError("nobody reads the output any more")
 
 
 class Console:
-    """Writes to one stream, the terminal as a rule; which `controller.commands.output` keeps free of anything else."""
+    """Writes to one stream, usually the terminal. `controller.commands.output` keeps other output away from it."""
 
     def __init__(self, stream: TextIO) -> None:
-        """`stream` is live when it is a terminal."""
+        """The progress bar is live if `stream` is a terminal."""
         self._live = stream.isatty()
         width = None if self._live else _PLAIN_WIDTH
         self._rich = _RichConsole(file=stream, highlight=False, width=width, soft_wrap=not self._live)
@@ -46,27 +47,27 @@ class Console:
             console=self._rich,
             transient=True,
             disable=not self._live,
-            redirect_stdout=False,  # what anybody else prints is not for the terminal
+            redirect_stdout=False,  # output of other code does not belong on the terminal
             redirect_stderr=False,
         )
         self._task: TaskID | None = None
         self._started = time.monotonic()
 
     def phase(self, text: str) -> None:
-        """Says what is going on when there is no step to show yet, or between steps."""
+        """Says what is going on before the first step, or between steps."""
         if self._live:
             self._show(text)
         else:
             self._print(Text(f"[{self._clock()}] {text}"))
 
     def step(self, metrics: Mapping[str, float], total_steps: int) -> None:
-        """One finished step. `metrics["step"]` counts finished steps; names that are missing are left out."""
+        """Shows a finished step. `metrics["step"]` counts finished steps; missing metrics are left out."""
         done = int(metrics["step"])
         self._print(step_line(metrics, total_steps))
         self._show("training", done, total_steps)
 
     def evaluation(self, label: str, evaluation: Evaluation) -> None:
-        """Reward on held-out problems; `label` says when ("before", "after 10 steps")."""
+        """Shows the reward on held-out problems; `label` says when ("before training", "after 10 steps")."""
         for name, interval in evaluation.intervals.items():
             line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
             line.append(f"{interval.mean:.3f}", style="bold green")
@@ -74,7 +75,7 @@ class Console:
             self._print(line)
 
     def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
-        """What was measured on held-out data, by name; `label` as in `evaluation`."""
+        """Shows measurements on held-out data, by name; `label` as in `evaluation`."""
         for name, measurement in measured.items():
             interval = measurement.interval
             line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
@@ -83,7 +84,7 @@ class Console:
             self._print(line)
 
     def samples(self, groups: Sequence[Group]) -> None:
-        """The first rollout of each group: prompt, completion, reward."""
+        """Shows the first rollout of each group: prompt, completion, reward."""
         for number, group in enumerate(groups, start=1):
             if not group.rollouts:
                 continue
@@ -93,20 +94,20 @@ class Console:
             self._print(Text(_indent("completion  ", rollout.text)))
 
     def warn(self, text: str) -> None:
-        """Something went wrong and the run goes on."""
+        """Shows a problem that does not end the run."""
         self._print(Text(f"warning: {text}", style="yellow"))
 
     def done(self, sentence: str) -> None:
-        """The last word; takes the bar away."""
+        """Removes the bar and shows the run's last sentence."""
         self.close()
         self._print(Text(sentence, style="bold"))
 
     def close(self) -> None:
-        """Takes the bar away. What is printed afterwards is plain."""
+        """Removes the bar. Later output is plain."""
         self._progress.stop()
 
     def _show(self, description: str, done: int | None = None, total: int | None = None) -> None:
-        """Puts the bar on the screen with this text; without `done` its position stays."""
+        """Shows the bar with this text; without `done` its position does not change."""
         if not self._live:
             return
         if self._task is None:
@@ -137,11 +138,11 @@ _SECONDS = (
     ("pull", "pull"),
     ("evaluate", "evaluate"),
 )
-"""Phase of a step -> its word on the line, in the order in which they happen."""
+"""(phase of a step, its word on the line), in the order in which phases happen."""
 
 
 def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
-    """Everything of one step that a user watches, on one line."""
+    """The line of one step, with the metrics that a user watches."""
     line = Text(f"{int(metrics['step']):>{len(str(total_steps))}}/{total_steps}")
     if "reward_mean" in metrics:
         line.append("  reward ")
@@ -169,7 +170,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
 
 
 def _append(line: Text, metrics: Mapping[str, float], label: str, name: str, form: str) -> None:
-    """Adds one labelled number, in red when it is not finite."""
+    """Adds one labelled number, in red if it is not finite."""
     if name in metrics:
         value = metrics[name]
         line.append(f"  {label} ")
@@ -181,7 +182,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _indent(label: str, text: str) -> str:
-    """`text` behind a label, its further lines indented as far, its end cut off when it is very long."""
+    """`text` after a label, with later lines aligned to the first. A very long text is cut off."""
     text = text.strip()
     if len(text) > _MAX_SAMPLE_CHARACTERS:
         text = text[:_MAX_SAMPLE_CHARACTERS] + " ..."

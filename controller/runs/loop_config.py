@@ -31,24 +31,23 @@ class LoopConfig:
     trainer: TrainerConfig
     """How the model is laid out over processes, and how it computes."""
     num_steps: int
-    """Optimizer steps of the run; one that is resumed counts from its beginning."""
+    """Optimizer steps of the run. A resumed run counts from its beginning."""
     learning_rate: float
     """The peak of the loop's schedule."""
     warmup_steps: int = 0
-    """First steps, over which the learning rate rises to it in a straight line."""
+    """First steps, over which the learning rate rises to the peak in a straight line."""
     grad_clip_norm: float = 1.0
-    """Norm that a step's gradient is scaled down to where it is larger, after normalisation; 0 switches it off."""
+    """Largest norm of a step's normalised gradient; a larger gradient is scaled down to it. 0 switches this off."""
     num_eval: int = 200
-    """Held-out problems (examples, pairs) of an evaluation: always the same, and never among the training data."""
+    """Held-out problems (examples, pairs) of an evaluation: always the same, and never in the training data."""
     evaluate_every: int = 10
-    """Steps from one evaluation to the next; the first is before the first step, the last one after the last."""
+    """Steps between evaluations. The first evaluation is before the first step, the last one after the last step."""
     checkpoint_every: int = 0
-    """Steps from one checkpoint to the next, the last step's included; 0 for none. A run goes on from its newest one;
-    the trained model is exported in any case."""
+    """Steps between checkpoints, with one after the last step; 0 for none. The trained model is always exported."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that stay on disk; each holds the parameters and the optimizer's state in float32."""
+    """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
     seed: int = 0
-    """Decides which training data come, and how they are sampled."""
+    """Seed of the training data's order and of sampling."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -79,17 +78,17 @@ class RolloutLoopConfig(LoopConfig):
     """Fields of a loop that learns from rollouts."""
 
     env: Env
-    """Where problems come from, and what rewards the answers."""
+    """The source of problems and rewards."""
     generator: GeneratorConfig
-    """How the sampled model is laid out over processes, and in which dtype."""
+    """How the generator's model is laid out over processes, and in which dtype."""
     sampling: SamplingParams
-    """Of training rollouts."""
+    """How training rollouts are sampled."""
     prompts_per_step: int
-    """Problems that a step samples rollouts of."""
+    """Problems that a step samples rollouts for."""
     group_size: int
     """Rollouts of each problem."""
     eval_samples: int = 1
-    """Answers to each held-out problem: one greedy, or several sampled ones with pass@k; training sees none of it."""
+    """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""

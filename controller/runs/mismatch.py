@@ -1,8 +1,8 @@
-"""`ownloop parity RECIPE`: the same tokens through trainer and generator, and what explains any difference.
+"""The mismatch between trainer and generator: log-probs of the same tokens from both, and the causes of a difference.
 
-Takes what could differ away one after the other: sampling away from the model's own distribution, weights that were
-never pulled, packing, the dtype. What the two still disagree on after each tells which of them it was. A last
-comparison, after an optimizer step, shows whether what is pulled is what the trainer holds. Nothing is saved.
+Possible causes are removed one after the other: sampling away from the model's own distribution, weights that were
+never pulled, packing, the dtype. How much the mismatch shrinks at each removal tells how much that cause contributes.
+A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is saved.
 """
 
 import asyncio
@@ -18,19 +18,20 @@ from numpy.typing import NDArray
 
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
+from rl.data.supervised import text_to_datum
 from rl.protocols import Generator, Trainer
-from rl.types import AdamParams, Datum, SamplingParams
+from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
 
 Logprobs: TypeAlias = NDArray[np.float64]
 Tokens: TypeAlias = Sequence[int]
 
 _NUM_PROMPTS = 8
-_GROUP_SIZE = 2  # so that a packed row has a prefix to share
+_GROUP_SIZE = 2  # at least 2, so that a packed row has a prefix to share
 _MAX_TOKENS = 32
-_NEGLIGIBLE = 1e-4  # what float32 leaves
-_NOTABLE = 0.1  # the smallest share of a mismatch that is worth a name
-_LEARNING_RATE = 1e-3  # moves log-probs by far more than bfloat16 does
+_NEGLIGIBLE = 1e-4  # the size of float32's rounding
+_NOTABLE = 0.1  # the smallest part of a mismatch for which a cause is named
+_LEARNING_RATE = 1e-3  # moves log-probs by far more than the rounding of bfloat16
 _CAUSES = (
     "sampling away from the model's own distribution (temperature, top_p, top_k)",
     "the generator's weights: before a pull they are not the trainer's",
@@ -41,36 +42,36 @@ _CAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far two log-probs of the same tokens are apart, over all sampled tokens."""
+    """The difference between two log-probs of the same tokens, over all sampled tokens."""
 
     name: str
     mean: float
     """Mean of |p - q|."""
     max: float
     mean_exp: float
-    """Mean of exp(p - q), the importance ratio: 1 unless one side is off one way."""
+    """Mean of exp(p - q), the importance ratio. It is 1 unless one side is biased."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """What `measure_parity` found."""
+    """The result of `measure_parity`."""
 
     mismatches: tuple[Mismatch, ...]
-    """Trainer against generator: as configured, then with one difference less in each."""
+    """Trainer against generator: as configured, then with one more cause removed in each."""
     stepped: Mismatch
     """The same after an optimizer step, pushed and pulled."""
     sides: tuple[Mismatch, ...]
-    """Each side against itself, by what was taken away."""
+    """Each side against itself, with and without each cause."""
     num_tokens: int
     explanation: str
 
     @property
     def worst(self) -> float:
-        """The larger of the two mean mismatches that a run would have: as configured, and after a step."""
+        """The larger of the mean mismatches that a run would have: as configured, and after an optimizer step."""
         return max(self.mismatches[0].mean, self.stepped.mean)
 
     def table(self) -> str:
-        """For the terminal."""
+        """The result as a table for the terminal, with the explanation as its last line."""
         rows = [*self.mismatches, self.stepped, *self.sides]
         head = f"log-probs of {self.num_tokens} tokens"
         width = max(len(head), *(len(row.name) for row in rows))
@@ -80,7 +81,7 @@ class ParityReport:
 
 
 async def recipe_parity(config: Any) -> ParityReport:
-    """Parity for the model, trainer, generator, sampling and environment of a loop's configuration.
+    """Measures parity with the model, trainer, generator, sampling and environment of a loop's configuration.
 
     Raises ValueError if the recipe has no trainer or no generator, and as `measure_parity` does.
     """
@@ -107,11 +108,14 @@ async def measure_parity(
     sampling: SamplingParams,
     log_dir: Path,
 ) -> ParityReport:
-    """Starts the two, samples answers to the prompts and compares. `models` are the trainer's and the generator's.
+    """Starts trainer and generator, samples answers to the prompts and compares.
 
-    Raises ValueError for a prompt that leaves no room in the context, and what starting the two raises.
+    `models` are the directories of the trainer's and the generator's model. Raises ValueError for a prompt that leaves
+    no room in the context, and whatever the two raise as they start.
     """
-    room = generator.max_model_len - max(map(len, prompts)) - 1  # scoring an answer samples one more token
+    room = (
+        generator.max_model_len - max(map(len, prompts)) - 1
+    )  # the generator scores an answer by sampling one more token
     if room < 1:
         raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves max_model_len no room for an answer")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))
@@ -136,23 +140,23 @@ async def measure_parity(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found, and the tokens that it compared on."""
+    """The result of `compare`, and the tokens that it used."""
 
     mismatches: tuple[Mismatch, ...]
     stepped: Mismatch
     sides: tuple[Mismatch, ...]
     sequences: tuple[tuple[Tokens, Tokens], ...]
-    """Prompt and completion."""
+    """(prompt, completion) pairs."""
     single: Logprobs
     """The trainer's log-probs of all completions, each scored alone."""
     pulled: Logprobs
-    """The generator's of the same, under the trainer's weights, at temperature 1."""
+    """The generator's log-probs of the same tokens, with the trainer's weights, at temperature 1."""
 
 
 async def compare(
     train: Trainer, generate: Generator, prompts: Sequence[Tokens], sampling: SamplingParams
 ) -> Comparison:
-    """Everything but the dtype, of a trainer and a generator that run. Takes one optimizer step, pushed and pulled."""
+    """Compares a running trainer and generator in all but the dtype. Does an optimizer step, a push and a pull."""
     sampling = replace(sampling, stop=(), seed=0)
     groups = await asyncio.gather(*(generate.generate(p, sampling, _GROUP_SIZE) for p in prompts))
     sequences = tuple((p, sample.tokens) for p, group in zip(prompts, groups, strict=True) for sample in group)
@@ -162,7 +166,8 @@ async def compare(
     await generate.pull_model_state_dict(await train.push_model_state_dict())
     pulled = await _rescore(generate, sequences)
 
-    await train.forward_backward([_datum(*sequence) for sequence in sequences], "cross_entropy")
+    lesson = [text_to_datum(*sequence, "completion") for sequence in sequences]
+    await train.forward_backward(lesson, "cross_entropy")
     await train.optim_step(AdamParams(learning_rate=_LEARNING_RATE), grad_scale=1 / len(sampled))
     await generate.pull_model_state_dict(await train.push_model_state_dict())
     stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
@@ -181,7 +186,10 @@ async def compare(
 
 
 def explain(means: Sequence[float], stepped: float) -> str:
-    """One sentence: which of the differences, taken away in this order, closed how much of the mismatch."""
+    """One sentence that says how much of the mismatch each cause explains.
+
+    `means` are the mean mismatches as configured and after each removal, `stepped` the one after an optimizer step.
+    """
     first, last = means[0], means[-1]
     if stepped > max(2 * means[2], _NEGLIGIBLE):
         return f"After an optimizer step the mismatch is {stepped:.2e}: the pulled weights are not the trainer's."
@@ -204,17 +212,9 @@ async def _start(
     )
 
 
-def _datum(prompt: Tokens, completion: Tokens) -> Datum:
-    """Scored on the completion alone."""
-    tokens = np.array([*prompt, *completion], dtype=np.int64)
-    weights = np.zeros(len(tokens) - 1, dtype=np.float32)
-    weights[len(prompt) - 1 :] = 1
-    return Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:], "weights": weights})
-
-
 async def _score(trainer: Trainer, sequences: Sequence[tuple[Tokens, Tokens]], *, one_by_one: bool = False) -> Logprobs:
-    """The trainer's log-probs of every completion's tokens, end to end."""
-    batch = [_datum(*sequence) for sequence in sequences]
+    """The trainer's log-probs of all completions' tokens, concatenated."""
+    batch = [text_to_datum(*sequence, "completion") for sequence in sequences]
     calls = [[datum] for datum in batch] if one_by_one else [batch]
     scored = [logprobs for call in calls for logprobs in (await trainer.forward(call)).logprobs]
     return np.concatenate(
@@ -223,7 +223,7 @@ async def _score(trainer: Trainer, sequences: Sequence[tuple[Tokens, Tokens]], *
 
 
 async def _rescore(generator: Generator, sequences: Sequence[tuple[Tokens, Tokens]]) -> Logprobs:
-    """The generator's own log-probs, at temperature 1, of the same tokens."""
+    """The generator's log-probs of all completions' tokens, at temperature 1, concatenated."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
     groups = await asyncio.gather(*(generator.generate([*prompt, *answer], sampling) for prompt, answer in sequences))
     scored: list[Logprobs] = []
@@ -241,7 +241,7 @@ def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:
 
 
 def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:
-    """A sentence if the two directories would read a text differently."""
+    """One sentence if the tokenizers of the two directories differ, else none."""
     from transformers import AutoTokenizer
 
     vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (trainer_model, generator_model)]

@@ -1,7 +1,7 @@
 """From the name of a model to a directory that trainer and generator load.
 
-A local Hugging Face directory is used where it is. A named model is made once from its package on the registry and kept
-in the user's cache. Nothing is fetched from a hub.
+A local Hugging Face directory is used in place. A named model is converted once from its installed package and kept in
+the user's cache. Nothing is downloaded.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from typing import Any
 from rl.checks import did_you_mean
 from rl.hf_config import inspect_model
 
-Report = Callable[[str], None]
-"""Told what takes long, in a few words."""
+Tell = Callable[[str], None]
+"""Is told, in a few words, about work that takes long."""
 
 
 def _silent(text: str) -> None:
-    """Reports to nobody."""
+    """Tells nobody."""
 
 
-def resolve_model(name_or_path: str | Path, report: Report = _silent) -> Path:
+def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
     """The absolute path of a checked model directory. The first use of a name takes some seconds.
 
-    Raises ValueError for an unknown name, for a directory that is no complete model of a supported architecture, and
-    for a cache that cannot be written.
+    Raises ValueError for an unknown name, if the directory does not hold a complete model of a supported architecture,
+    and if the cache cannot be written.
     """
     name = str(name_or_path)
     directory = Path(name).expanduser()
@@ -44,20 +44,20 @@ def resolve_model(name_or_path: str | Path, report: Report = _silent) -> Path:
     target = cache_directory() / "models" / name
     with _exclusive(target):
         if not target.is_dir():
-            report(f"converting {name}, once")
+            tell(f"converting {name}, once")
             _build(target, _BUILDERS[name])
     inspect_model(target)
     return target
 
 
-def resolve_teacher(name_or_path: str, student: Path, report: Report = _silent) -> Path:
-    """`resolve_model` for a model that is to score the student's tokens.
+def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> Path:
+    """`resolve_model` for a model that scores the student's tokens.
 
-    Raises ValueError as that does, and for a teacher whose tokenizer is not the student's: the same text would be other
-    tokens to it.
+    Raises ValueError as `resolve_model` does, and if the teacher's tokenizer differs from the student's, because the
+    same text would then be other tokens.
     """
     try:
-        teacher = resolve_model(name_or_path, report)
+        teacher = resolve_model(name_or_path, tell)
     except ValueError as error:
         raise ValueError(f"teacher: {error}; the recipe's file says how its teacher is made") from None
     from transformers import AutoTokenizer
@@ -82,9 +82,9 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(target: Path) -> Generator[None]:
-    """Holds the lock beside `target`: of several processes that want it, one makes it and the others wait.
+    """Holds the lock file beside `target`, so that one process makes it while others wait.
 
-    The lock goes with its process, so one that was killed leaves nothing to clean up.
+    The kernel releases the lock when its process ends, so a killed process leaves nothing to clean up.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _exclusive(target: Path) -> Generator[None]:
 
 
 def _build(target: Path, builder: Callable[[Path], None]) -> None:
-    """Has `builder` fill a temporary directory and gives it its name once it is a complete model."""
+    """Has `builder` fill a temporary directory, and renames that to `target` once it holds a complete model."""
     for leftover in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(leftover)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -126,8 +126,8 @@ def _build_smollm2(directory: Path) -> None:
     gguf = next(package.glob("*.gguf")).name
 
     quantised: Any = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf, dtype=torch.float32)
-    # A model read from a GGUF file refuses to be saved, so its weights move into one that was not. The file keeps
-    # rms_norm_eps as a float32, 9.99999975e-06.
+    # transformers refuses to save a model that was read from a GGUF file, so its weights move into a new model. The
+    # file holds rms_norm_eps as a float32, 9.99999975e-06; the original is 1e-5.
     source = quantised.config
     config = LlamaConfig(
         vocab_size=source.vocab_size,
@@ -162,7 +162,7 @@ def _build_smollm2(directory: Path) -> None:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Restores SmolLM2's own splitting, digits apart first: the GGUF file names it, transformers ignores the name."""
+    """Restores SmolLM2's pre-tokenizer, which splits digits first: transformers ignores its name in the GGUF file."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -171,4 +171,4 @@ def _split_digits(tokenizer: Any) -> None:
 
 
 _BUILDERS: dict[str, Callable[[Path], None]] = {"smollm2-135m-instruct": _build_smollm2}
-"""Name -> what fills an empty directory with that model."""
+"""Name -> function that fills an empty directory with that model."""

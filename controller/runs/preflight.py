@@ -1,4 +1,4 @@
-"""What a loop checks before it starts any process; shared, so that a loop stays one page."""
+"""Checks that a loop makes before it starts any process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from rl.types import Datum, SamplingParams
 
 
 def check_sampled_distribution(sampling: SamplingParams) -> None:
-    """Raises ValueError for rollouts from another distribution than the one whose log-probs the trainer computes.
+    """Raises ValueError unless rollouts are sampled from the distribution whose log-probs the trainer computes.
 
-    The generator's log-probs are those of what it sampled from; at another temperature, or with a cut-off tail, the
-    ratio of trainer to generator would be off from the first step.
+    The generator returns log-probs of the distribution that it sampled from. At another temperature, or with top_p or
+    top_k, the ratio of trainer to generator would be wrong from the first step.
     """
     whole: Mapping[str, tuple[float, float]] = {
         "temperature": (sampling.temperature, 1.0),
@@ -43,11 +43,13 @@ def check_prompts_fit(
 
 
 def check_texts_fit(max_tokens: int, model: Path, eval_data: Sequence[Datum]) -> None:
-    """Raises ValueError for texts that the model's context does not hold, and when none is left to measure on."""
+    """Raises ValueError if `max_tokens` exceeds the model's context, or is so small that no held-out text is left."""
     context = inspect_model(model).max_context
     if not 1 < max_tokens <= context:
         raise ValueError(
             f"max_tokens is {max_tokens}; it must be between 2 and the model's context of {context} tokens"
         )
     if not eval_data:
-        raise ValueError(f"max_tokens is {max_tokens}; every held-out text is longer, so that nothing can be measured")
+        raise ValueError(
+            f"max_tokens is {max_tokens}; every held-out text is longer, so there is nothing to measure on"
+        )

@@ -1,7 +1,7 @@
-"""What a loop says as it goes: one call per step, one per evaluation, one at the end.
+"""Reporting of one run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics, and writes them where a user looks: the console, `metrics.jsonl`,
-`rollouts.jsonl` and `reward.png`.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts.jsonl` and
+`reward.png`.
 """
 
 import time
@@ -14,17 +14,16 @@ from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
-# What the trainer and its loss report: sums over the scored tokens, and what is no sum.
+# Metrics of the trainer and its loss: sums over the scored tokens, which are divided by their number, and others.
 _PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_generator", "kl_reference", "entropy")
-_AS_THEY_ARE = ("ratio_max", "seconds_engine_max")
-
+_UNCHANGED = ("ratio_max", "seconds_engine_max")
 
 EQUAL_REWARDS = "in every group all rewards were equal"
-"""Why a step of rollouts has nothing to learn from."""
+"""The usual reason why a step of rollouts has nothing to learn from."""
 
 
 class Report:
-    """One run's reporting. Steps count from 1; step 0 is the model as it came."""
+    """One run's reporting. Steps count from 1; step 0 is the model before training."""
 
     def __init__(self, folder: RunFolder, console: Console, total_steps: int) -> None:
         """`total_steps` is the length of the progress bar."""
@@ -36,23 +35,23 @@ class Report:
         self._last_evaluation: Evaluation | None = None
         self._first_measurements: Mapping[str, Measurement] = {}
         self._last_measurements: Mapping[str, Measurement] = {}
-        self._first_step: int | None = None  # after which held-out data were first measured
+        self._first_step: int | None = None  # the step after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
         self.skipped_in_a_row = 0
-        """Optimizer steps in a row, up to the latest, that a non-finite gradient made the trainer skip."""
+        """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
-        """Steps in a row, up to the latest, that had nothing to learn from."""
+        """Number of latest steps, all in a row, that had nothing to learn from."""
         self.why_without_signal = EQUAL_REWARDS
-        """Of the latest of them."""
+        """The reason given for the latest of them."""
 
     def resume(self) -> None:
-        """Counts again what a run that goes on had counted, from the steps that its folder holds."""
+        """Restores the counts of a resumed run from the metrics in its folder."""
         self.skipped_in_a_row = self.without_signal_in_a_row = 0
         for row in self.folder.metrics():
             self._count(row)
 
     def phase(self, text: str) -> None:
-        """Says what is going on where there is no step to show."""
+        """Tells the user what is going on while there is no step to show."""
         self._console.phase(text)
 
     def step(
@@ -65,9 +64,9 @@ class Report:
         update: OptimStepOutput,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """One finished step: what was sampled (nothing, if it was not), what was trained on and what came of it.
+        """Records a finished step: the sampled groups, if any, the batch trained on, and what the trainer answered.
 
-        `metrics` are the loop's own, and take the place of those of the same name.
+        `metrics` are the loop's own. They replace metrics of the same name.
         """
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
         generation_s = clock.seconds("generate")
@@ -81,7 +80,7 @@ class Report:
                 **(rollout_metrics(groups) if groups else {}),
                 "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"]),
                 **per_token(output.metrics, _PER_TOKEN),
-                **{name: output.metrics[name] for name in _AS_THEY_ARE if name in output.metrics},
+                **{name: output.metrics[name] for name in _UNCHANGED if name in output.metrics},
                 **update.metrics,
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
@@ -102,13 +101,13 @@ class Report:
         groups: Sequence[Group] = (),
         why: str = EQUAL_REWARDS,
     ) -> None:
-        """A step in which there was nothing to learn: every group's rewards were all equal, or what else it was."""
+        """Records a step that had nothing to learn from, and why."""
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Reward on held-out problems after a number of steps; nothing is said of a run that has none."""
+        """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
         if not evaluation.groups:
             return
         self._first_evaluation = self._first_evaluation or evaluation
@@ -121,7 +120,7 @@ class Report:
         self._plot()
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
-        """Measurements on held-out data after a number of steps, the most telling first."""
+        """Records measurements on held-out data after a number of steps, the most telling first."""
         self._first_measurements = {**measurements, **self._first_measurements}
         self._first_step = step if self._first_step is None else self._first_step
         self._last_measurements = measurements
@@ -140,7 +139,7 @@ class Report:
         self.folder.log_metrics(row)
 
     def finish(self) -> None:
-        """The reward curve, three samples, and the sentence that says what the run achieved."""
+        """Draws the curves and prints three samples and the sentence that says what the run achieved."""
         self._plot()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())
@@ -162,8 +161,9 @@ class Report:
         if first is not None and last is not None:
             reward = _change("reward", first.reward, last.reward, last.gain_over(first))
             changes.append(f"{reward}, {len(last.groups)} problems)")
-        what = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"  # a resumed run
-        return f"{what} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
+        # A resumed run only knows the evaluations since it was resumed.
+        subject = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"
+        return f"{subject} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
@@ -176,7 +176,11 @@ class Report:
         self._last_groups = groups
 
     def _count(self, row: Mapping[str, float]) -> None:
-        """A row of the metrics: a step that made an update or skipped one, a step without signal, or an evaluation."""
+        """Updates the counts with a row of the metrics.
+
+        A row with `skipped` is a step that called the optimizer. Other rows with `seconds_step` are steps without a
+        signal, and all others are evaluations.
+        """
         if "skipped" in row:
             self.without_signal_in_a_row = 0
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
@@ -184,14 +188,14 @@ class Report:
             self.without_signal_in_a_row += 1
 
     def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
-        """Says how many rollouts the environment cost, and what the first of them died of."""
+        """Warns if the environment failed rollouts: how many, and how the first one failed."""
         failures = [failure for group in groups for failure in group.failures]
         if failures:
             total = len(failures) + sum(len(group.rollouts) for group in groups)
             self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
 
     def _plot(self) -> None:
-        from rl.runs.plot import plot_curve  # matplotlib, which a mistake in a recipe should not have to wait for
+        from rl.runs.plot import plot_curve  # loads matplotlib; a mistake in a recipe should not have to wait for it
 
         metrics, folder = self.folder.metrics(), self.folder.path
         if self._first_evaluation is not None:
@@ -201,12 +205,12 @@ class Report:
 
 
 def _label(step: int) -> str:
-    """When an evaluation was made."""
+    """When an evaluation was made, in words."""
     return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
 
 
 def _change(name: str, first: Interval, last: Interval, change: Interval) -> str:
-    """What became of a held-out number; the parenthesis is left open for what it was measured on."""
+    """How a held-out number changed. The caller adds the size of the held-out data and closes the parenthesis."""
     return (
         f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
         f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}]"

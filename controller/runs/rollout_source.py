@@ -1,4 +1,4 @@
-"""A run's rollouts: which problems come at which step, how they are sampled, and how held-out ones are answered."""
+"""A run's rollouts: which problems each step gets, how they are sampled, and how held-out problems are evaluated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from rl.types import Group
 
 
 class RolloutSource:
-    """What a recipe says of rollouts, checked and ready to use."""
+    """Samples training rollouts and evaluates on held-out problems, as a recipe says."""
 
     def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None]) -> None:
         """`tell` is told, in a few words, about work that takes long.
@@ -29,7 +29,7 @@ class RolloutSource:
         self.renderer = Renderer(self.model, config.generator.max_model_len)
         self.sampling = replace(config.sampling, stop=config.env.stop)
         self.eval_problems = config.env.eval_problems(config.num_eval)
-        """The held-out problems."""
+        """The held-out problems, always the same."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
         self._config = config
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
@@ -49,15 +49,16 @@ class RolloutSource:
     async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
         """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.
 
-        For loops whose steps need more or fewer problems: seeds follow from the run's seed and the problem's number.
+        For loops that need a different number of problems at each step. Seeds follow from the run's seed and the
+        problem's number.
         """
         seed = step_seed(self._config.seed, 0) + start * num_samples
         return await self._groups(generator, start, count, num_samples, seed)
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
-        """Rollout batch `number`, from 1, of the training stream: as many problems as a step has, each tried so often.
+        """Rollout batch `number`, from 1, of the training stream: `prompts_per_step` groups of `num_samples` rollouts.
 
-        Problems and seeds follow from the run's seed and the number alone, so that a run can go on in the middle.
+        Problems and seeds follow from the run's seed and the number alone, so that a run can be resumed.
         """
         count, seed = self._config.prompts_per_step, step_seed(self._config.seed, number)
         return await self._groups(generator, (number - 1) * count, count, num_samples, seed)
@@ -71,6 +72,6 @@ class RolloutSource:
         return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
 
     async def evaluate(self, generator: Generator) -> Evaluation:
-        """The recipe's number of answers to each held-out problem."""
+        """Evaluates on the held-out problems, with `eval_samples` answers to each."""
         attempts = eval_sampling(self.sampling, self._config.eval_samples)
         return await evaluate(generator, self.renderer, self.eval_problems, *attempts)

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its folder, its pictures, and how two runs compare."""
+"""What a run leaves on disk: its folder, its plots, and the comparison of two runs."""

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 ABSENT = "(absent)"
+"""Stands for the value of a field that one configuration lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A metric of one step that two runs do not share."""
+    """A metric of one step that differs between two runs."""
 
     step: int
     name: str
     values: tuple[float, float]
-    """NaN where a run does not have it."""
+    """The metric in each run; NaN if the run does not have it."""
 
     @property
     def relative(self) -> float:
-        """|a - b| over the larger of |a| and |b|; infinite if only one of them is a number."""
+        """|a - b| divided by the larger of |a| and |b|; infinite unless both are finite."""
         a, b = self.values
         if not (math.isfinite(a) and math.isfinite(b)):
             return math.inf
@@ -27,7 +28,7 @@ class Difference:
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric is of the machine's doing, so that no two runs share it."""
+    """Whether a metric depends on the machine and the moment, so that equal runs differ in it."""
     return name == "time" or name.startswith(("seconds_", "memory_")) or name.endswith("_per_s")
 
 
@@ -42,7 +43,7 @@ def by_step(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
 def metric_differences(
     ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]
 ) -> list[Difference]:
-    """Every metric, timings aside, that is not the same in the steps that both have; by step and in logged order."""
+    """The metrics, other than timings, that differ in the common steps, by step and in the order logged."""
     found: list[Difference] = []
     for step in sorted(ours.keys() & theirs.keys()):
         a, b = ours[step], theirs[step]
@@ -55,7 +56,7 @@ def metric_differences(
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Of two configurations in JSON types: dotted field -> the two values, wherever they are not the same."""
+    """Dotted field -> the two values, for all fields in which two configurations (in JSON types) differ."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
         found: dict[str, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""The picture of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
+"""The plot of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-_TRAIN = "#4477aa"  # Paul Tol's "bright" scheme, which the colour-blind can tell apart
+_TRAIN = "#4477aa"  # from Paul Tol's "bright" scheme, which is safe for colour-blind readers
 _EVAL = "#cc3311"
 
 
@@ -21,10 +21,10 @@ def plot_curve(
     name: str = "reward",
     training: str = "reward_mean",
 ) -> None:
-    """Draws one metric of a run's steps (see `rl.runs.folder.read_metrics`) as a PNG, with what there is of it.
+    """Draws one metric over the steps of a run as a PNG; `metrics` as `rl.runs.folder.read_metrics` returns them.
 
-    Training: each step's `training` as a dot, and their moving average. Held-out: `eval_<name>` with its 95 %
-    interval. A row may hold either or both.
+    The metric `training` of each step is a dot, with a moving average; `eval_<name>` is drawn with its 95 % interval.
+    A row may hold either or both.
     """
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -67,7 +67,7 @@ def plot_curve(
 
 
 def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
-    """[len(names), rows] of the rows that have all these names with finite values."""
+    """[len(names), rows]: the columns `names` of the rows in which all of them are finite."""
     rows = [
         [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
     ]
@@ -75,6 +75,6 @@ def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.
 
 
 def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """[N] mean of the `window` values around each; of those that there are, near the ends."""
+    """[N] mean of the `window` values around each value; near the ends, of fewer values."""
     kernel = np.ones(window)
     return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")

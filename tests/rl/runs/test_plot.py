@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from rl.runs.plot import plot_curve
 
 TRAINING = [{"step": float(i), "reward_mean": 0.3 + i / 100, "reward_std": 0.2} for i in range(1, 31)]
-HELDOUT = [{"step": float(i), "eval_reward": 0.4, "eval_reward_low": 0.35, "eval_reward_high": 0.44} for i in (0, 30)]
+EVAL = [{"step": float(i), "eval_reward": 0.4, "eval_reward_low": 0.35, "eval_reward_high": 0.44} for i in (0, 30)]
 BLUE, RED = (0x44, 0x77, 0xAA), (0xCC, 0x33, 0x11)
 
 
@@ -22,9 +22,9 @@ def has_colour(file: Path, colour: tuple[int, int, int]) -> bool:
 @pytest.mark.parametrize(
     ("metrics", "training", "evaluated"),
     [
-        (TRAINING + HELDOUT, True, True),
+        (TRAINING + EVAL, True, True),
         (TRAINING, True, False),
-        (HELDOUT, False, True),
+        (EVAL, False, True),
         (TRAINING[:1], True, False),
         ([], False, False),
         ([{"step": 1.0, "reward_mean": math.nan, "reward_std": 0.0}], False, False),
