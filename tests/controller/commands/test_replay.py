@@ -25,7 +25,7 @@ def test_the_rollouts_of_an_old_run_are_replayed(tmp_path: Path) -> None:
         learning_rate=1e-3,
     )
     env = replayed(config, recording_file(old_run(tmp_path / "run"))).env
-    groups = [problem.group for step in (0, 1) for problem in env.train_problems(0, step, 1)]
+    groups = [group for step in (0, 1) for group in env.train_groups(step, 1)]
     assert [group.problem_id for group in groups] == ["train 1", "train 2"]
     assert [np.array(group.rewards).tolist() for group in groups] == [[0, 1], [0, 1]]
     assert groups[1].rollouts[0].turns[0].completion.versions == (2, 2)

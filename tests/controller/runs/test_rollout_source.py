@@ -1,0 +1,76 @@
+"""The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from controller.loops.grpo import GRPOConfig
+from controller.meshes.offline import OfflineGenerator
+from controller.runs.rollout_source import RolloutSource
+from generator.config import GeneratorConfig
+from rl.envs.even_words import EvenWords
+from rl.rollouts.recorded import RecordedEnv
+from rl.runs.folder import RunFolder
+from rl.tiny_models import tiny_llama
+from rl.types import Group, SamplingParams
+from tests.rl.fakes import ScriptedGenerator
+from trainer.config import TrainerConfig
+
+NUM_SAMPLES = 2
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GRPOConfig:
+    return GRPOConfig(
+        model=str(tiny_llama(tmp_path / "model")),
+        env=EvenWords(),
+        trainer=TrainerConfig(),
+        generator=GeneratorConfig(max_model_len=64),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=3,
+        prompts_per_step=2,
+        group_size=NUM_SAMPLES,
+        learning_rate=1e-3,
+    )
+
+
+def _source(config: GRPOConfig) -> RolloutSource:
+    return RolloutSource(config, lambda _: None)
+
+
+def _generator() -> ScriptedGenerator:
+    """Its answers depend on the prompt, the sample and the seed."""
+    return ScriptedGenerator(lambda prompt, sample, seed: f"w{(sum(prompt) + sample + (seed or 0)) % 64}")
+
+
+def _step(source: RolloutSource, step: int) -> list[Group]:
+    return asyncio.run(source.sample(_generator(), step, NUM_SAMPLES))
+
+
+def test_a_group_is_the_same_alone_and_within_its_step(config: GRPOConfig) -> None:
+    source = _source(config)
+    alone = [asyncio.run(source.sample_group(_generator(), number, NUM_SAMPLES)) for number in (2, 3)]
+    assert alone == _step(source, 2)
+
+
+def test_problems_are_the_same_however_many_are_asked_for(config: GRPOConfig) -> None:
+    source = _source(config)
+    together = asyncio.run(source.sample_problems(_generator(), 3, 3, NUM_SAMPLES))
+    apart = [asyncio.run(source.sample_problems(_generator(), start, 1, NUM_SAMPLES)) for start in (3, 4, 5)]
+    assert together == [group for groups in apart for group in groups]
+
+
+def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
+    played, folder = _source(config), RunFolder(tmp_path / "run", {})
+    for step in (1, 2, 3):
+        folder.log_rollouts(step, _step(played, step))
+    recording = RecordedEnv(folder.rollouts_file, config.prompts_per_step)
+    source, generator = _source(replace(config, env=recording)), OfflineGenerator()
+    for step in (1, 2, 3):
+        expected = _step(played, step)
+        assert asyncio.run(source.sample(generator, step, NUM_SAMPLES)) == expected
+        assert asyncio.run(source.sample_problems(generator, 2 * step - 2, 2, NUM_SAMPLES)) == expected
+        alone = [asyncio.run(source.sample_group(generator, 2 * step - 2 + i, NUM_SAMPLES)) for i in range(2)]
+        assert alone == expected
