@@ -1,6 +1,7 @@
 """What every engine must do, each against transformers and the loop that anyone would write in plain PyTorch."""
 
 import resource
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,10 +22,8 @@ from tests.trainer.reference import ReferencePolicy, importance_sampling, random
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
-from trainer.engines.hf import transformers_policy
 from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
-from trainer.engines.titan.model import scoring
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -127,12 +126,14 @@ def test_logits_equal_transformers(
         rows.append(hidden @ weight.T)
         return logprobs_and_entropy(hidden, weight, *args, **kwargs)
 
-    for module in (scoring, transformers_policy):
-        monkeypatch.setattr(module, "logprobs_and_entropy", record)
+    loaded = load_engine(TrainerConfig(model=path, engine=engine, compute_dtype="float32"))
+    for module in list(sys.modules.values()):  # wherever the engine calls it from
+        if module.__dict__.get("logprobs_and_entropy") is logprobs_and_entropy and module.__name__ != __name__:
+            monkeypatch.setattr(module, "logprobs_and_entropy", record)
     reference = ReferencePolicy(path)
     batch = random_batch((60, 7, 33), vocab_size=reference.model.config.vocab_size)
     batch = [Datum(tokens=d.tokens, loss_inputs={"target_tokens": d.loss_inputs["target_tokens"]}) for d in batch]
-    load_engine(TrainerConfig(model=path, engine=engine, compute_dtype="float32")).forward([batch])
+    loaded.forward([batch])
     with torch.no_grad():
         difference = (rows[-1] - torch.cat([reference.logits(datum) for datum in batch])).abs().max()
     print(f"{engine} {make}: {difference:.1e}")
