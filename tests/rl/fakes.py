@@ -1,4 +1,4 @@
-"""Stand-ins that satisfy the protocols, so that what uses them can be tested without a process."""
+"""Fakes that satisfy the protocols, for tests without a generator or trainer process."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from rl.types import Completion, PullMode, Rollout, SamplingParams, Turn
 
 
 class WordRenderer:
-    """A word is a token: its length. Enough of a renderer for rollouts."""
+    """A renderer for rollouts that encodes a word as one token, its length."""
 
     def __init__(self, max_model_len: int | None = None) -> None:
         """See `rl.rollouts.rendering.Renderer`."""
@@ -24,10 +24,10 @@ class WordRenderer:
 
 
 class ScriptedGenerator:
-    """Answers what `answer(prompt_tokens, sample, seed)` says, one token per character, in scrambled order of time."""
+    """Answers with `answer(prompt_tokens, sample, seed)`, one token per character. Calls finish out of order."""
 
     def __init__(self, answer: Callable[[tuple[int, ...], int, int | None], str]) -> None:
-        """`answer` makes the text of a completion."""
+        """`answer` returns the text of a completion."""
         self._answer = answer
         self.calls: list[tuple[tuple[int, ...], SamplingParams, int]] = []
 
@@ -43,11 +43,11 @@ class ScriptedGenerator:
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """Nothing to pull."""
+        """Does nothing."""
 
 
 def completion(text: str, version: int = 0) -> Completion:
-    """A completion whose tokens are the characters of its text, all of log-prob -1."""
+    """A completion whose tokens are the characters of its text, each with log-prob -1."""
     tokens = tuple(map(ord, text))
     return Completion(
         tokens=tokens,

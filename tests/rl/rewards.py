@@ -1,14 +1,14 @@
-"""Reward functions as a user writes them, for the tests of what calls them."""
+"""Reward functions such as a user writes, for tests of their callers."""
 
 
 def exact(prompt: str, completion: str, answer: str) -> float:
-    """1 for the answer."""
+    """1 for exactly the answer."""
     assert prompt
     return float(completion.strip() == answer)
 
 
 async def length(prompt: str, completion: str) -> float:
-    """The longer the better."""
+    """The length of the answer."""
     assert prompt
     return float(len(completion))
 

@@ -17,14 +17,14 @@ def _definition(rewards: Array, values: Array, gamma: float, lam: float, last_va
     return [sum((gamma * lam) ** n * delta for n, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
-def test_by_hand() -> None:
+def test_advantages_and_returns_by_hand() -> None:
     advantages, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.25, 0.75]), gamma=0.5, gae_lambda=0.5)
     # deltas: 0.125 - 0.5 = -0.375; 0.375 - 0.25 = 0.125; 1 - 0.75 = 0.25. Each adds a quarter of the next advantage.
     assert advantages.tolist() == [-0.375 + (0.125 + 0.25 / 4) / 4, 0.125 + 0.25 / 4, 0.25]
     assert returns.tolist() == (advantages + np.array([0.5, 0.25, 0.75])).tolist()
 
 
-def test_an_episode_cut_short_goes_on_with_the_critics_value() -> None:
+def test_a_truncated_episode_ends_with_the_critics_value() -> None:
     rewards, values = np.array([0.0, 1.0]), np.array([0.2, 0.4])
     ended, _ = gae(rewards, values, gamma=0.9)
     cut, _ = gae(rewards, values, gamma=0.9, last_value=2.0)
@@ -33,7 +33,9 @@ def test_an_episode_cut_short_goes_on_with_the_critics_value() -> None:
 
 @given(STEPS, st.floats(0, 1), st.floats(0, 1), FINITE)
 @settings(deadline=None)
-def test_is_the_papers_sum(steps: list[tuple[float, float]], gamma: float, lam: float, last_value: float) -> None:
+def test_advantages_are_the_papers_sum(
+    steps: list[tuple[float, float]], gamma: float, lam: float, last_value: float
+) -> None:
     rewards, values = np.array([r for r, _ in steps]), np.array([v for _, v in steps])
     advantages, returns = gae(rewards, values, gamma=gamma, gae_lambda=lam, last_value=last_value)
     assert advantages.tolist() == pytest.approx(_definition(rewards, values, gamma, lam, last_value))
@@ -42,7 +44,7 @@ def test_is_the_papers_sum(steps: list[tuple[float, float]], gamma: float, lam: 
 
 @given(STEPS)
 @settings(deadline=None)
-def test_its_two_ends(steps: list[tuple[float, float]]) -> None:
+def test_lambda_1_is_monte_carlo_and_lambda_0_one_step(steps: list[tuple[float, float]]) -> None:
     rewards, values = np.array([r for r, _ in steps]), np.array([v for _, v in steps])
     monte_carlo = gae(rewards, values, gae_lambda=1.0)[1]
     assert monte_carlo.tolist() == pytest.approx(np.cumsum(rewards[::-1])[::-1].tolist(), abs=1e-9)

@@ -51,7 +51,7 @@ def test_advantages_go_with_their_rollouts_and_add_up_to_nothing(
 
 @given(REWARDS, st.floats(1e-3, 1e3), st.floats(-100, 100))
 @settings(deadline=None)
-def test_standardised_advantages_know_neither_scale_nor_offset(
+def test_standardised_advantages_do_not_depend_on_scale_or_offset(
     rewards: list[float], scale: float, offset: float
 ) -> None:
     moved = np.array(rewards) * scale + offset

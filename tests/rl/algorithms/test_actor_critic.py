@@ -17,7 +17,7 @@ REWARDS = [1.0, 0.0]
 
 
 def _padded(values: list[list[float]]) -> list[np.ndarray]:
-    """One position of the prompt comes first, which nothing scores."""
+    """Puts an unscored position of the prompt in front."""
     return [np.array([0, *of_datum], dtype=np.float32) for of_datum in values]
 
 
@@ -66,7 +66,7 @@ def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
 
     parts = [pairs(part) for part in minibatches(batch, params, (0, 1))]
     assert [len(part) for part in parts] == [9, 9, 6, 6] * 3
-    for part in parts:  # the answers to a prompt stay side by side
+    for part in parts:  # the answers to a prompt stay together
         assert part == [(prompt, answer) for prompt, _ in part[::3] for answer in answers]
     epochs = [[pair for part in parts[i : i + 4] for pair in part] for i in (0, 4, 8)]
     assert all(Counter(epoch) == Counter(product(prompts, answers)) for epoch in epochs)
@@ -76,7 +76,7 @@ def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
     assert len(minibatches(batch[:6], params, (0, 1))) == 2 * 3  # never an empty one
 
 
-def test_what_a_step_learned_is_reported_per_token_and_in_order() -> None:
+def test_minibatches_are_merged_in_order_and_losses_per_token() -> None:
     first, second = _batch()
 
     def output(datum: Datum, loss: float, mismatch: float) -> ForwardBackwardOutput:

@@ -25,7 +25,7 @@ def _datum(q: Sequence[float]) -> Datum:
 @pytest.mark.parametrize(
     ("discount", "expected"), [(0.0, [0.5, -1, 2]), (1.0, [1.5, 1, 2]), (0.5, [0.5 - 0.5 + 0.5, -1 + 1, 2])]
 )
-def test_a_token_answers_for_what_follows(discount: float, expected: list[float]) -> None:
+def test_a_token_is_credited_with_later_divergence_by_the_discount(discount: float, expected: list[float]) -> None:
     teacher = [np.array([0, -0.5, -3, -1], dtype=np.float32)]  # f - q = 0.5, -1, 2
     (datum,) = reverse_kl_advantages([_datum([-1, -2, -3])], teacher, discount=discount)
     np.testing.assert_allclose(
@@ -49,7 +49,7 @@ class EngineSampler:
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
     ) -> None:
-        """It shares the trainer's weights."""
+        """Does nothing: it shares the trainer's weights."""
 
     async def _one(self, tokens: list[int], max_tokens: int) -> Completion:
         sampled: list[int] = []
@@ -68,7 +68,7 @@ class EngineSampler:
 
 
 async def next_token_logprobs(trainer: EngineTrainer, tokens: Sequence[int]) -> np.ndarray:
-    """[V] log-probs of every token in the place after these."""
+    """[V] log-probs of the next token after these."""
     datums = [text_to_datum(tokens, [candidate], "completion") for candidate in range(VOCAB_SIZE)]
     return np.array([float(logprobs[-1]) for logprobs in (await trainer.forward(datums)).logprobs])
 
@@ -83,7 +83,7 @@ async def true_kl(student: EngineTrainer, teacher: EngineTrainer, prompts: Seque
 
 
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
-    """Sampling, grading, one policy-gradient step after another: the KL over the whole vocabulary falls."""
+    """Steps of sampling, grading and policy gradient reduce the KL over the whole vocabulary."""
     model = tiny_llama(tmp_path / "model")
     student, teacher = EngineTrainer(model, 64), EngineTrainer(model, 64)
     prompts = [(3, 4 + i) for i in range(4)]
@@ -91,7 +91,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     sampling, generator = SamplingParams(max_tokens=1, seed=0), EngineSampler(student)
 
     async def run() -> tuple[float, float]:
-        for _ in range(3):  # a teacher that is not the student
+        for _ in range(3):  # so that the teacher differs from the student
             lesson = [text_to_datum(p, [9 + i], "completion") for i, p in enumerate(prompts)]
             await teacher.forward_backward(lesson, "cross_entropy")
             await teacher.optim_step(AdamParams(learning_rate=3e-3))
@@ -116,7 +116,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
 
 
 def test_the_expected_gradient_is_that_of_the_kl(tmp_path: Path) -> None:
-    """Every token of the vocabulary with its probability as weight in the place of samples: no noise is left."""
+    """Instead of samples, every token is used, weighted by its probability, so that the expectation is exact."""
     model, prompt = tiny_llama(tmp_path / "model"), (3, 4, 5)
     student, teacher = EngineTrainer(model, 64), EngineTrainer(model, 64)
 

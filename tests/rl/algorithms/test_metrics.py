@@ -10,7 +10,7 @@ from rl.types import Datum, ForwardBackwardOutput, Group
 from tests.rl.fakes import completion, single_turn
 
 
-def test_gap_counts_scored_tokens_only() -> None:
+def test_the_mismatch_counts_scored_tokens_only() -> None:
     arrays = {
         "target_tokens": np.array([1, 2, 3]),
         "weights": np.array([0, 1, 1], dtype=np.float32),
@@ -38,7 +38,7 @@ def test_rollout_metrics_count_groups_with_signal() -> None:
     assert num_completion_tokens(groups) == 12
 
 
-def test_empty_completions_and_what_environments_report() -> None:
+def test_empty_completions_and_metrics_of_environments() -> None:
     rollouts = [
         single_turn((1,), completion(""), reward=-1.0, metrics={"turns": 2.0}),
         single_turn((1,), completion("ab"), reward=3.0, metrics={"turns": 3.0, "valid": 1.0}),
@@ -64,7 +64,7 @@ def test_a_step_that_lost_all_its_rollouts_still_has_metrics() -> None:
         assert num_completion_tokens(groups) == 0
 
 
-def test_a_batch_that_scores_nothing_has_no_gap() -> None:
+def test_a_batch_without_scored_tokens_has_no_mismatch() -> None:
     datum = rollout_to_datum(single_turn((1, 2), completion(""), reward=0.0), 1.0)
     output = ForwardBackwardOutput(logprobs=(np.zeros(2, dtype=np.float32),), entropy=None, metrics={})
     assert logprob_mismatch([datum], output) == {}

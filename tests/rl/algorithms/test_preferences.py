@@ -88,7 +88,7 @@ def test_slopes_are_derivatives_and_large_differences_give_no_nan(name: str) -> 
     np.testing.assert_allclose(slopes, wanted.grad.numpy(), atol=1e-12)
 
 
-def test_what_is_measured() -> None:
+def test_measurements_of_pairs() -> None:
     logprobs, reference = np.array([-1.0, -3.0, -5.0, -4.0, -2.0, -2.5]), np.array([-2.0, -3.0, -6.0, -4.0, -2.0, -2.5])
     measured = measure_pairs(logprobs, reference, PAIR_LOSSES["dpo"], 0.5)
     assert measured["accuracy"].values.tolist() == [1, 0, 1]  # the second pair: rejected is still more probable
@@ -97,7 +97,7 @@ def test_what_is_measured() -> None:
     np.testing.assert_allclose(measured["loss"].values, -np.log(1 / (1 + np.exp([-0.5, -0.5, 0]))))
 
 
-def test_the_reference_is_asked_once(tmp_path: Path) -> None:
+def test_the_reference_is_computed_once(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     trainer, file = EngineTrainer(model), tmp_path / "reference.json"
     batches = [

@@ -37,7 +37,7 @@ def test_shaping_adds_to_the_reward_and_keeps_the_environments() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20))
 @settings(deadline=None)
-def test_overlong_punishment_is_daposs(num_tokens: int, cache: int, rest: int) -> None:
+def test_overlong_punishment_is_that_of_dapo(num_tokens: int, cache: int, rest: int) -> None:
     limit = cache + rest
     if num_tokens <= limit - cache:
         expected = 0.0

@@ -28,7 +28,7 @@ def _batch(sizes: list[tuple[int, list[int]]], seed: int) -> list[Datum]:
 
 
 def _seen(row: PackedRow, index: int) -> list[int]:
-    """The tokens that a position of the row may attend to, by the meaning of prefix and suffix."""
+    """The tokens that a position of the row attends to, by the definition of prefix and suffix."""
     start = 0
     for document in row.documents:
         prefix_end = start + document.prefix
@@ -63,7 +63,7 @@ def test_every_scored_position_sees_exactly_its_own_datum(
         np.testing.assert_array_equal(values, datum.loss_inputs["advantages"] * (datum.weights != 0))
 
 
-def test_a_prefix_stands_once() -> None:
+def test_a_shared_prefix_is_in_the_row_once() -> None:
     batch = [_datum([1, 2, 3], [4, 5]), _datum([9, 8], [7]), _datum([1, 2, 3], [6]), _datum([1, 2, 3], [4, 4, 4])]
     row = pack_row(batch, share_prefixes=True)
     assert row.tokens.tolist() == [1, 2, 3, 4, 4, 4, 9, 8]

@@ -84,7 +84,7 @@ def test_files_with_nothing_to_learn_are_refused(tmp_path: Path) -> None:
         JsonlExamples(path=_examples(tmp_path / "short.jsonl", 1)).eval_examples(1)
 
 
-def test_preferences_come_from_lines_with_two_answers(tmp_path: Path) -> None:
+def test_preferences_are_lines_with_two_answers(tmp_path: Path) -> None:
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = _write(tmp_path / "good.jsonl", good)
     data = JsonlPreferences(path=path, eval_path=path)

@@ -25,7 +25,7 @@ def test_the_completion_is_scored_and_nothing_else() -> None:
         text_to_datum([], [8, 9], "completion")
 
 
-def test_an_answer_reads_as_if_the_model_had_sampled_it(smollm2: Path) -> None:
+def test_a_given_answer_has_the_tokens_of_a_sampled_one(smollm2: Path) -> None:
     renderer, tokenizer = Renderer(smollm2), AutoTokenizer.from_pretrained(smollm2)
     chat = [{"role": "user", "content": "Say hello."}]
     (datum,) = examples_to_data(
@@ -33,7 +33,7 @@ def test_an_answer_reads_as_if_the_model_had_sampled_it(smollm2: Path) -> None:
     )
     sequence = [*datum.tokens, datum.loss_inputs["target_tokens"][-1]]
     whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "Hello there!"}], tokenize=False)
-    assert tokenizer.decode(sequence) == whole.rstrip()  # the template ends with a line end that nobody samples
+    assert tokenizer.decode(sequence) == whole.rstrip()  # the template adds a line break that is not sampled
     learned = datum.loss_inputs["target_tokens"][datum.weights != 0]
     assert tokenizer.decode(learned) == "Hello there!" + tokenizer.eos_token
 
@@ -48,7 +48,7 @@ def test_an_example_that_is_too_long_is_left_out_whole(tmp_path: Path) -> None:
         examples_to_data(renderer, examples, train_on="prompt", max_tokens=7)  # type: ignore[arg-type]
 
 
-def test_held_out_loss_is_transformers_own(tmp_path: Path) -> None:
+def test_held_out_loss_equals_that_of_transformers(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     texts = [([3, 4, 5], [6, 7, 8, 2]), ([9], [10, 2]), ([11, 12], [13] * 9)]
     batch = [text_to_datum(prompt, completion, "completion") for prompt, completion in texts]
@@ -63,7 +63,7 @@ def test_held_out_loss_is_transformers_own(tmp_path: Path) -> None:
     assert measured.interval.low <= measured.interval.mean <= measured.interval.high
 
 
-def test_a_weighted_interval_covers_as_often_as_it_says() -> None:
+def test_a_weighted_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(200):

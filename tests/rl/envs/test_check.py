@@ -1,4 +1,4 @@
-"""Every environment that is shipped is in order; what is wrong with one that is not is said."""
+"""`check_env` finds nothing wrong with the shipped environments, and every mistake of broken ones."""
 
 import asyncio
 import itertools
@@ -43,11 +43,11 @@ SHIPPED: dict[str, Callable[[Path], Env]] = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_environment_has_nothing_wrong(name: str, tmp_path: Path) -> None:
+def test_a_shipped_environment_has_no_findings(name: str, tmp_path: Path) -> None:
     assert check_env(SHIPPED[name](tmp_path)) == []
 
 
-def test_no_environment_is_left_out() -> None:
+def test_every_shipped_environment_is_checked() -> None:
     files = {path.stem for path in (Path(__file__).parents[3] / "rl" / "envs").glob("[a-z]*.py")}
     assert files - MODULES - ELSEWHERE == set(SHIPPED)
 
@@ -72,7 +72,7 @@ def _item(number: int) -> Item:
 
 
 class Numbers:
-    """In order, unless what it is made of is replaced by something that is not."""
+    """A valid environment, of which a test may replace parts by broken ones."""
 
     name: Any = "numbers"
     stop: Any = ()
@@ -98,7 +98,7 @@ def _answering(answer: Callable[[str], Any]) -> Numbers:
 
 
 class Reluctant(Item):
-    """Its reply awaits nothing while it computes."""
+    """Its coroutine blocks the event loop."""
 
     async def reply(self, completion: str) -> Any:
         time.sleep(0.4)
@@ -106,7 +106,7 @@ class Reluctant(Item):
 
 
 class Turns:
-    """Its problems are their own episodes, and count turns that are never taken back."""
+    """A problem that is its own episode and counts turns without ever starting again from 0."""
 
     def __init__(self, number: int) -> None:
         self.id = self.prompt = f"number {number}"
@@ -121,7 +121,7 @@ class Turns:
 
 
 class Shared(Turns):
-    """Takes them back when an episode starts, and so for one that still runs."""
+    """Starts again from 0 with every episode, which resets an episode that is still running."""
 
     def start(self) -> Any:
         self.num_turns = 0
@@ -129,7 +129,7 @@ class Shared(Turns):
 
 
 class Lazy:
-    """Its prompt is only made when asked for, and cannot be."""
+    """A problem whose prompt is a property that raises."""
 
     id = "lazy"
 
@@ -203,13 +203,13 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("env", "finding"), BROKEN, ids=[message[:40] for _, message in BROKEN])
-def test_what_is_wrong_is_said(env: Any, finding: str) -> None:
+def test_every_mistake_is_found(env: Any, finding: str) -> None:
     findings = check_env(cast(Env, env), time_limit_s=0.5)
     assert any(finding in text for text in findings), findings
     assert len(findings) <= 6
 
 
-def test_a_coroutine_that_awaits_is_in_order() -> None:
+def test_a_coroutine_that_awaits_is_accepted() -> None:
     class Patient(Item):
         async def reply(self, completion: str) -> Any:
             await asyncio.sleep(0.001)
@@ -218,7 +218,7 @@ def test_a_coroutine_that_awaits_is_in_order() -> None:
     assert check_env(Numbers(lambda number: Patient(id=str(number), prompt=f"number {number}"))) == []
 
 
-def test_a_loop_refuses_what_is_no_environment() -> None:
+def test_a_loop_refuses_an_object_that_is_not_an_environment() -> None:
     require_env(Numbers())
     with pytest.raises(ValueError, match=r"^env is a Numbers, and it has no method eval_problems\(count\); see "):
         require_env(Numbers(eval_problems=None))

@@ -1,4 +1,4 @@
-"""The environments of several turns."""
+"""Environments of several turns."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from rl.protocols import Done, Observation, Reply
 
 
 def _bisect(low: int, high: int, episode: Any) -> Done:
-    """Plays with the best strategy there is."""
+    """Plays with the best strategy, bisection."""
     while True:
         guess = (low + high) // 2
         reply = episode.reply(f" {guess}.\n")
@@ -27,7 +27,7 @@ def test_hints_lead_to_the_number() -> None:
     assert all(end.reward == pytest.approx(1.2 - 0.2 * end.metrics["guesses"]) for end in ends)
 
 
-def test_a_game_has_so_many_guesses() -> None:
+def test_a_game_ends_after_the_last_guess() -> None:
     (problem,) = GuessNumber(max_turns=3).train_problems(0, 0, 1)
     game = problem.start()
     first, second, last = (
@@ -78,6 +78,6 @@ def test_code_that_fails_is_an_observation() -> None:
         (lambda: PythonArithmetic(time_limit_s=0), "PythonArithmetic.time_limit_s is 0"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+def test_options_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

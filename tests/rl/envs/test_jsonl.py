@@ -46,7 +46,7 @@ def _all_eval_ids(env: JsonlReward) -> list[str]:
         count += 1
 
 
-def test_a_prompt_is_on_one_side_whatever_else_its_row_and_file_hold(tmp_path: Path) -> None:
+def test_the_split_depends_on_the_prompt_alone(tmp_path: Path) -> None:
     few, many = (tmp_path / name for name in ("few", "many"))
     few.mkdir()
     many.mkdir()
@@ -96,7 +96,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, message: 
         ({"file": Path("no/such.jsonl")}, "there is no file no/such.jsonl"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_a_missing_file_or_function_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _env(tmp_path, _rows(100), **options)
 

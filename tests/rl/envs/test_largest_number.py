@@ -30,6 +30,6 @@ def test_splits_are_disjoint() -> None:
         ({"low": 97, "high": 99}, "4 different numbers must fit"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_impossible_ranges_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LargestNumber(**arguments)

@@ -12,7 +12,7 @@ _VALUES = {
 
 
 def _read(words: str) -> int:
-    """Words to a number, left to right: the other direction, written another way."""
+    """Words to a number, left to right: the inverse function, implemented independently."""
     total = part = 0
     for word in words.replace("-", " ").replace(" and ", " ").split():
         if word == "thousand":

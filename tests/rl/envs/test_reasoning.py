@@ -43,7 +43,7 @@ def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
         ReasoningGym(**arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_too_few_distinct_problems_is_said() -> None:
+def test_too_few_distinct_problems_are_refused() -> None:
     def coin(number: int) -> TextProblem:
         return TextProblem(id=f"coin {number % 40}", prompt="?", score=lambda a: 0.0)
 

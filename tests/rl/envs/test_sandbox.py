@@ -66,7 +66,7 @@ def test_memory_is_limited(code: str) -> None:
 
 
 def test_what_runs_outlives_nobody() -> None:
-    """Whoever asked gives up: the process ends with it."""
+    """The process is killed if the caller is cancelled."""
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):
@@ -86,7 +86,7 @@ def test_waiting_for_a_core_does_not_count() -> None:
 
 
 def test_endless_output_is_cut_off() -> None:
-    async def some() -> list[SandboxResult]:  # how much waits in a pipe when its writer is killed differs
+    async def some() -> list[SandboxResult]:  # several, because the amount left in a pipe after a kill differs
         return await asyncio.gather(*(run_python("while True: print('x' * 1000)") for _ in range(40)))
 
     for result in asyncio.run(some()):

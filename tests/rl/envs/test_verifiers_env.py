@@ -1,4 +1,4 @@
-"""Real environments of the `verifiers` package. It is no part of the locked environment, so most of this runs with
+"""Real environments of the `verifiers` package. It is not in the locked environment, so most of these tests run with
 
     uv run --no-project --python 3.11 --with "verifiers==0.1.14" --with pytest --with pytest-timeout \
         python -m pytest tests/rl/envs/test_verifiers_env.py
@@ -80,7 +80,7 @@ def _env(**args: Any) -> VerifiersEnv:
 
 
 class ChatRenderer(WordRenderer):
-    """Takes chats, one token per word of each message."""
+    """Encodes chats with one token per word of each message."""
 
     def encode(self, prompt: Any) -> tuple[int, ...]:
         return tuple(len(word) for message in prompt for word in message["content"].split())
@@ -120,16 +120,16 @@ def test_several_turns_are_the_environments_own() -> None:
 @pytest.mark.parametrize("with_eval", [True, False])
 def test_no_prompt_is_in_both_splits(with_eval: bool) -> None:
     env = _env(with_eval=with_eval)
-    train = {str(p.prompt) for p in env.train_problems(0, 0, 200)}
-    eval_data = {str(p.prompt) for p in env.eval_problems(2)}
-    assert train.isdisjoint(eval_data)
-    assert len(train) == 30 if with_eval else 30 < len(train) < 40
+    train_prompts = {str(p.prompt) for p in env.train_problems(0, 0, 200)}
+    eval_prompts = {str(p.prompt) for p in env.eval_problems(2)}
+    assert train_prompts.isdisjoint(eval_prompts)
+    assert len(train_prompts) == 30 if with_eval else 30 < len(train_prompts) < 40
     with pytest.raises(ValueError, match="num_eval is 100, but"):
         env.eval_problems(100)
 
 
 @installed
-def test_one_that_forgets_costs_its_rollouts() -> None:
+def test_an_environment_that_rewrites_its_conversation_fails_its_rollouts() -> None:
     failures = [
         failure for group in _play(_env(kind="multi", forgets=True), "no", count=4) for failure in group.failures
     ]
@@ -138,8 +138,11 @@ def test_one_that_forgets_costs_its_rollouts() -> None:
 
 
 @installed
-def test_what_is_not_supported_is_refused() -> None:
-    for kind, message in (("tools", "has tools in the model's own call format"), ("group", "compares rollouts")):
+def test_unsupported_environments_are_refused() -> None:
+    for kind, message in (
+        ("tools", "has tools in the model's own call format"),
+        ("group", "rewards that compare the rollouts"),
+    ):
         with pytest.raises(ValueError, match=message):
             _env(kind=kind)
     with pytest.raises(ValueError, match="'no-such-thing' cannot be loaded"):
@@ -147,12 +150,12 @@ def test_what_is_not_supported_is_refused() -> None:
 
 
 @installed
-def test_an_author_is_told_what_is_wrong() -> None:
+def test_a_supported_environment_has_no_findings() -> None:
     assert check_env(_Wide(_env())) == []
 
 
 class _Wide:
-    """With as many held-out problems as a check looks at."""
+    """The environment behind the bare methods of `rl.protocols.Env`."""
 
     def __init__(self, env: VerifiersEnv) -> None:
         self.name, self.stop = env.name, env.stop
@@ -160,6 +163,6 @@ class _Wide:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="needs an environment without verifiers")
-def test_without_the_package_it_is_said_how_to_get_it() -> None:
+def test_without_the_package_the_error_says_how_to_install_it() -> None:
     with pytest.raises(ValueError, match=r'cannot be loaded: .* pip install "ownloop\[verifiers\]"'):
         _env()

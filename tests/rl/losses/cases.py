@@ -1,4 +1,4 @@
-"""Random micro-batches for tests of losses, in float64, and derivatives without autograd."""
+"""Random micro-batches in float64 for tests of losses, and derivatives without autograd."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 def random_case(
     seed: int = 0, lengths: Sequence[int] = (3, 1, 6), *, size: int = 0, spread: float = 0.7
 ) -> tuple[Array, LossInputs]:
-    """The trainer's log-probs [S] and everything that any loss may ask for; `size` is short for one datum."""
+    """The trainer's log-probs [S] and all inputs that any loss may need. `size` asks for a single datum instead."""
     rng = np.random.default_rng(seed)
     lengths = [size] if size else lengths
     total = sum(lengths)
@@ -36,20 +36,20 @@ def random_case(
 
 
 def without(inputs: LossInputs, *names: str) -> LossInputs:
-    """The same without some arrays."""
+    """The same inputs without some of the arrays."""
     arrays = {name: array for name, array in inputs.arrays.items() if name not in names}
     return LossInputs(arrays=arrays, datum_index=inputs.datum_index, num_datums=inputs.num_datums)
 
 
 def one_datum(inputs: LossInputs, datum: int) -> tuple[torch.Tensor, LossInputs]:
-    """Which positions belong to a datum [S], and a micro-batch of it alone."""
+    """[S] mask of the positions of one datum, and a micro-batch of this datum alone."""
     rows = inputs.datum_index == datum
     arrays = {name: array[rows] for name, array in inputs.arrays.items()}
     return rows, LossInputs(arrays=arrays, datum_index=inputs.datum_index[rows] * 0, num_datums=1)
 
 
 def slopes(function: Callable[[Array], float], at: Array, step: float = 1e-6) -> Array:
-    """[S] the derivative by each element, by central differences."""
+    """[S] derivative with respect to each element, by central differences."""
     found = np.zeros(len(at))
     for i in range(len(at)):
         up, down = at.copy(), at.copy()

@@ -1,4 +1,4 @@
-"""Every loss against its formula written again in NumPy, with a finite-difference check of the gradient."""
+"""Every loss against its formula in NumPy; gradients are checked by finite differences."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_value_and_gradient(name: str, seed: int) -> None:
     reference = REFERENCES[name]
     assert loss.item() == pytest.approx(reference(p, inputs), rel=1e-12)
 
-    # A loss with a stop-gradient is differentiated with that part held where it is.
+    # The part of a loss under a stop-gradient is held constant in the finite differences.
     held = {"frozen": p} if name in ("cispo", "gspo") else {}
     expected = slopes(lambda moved: reference(moved, inputs, **held), p)
     assert logprobs.grad.numpy() == pytest.approx(expected, rel=1e-5, abs=1e-7)
@@ -111,7 +111,7 @@ def test_loss_is_a_sum_over_datums(lengths: list[int], seed: int) -> None:
         assert whole.item() == pytest.approx(parts, rel=1e-9, abs=1e-9)
 
 
-def test_dual_clip_bounds_what_a_token_of_negative_advantage_can_cost() -> None:
+def test_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage() -> None:
     p, inputs = random_case(size=200, spread=2.0)
     w, q, a = _arrays(inputs)
     logprobs = torch.tensor(p, requires_grad=True)

@@ -18,11 +18,11 @@ def test_token_mean_counts_scored_tokens() -> None:
     assert token_mean(BATCH) == 1 / 5
 
 
-def test_constant_length_does_not_look_at_what_was_sampled() -> None:
+def test_constant_length_does_not_depend_on_the_samples() -> None:
     assert constant_length(num_sequences=8, max_tokens=32) == 1 / 256
 
 
-def test_sequence_mean_gives_every_completion_the_same_say() -> None:
+def test_sequence_mean_weights_every_completion_equally() -> None:
     values = [np.array([9.0, 1, 2, 3, 6]), np.array([9.0, 5]), np.array([9.0, 9])]
     batch, scale = sequence_mean(BATCH)
     total = sum(float(np.sum(datum.weights * value)) for datum, value in zip(batch, values, strict=True))
@@ -32,7 +32,7 @@ def test_sequence_mean_gives_every_completion_the_same_say() -> None:
     assert BATCH[0].weights.tolist() == [0, 1, 1, 1, 1]
 
 
-def test_nothing_to_average_over_is_a_mistake() -> None:
+def test_nothing_to_average_over_is_refused() -> None:
     with pytest.raises(ValueError, match="without a scored token"):
         token_mean([BATCH[2]])
     with pytest.raises(ValueError, match="empty batch"):

@@ -1,4 +1,4 @@
-"""Options that all policy losses share, against formulas written again in NumPy; their gradients, and mistakes."""
+"""Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused."""
 
 from typing import Any
 
@@ -82,11 +82,11 @@ def test_importance_correction_splits_the_ratio_in_two(name: str, mode: str) -> 
     multiplier = np.exp(o - q)
     capped = multiplier > 1.3
     multiplier[capped] = 1.3 if mode == "truncate" else 0.0
-    # The same loss, told that the trainer sampled, with the multiplier as weight.
-    by_hand = dict(inputs.arrays, logprobs=torch.tensor(o), weights=inputs.weights * torch.tensor(multiplier))
-    told = type(inputs)(arrays=by_hand, datum_index=inputs.datum_index, num_datums=1)
+    # The same loss without the option: old log-probs as those of the generator, and the multiplier as weight.
+    arrays = dict(inputs.arrays, logprobs=torch.tensor(o), weights=inputs.weights * torch.tensor(multiplier))
+    by_hand = type(inputs)(arrays=arrays, datum_index=inputs.datum_index, num_datums=1)
     gradients: list[Array] = []
-    for config, given_inputs in (({}, told), ({"importance_cap": 1.3, "importance_mode": mode}, inputs)):
+    for config, given_inputs in (({}, by_hand), ({"importance_cap": 1.3, "importance_mode": mode}, inputs)):
         logprobs = torch.tensor(p, requires_grad=True)
         loss, metrics = get_loss(name, config)(logprobs, None, given_inputs)
         loss.backward()
@@ -162,7 +162,7 @@ def test_a_rank_without_scored_positions_has_metrics_that_change_nothing() -> No
     assert not any(metrics.values())
 
 
-def test_needs_follow_from_the_options() -> None:
+def test_required_inputs_and_entropy_follow_from_the_options() -> None:
     assert get_loss("ppo").required_inputs == ("logprobs", "advantages")
     assert not get_loss("ppo").needs_entropy
     with_all = get_loss("ppo", {"kl_coef": 0.1, "entropy_coef": 0.1})

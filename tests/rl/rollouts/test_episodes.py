@@ -100,7 +100,7 @@ def test_any_finite_number_is_a_reward(reward: Any) -> None:
     assert type(group.rollouts[0].reward) is float
 
 
-def test_whatever_was_sampled_is_scored_and_recorded(tmp_path: Path) -> None:
+def test_any_sampled_text_is_scored_and_recorded(tmp_path: Path) -> None:
     texts = ["", "naïve ☃", "\u2028", "a\ud800b", "\x00", "x" * 10_000]
     seen: list[str] = []
     problem = TextProblem(id="p", prompt="q", score=lambda answer: seen.append(answer) or float(len(answer)))
@@ -144,7 +144,7 @@ def test_a_group_without_signal_trains_nothing() -> None:
 
 @given(st.integers(1, 5), st.integers(0, 5), st.floats(-1e30, 1e30))
 @settings(deadline=None)
-def test_a_datum_of_any_rollout_is_one_that_a_trainer_takes(prompt: int, num_tokens: int, advantage: float) -> None:
+def test_a_datum_of_any_rollout_is_valid(prompt: int, num_tokens: int, advantage: float) -> None:
     tokens = tuple(range(10, 10 + prompt))
     rollout = single_turn(tokens, completion("abcde"[:num_tokens]), reward=1.0)
     datum = rollout_to_datum(rollout, advantage)

@@ -49,7 +49,7 @@ def test_gain_is_paired_by_problem() -> None:
     assert gain.high - gain.low == pytest.approx(2 * 1.96 * np.sqrt(0.2 * 0.8 / 100), rel=0.1)
 
 
-def test_no_problems_is_a_mistake() -> None:
+def test_bootstrap_refuses_no_values_and_nan() -> None:
     with pytest.raises(ValueError, match="at least one"):
         bootstrap(np.array([]))
     with pytest.raises(ValueError, match="given nan"):
@@ -58,7 +58,7 @@ def test_no_problems_is_a_mistake() -> None:
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=20))
 @settings(deadline=None, max_examples=20)
-def test_an_interval_holds_its_mean_and_lies_within_the_values(values: list[float]) -> None:
+def test_an_interval_contains_its_mean_and_lies_within_the_values(values: list[float]) -> None:
     interval = bootstrap(np.array(values))
     room = 1e-9 * max(map(abs, values))
     assert min(values) - room <= interval.low <= interval.mean + room
@@ -69,7 +69,7 @@ def test_one_problem_has_an_interval_of_no_width() -> None:
     assert bootstrap(np.array([-2.5])) == Interval(mean=-2.5, low=-2.5, high=-2.5)
 
 
-def test_many_problems_are_resampled_in_pieces() -> None:
+def test_resampling_many_problems_takes_little_memory() -> None:
     tracemalloc.start()
     interval = bootstrap(np.arange(20_000, dtype=np.float64))
     peak = tracemalloc.get_traced_memory()[1]
@@ -94,7 +94,7 @@ def test_evaluations_of_different_problems_are_not_compared() -> None:
 
 
 def _answered(*right: list[bool], failures: int = 0) -> Evaluation:
-    """One problem per list, with so many right and wrong answers."""
+    """One problem per list; True stands for a right answer, False for a wrong one."""
     return Evaluation(
         groups=tuple(
             Group(
@@ -110,7 +110,7 @@ def _answered(*right: list[bool], failures: int = 0) -> Evaluation:
 
 @pytest.mark.parametrize("num_right", range(6))
 @pytest.mark.parametrize("k", range(1, 6))
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(num_right: int, k: int) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer(num_right: int, k: int) -> None:
     answers = [True] * num_right + [False] * (5 - num_right)
     subsets = list(itertools.combinations(answers, k))
     expected = sum(map(any, subsets)) / len(subsets)
@@ -126,14 +126,14 @@ def test_pass_at_1_is_the_mean_reward_of_right_and_wrong() -> None:
             evaluation.pass_at(k)
 
 
-def test_what_is_reported_follows_from_the_number_of_answers() -> None:
+def test_intervals_depend_on_the_number_of_answers() -> None:
     once, often = _answered([True], [False]), _answered([True, False, False, False, False, True], [False] * 6)
     assert list(once.intervals) == ["reward"]
     assert list(often.intervals) == ["reward", "pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
     assert often.intervals["pass_at_6"].mean == 0.5
 
 
-def test_what_the_environment_failed_is_left_out() -> None:
+def test_failed_rollouts_are_left_out() -> None:
     evaluation = _answered([True], [], failures=1)
     assert evaluation.reward.mean == evaluation.pass_at(1).mean == 1
     assert math.isnan(evaluation.pass_at(2).mean)

@@ -21,7 +21,7 @@ from tests.rl.fakes import ScriptedGenerator, WordRenderer
 
 
 class Scripted:
-    """A problem whose every episode answers what `answer(turn, completion)` says; turns count from 0."""
+    """A problem whose episodes reply with `answer(turn, completion)`; turns count from 0."""
 
     id = "scripted"
     prompt = "it begins"
@@ -34,7 +34,7 @@ class Scripted:
 
 
 class ScriptedEpisode:
-    """One attempt at it."""
+    """One attempt."""
 
     def __init__(self, answer: Callable[[int, str], Any]) -> None:
         self._answer = answer
@@ -54,7 +54,7 @@ def _three_turns(turn: int, completion: str) -> Reply:
 def _play(
     answer: Callable[[int, str], Any], said: str = "abcdefgh", num_samples: int = 2, **options: Any
 ) -> tuple[Group, ScriptedGenerator]:
-    """Plays with a model that says the next letter in each turn, as its prompt's length tells it."""
+    """Plays with a model that says the next letter of `said` in each turn, which it infers from the prompt's length."""
     renderer = cast(Renderer, WordRenderer(options.pop("max_model_len", None)))
     generator = ScriptedGenerator(lambda prompt, i, seed: said[(len(prompt) - 2) // 5])
     sampling = SamplingParams(max_tokens=3, seed=options.pop("seed", None))
@@ -62,7 +62,7 @@ def _play(
     return asyncio.run(group), generator
 
 
-def test_the_model_reads_what_it_said_and_what_it_was_told() -> None:
+def test_the_model_reads_its_own_turns_and_the_replies() -> None:
     group, generator = _play(_three_turns, num_samples=1)
     assert [prompt for prompt, _, _ in generator.calls] == [
         (2, 6),
@@ -114,12 +114,12 @@ def test_seeds_of_later_turns_depend_on_sample_and_turn_alone() -> None:
 
 def test_a_full_context_ends_the_episode_as_truncated() -> None:
     group, generator = _play(_three_turns, num_samples=1, max_model_len=8)
-    assert [sampling.max_tokens for _, sampling, _ in generator.calls] == [3, 1]  # what room there is, is used
+    assert [sampling.max_tokens for _, sampling, _ in generator.calls] == [3, 1]  # the room that is left is used
     (rollout,) = group.rollouts
     assert rollout.truncated
     assert rollout.reward == -9  # the last observation's
     assert len(rollout.turns) == 2
-    assert len(rollout_to_datum(rollout, 1.0).tokens) == 7  # without the message that nobody answered
+    assert len(rollout_to_datum(rollout, 1.0).tokens) == 7  # without the unanswered message
 
 
 def test_an_endless_episode_ends_with_the_context() -> None:
@@ -178,7 +178,7 @@ def test_a_coroutine_is_awaited() -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_what_is_left_of_a_group_needs_two_to_be_compared(name: str) -> None:
+def test_a_group_reduced_to_one_rollout_trains_nothing(name: str) -> None:
     first = threading.Lock()
     group, _ = _play(lambda turn, text: Done(reward=1.0) if first.acquire(blocking=False) else None)
     assert len(group.rollouts) == len(group.failures) == 1
@@ -210,7 +210,7 @@ def test_the_loop_stays_free_while_an_environment_blocks() -> None:
     assert asyncio.run(ticks()) > 10
 
 
-def test_its_own_timeout_is_not_ours() -> None:
+def test_a_timeout_error_of_the_environment_is_not_the_time_limit() -> None:
     def fails() -> None:
         raise TimeoutError("the judge is slow")
 

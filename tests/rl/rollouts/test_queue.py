@@ -16,13 +16,13 @@ PER_STEP = 3
 
 
 async def _ticks(count: int) -> None:
-    """Time in turns of the event loop, so that the order of events does not depend on the machine."""
+    """Waits for iterations of the event loop, so that the order of events does not depend on the machine."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class Sampler:
-    """Samples groups under a version that the test's loop moves on, in an order of time that a seed decides."""
+    """Samples groups with the version that the test's loop sets. A seed decides how long each takes."""
 
     def __init__(self, seed: int = 0, fails_at: int | None = None) -> None:
         self.version = 0
@@ -32,7 +32,7 @@ class Sampler:
         self._fails_at = fails_at
 
     async def __call__(self, number: int) -> Group:
-        """Now and then a group takes as long as many steps."""
+        """Occasionally, a group takes as long as many steps."""
         self.started.append(number)
         version = self.version
         try:
@@ -47,7 +47,7 @@ class Sampler:
 
 
 async def _loop(sampler: Sampler, queue: RolloutQueue, steps: range, after: Callable[[int], None]) -> list[list[int]]:
-    """The groups that every step trains on; `after` is called with the step while its groups are being learned from."""
+    """The groups that every step trains on. `after` is called with the greatest staleness of each step."""
     taken: list[list[int]] = []
     async with queue as rollouts:
         for step in steps:
@@ -74,7 +74,7 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(max_staleness: int, s
     assert sorted(number for numbers in taken for number in numbers) == list(range(20 * PER_STEP))
     assert all(len(numbers) == PER_STEP for numbers in taken)
     assert sampler.started == list(range(20 * PER_STEP))
-    assert max(staleness) == max_staleness  # the bound is kept, and used
+    assert max(staleness) == max_staleness  # the bound is kept, and reached
 
 
 def test_without_staleness_every_step_has_its_own_groups_in_order() -> None:
@@ -148,7 +148,7 @@ def test_a_cancelled_loop_is_cancelled() -> None:
     asyncio.run(asyncio.wait_for(run(), 5))
 
 
-def test_a_queue_goes_on_from_the_state_of_another() -> None:
+def test_a_queue_continues_from_the_state_of_another() -> None:
     first, second = range(1, 5), range(5, 11)
     sampler, states = Sampler(seed=1), list[str]()
 
@@ -171,14 +171,14 @@ def test_a_queue_goes_on_from_the_state_of_another() -> None:
         taken += await _loop(again, RolloutQueue(again, second, PER_STEP, 3, state), second, staleness.append)
         assert max(staleness) <= 3
         recorded = {entry["number"] for entry in state["finished"]}
-        assert recorded.isdisjoint(again.started)  # what was sampled is not sampled again
+        assert recorded.isdisjoint(again.started)  # finished groups are not sampled again
         return taken
 
     taken = asyncio.run(run())
     assert sorted(number for numbers in taken for number in numbers) == list(range(10 * PER_STEP))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_values_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness is -1; it must be at least 0"):
         RolloutQueue(Sampler(), range(1, 3), PER_STEP, -1)
     with pytest.raises(ValueError, match="groups_per_step is 0"):

@@ -46,7 +46,7 @@ def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
         RecordedEnv(_recording(tmp_path / "run"), groups_per_step=1)
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
     file = _recording(tmp_path / "run")
     with pytest.raises(ValueError, match=r"missing.jsonl cannot be read: No such file"):
         read_recording(tmp_path / "missing.jsonl")

@@ -26,19 +26,19 @@ def test_turns_make_up_the_chat_that_the_template_renders(renderer: Renderer, an
     whole = renderer.encode([*FIRST, {"role": "assistant", "content": answer}, *SECOND])
     before = renderer.encode(FIRST)
     end_of_turn = renderer.encode_reply(SECOND, [])[0]
-    position = whole.index(end_of_turn, len(before))  # sampled by the model, or put there by the template
+    position = whole.index(end_of_turn, len(before))  # sampled by the model, or added by the template
     said = whole[len(before) : position + closed]
     assert before + said + renderer.encode_reply(SECOND, said) == whole
 
 
-def test_an_answer_begun_is_left_open(renderer: Renderer) -> None:
+def test_a_prefilled_answer_is_left_open(renderer: Renderer) -> None:
     begun = [*SECOND, {"role": "assistant", "content": "My next guess is "}]
     opened, asked = renderer.encode_reply(begun, []), renderer.encode_reply(SECOND, [])
     assert opened[: len(asked)] == asked
     assert opened[len(asked) :] == renderer.encode("My next guess is ")
 
 
-def test_text_is_appended_as_it_stands(renderer: Renderer) -> None:
+def test_text_is_encoded_as_it_is(renderer: Renderer) -> None:
     assert renderer.encode_reply(" = 42", renderer.encode("6 * 7")) == renderer.encode(" = 42")
 
 
@@ -50,7 +50,7 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
 
 
 class Verbatim:
-    """A generator that says these tokens, whatever it is asked, and keeps what it was asked."""
+    """A generator that always answers with these tokens and records its prompts."""
 
     def __init__(self, said: list[tuple[int, ...]], texts: list[str]) -> None:
         self.said, self.texts = said, texts
@@ -86,8 +86,8 @@ class _Asked:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_what_the_model_said_is_never_tokenised_again(renderer: Renderer, chat: bool) -> None:
-    # A model may spell a word with other tokens than its tokenizer would: here letter by letter.
+def test_sampled_tokens_are_never_tokenised_again(renderer: Renderer, chat: bool) -> None:
+    # A model may sample other tokens for a word than its tokenizer would choose: here letter by letter.
     said = [tuple(token for letter in text for token in renderer.encode(letter)) for text in ("hello", "world")]
     assert all(renderer.encode(text) != tokens for text, tokens in zip(("hello", "world"), said, strict=True))
     generator = Verbatim(said, ["hello", "world"])
