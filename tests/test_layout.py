@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -32,6 +33,8 @@ MAX_LOOP_LINES = 60
 MAX_LOOP_FILE_LINES = 90
 MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 350
+# File names that several folders use, because the files play the same part in each. Any other name is used once.
+SHARED_NAMES = {"_compat", "actor", "base", "config", "engine", "layout_check", "ranks", "run"}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -93,6 +96,11 @@ def test_no_module_is_named_after_a_dependency() -> None:
     for path in sources(*PACKAGES, "benchmarks"):
         for name in (path.stem, *path.parent.parts[1:]):
             assert name not in taken, f"{path}: {name} is an installed package"
+
+
+def test_files_that_play_different_parts_have_different_names() -> None:
+    names = Counter(path.stem for path in sources(*PACKAGES) if path.stem != "__init__")
+    assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
 
 
 def test_top_level_packages_shadow_no_standard_module() -> None:
