@@ -14,6 +14,7 @@ from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
 from rl.weights.manifest import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError
 from rl.weights.registry import find_record
+from rl.weights.transport import TRANSPORTS
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_qwen3
@@ -23,7 +24,7 @@ from trainer.push import WeightPublisher
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", [served_llama, served_qwen3])
