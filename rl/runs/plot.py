@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -53,17 +54,22 @@ def plot_curve(
             label="held-out, 95 % interval",
             zorder=3,
         )
+    _style(axes, title, name.replace("_", " "))
+    if trained.size or eval_data.size:
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    canvas.print_png(str(file))
+
+
+def _style(axes: Axes, title: str, label: str) -> None:
+    """Labels the axes and removes frame lines."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(name.replace("_", " "))
+    axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if trained.size or eval_data.size:
-        axes.legend(frameon=False, fontsize=9, loc="best")
-    canvas.print_png(str(file))
 
 
 def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
