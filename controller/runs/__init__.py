@@ -8,7 +8,7 @@ from controller.runs.loop_config import GroupLoopConfig, Loop, LoopConfig, LossC
 from controller.runs.models import resolve_model
 from controller.runs.preflight import check_texts_fit
 from controller.runs.rollout_source import RolloutSource
-from controller.runs.run import Run
+from controller.runs.training_run import Run
 from rl.runs.folder import RunFolder
 from trainer.config import TrainerConfig
 

@@ -35,7 +35,7 @@ _LEARNING_RATE = 1e-3  # moves log-probs by far more than the rounding of bfloat
 _CAUSES = (
     "sampling away from the model's own distribution (temperature, top_p, top_k)",
     "the generator's weights: before a pull they are not the trainer's",
-    "packing: a sequence alone is scored otherwise than in a row with others",
+    "packing: a sequence is scored differently when other sequences share its row",
     "the dtype: in float32 both sides agree",
 )
 
