@@ -147,20 +147,15 @@ class Report:
     def _summary(self) -> str:
         minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
         took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
-        changes = [
-            _change(
-                name,
-                self._first_measurements[name].interval,
-                last.interval,
-                last.change_since(self._first_measurements[name]),
-            )
-            + f", {len(last.values)} items)"
-            for name, last in self._last_measurements.items()
-        ]
+        changes: list[str] = []
+        for name, last in self._last_measurements.items():
+            first = self._first_measurements[name]
+            size = f"{len(last.values)} items"
+            changes.append(_change(name, first.interval, last.interval, last.change_since(first), size))
         first, last = self._first_evaluation, self._last_evaluation
         if first is not None and last is not None:
-            reward = _change("reward", first.reward, last.reward, last.gain_over(first))
-            changes.append(f"{reward}, {len(last.groups)} problems)")
+            size = f"{len(last.groups)} problems"
+            changes.append(_change("reward", first.reward, last.reward, last.gain_over(first), size))
         # A resumed run only knows the evaluations since it was resumed.
         subject = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"
         return f"{subject} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
@@ -209,9 +204,9 @@ def _label(step: int) -> str:
     return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
 
 
-def _change(name: str, first: Interval, last: Interval, change: Interval) -> str:
-    """How a held-out number changed. The caller adds the size of the held-out data and closes the parenthesis."""
+def _change(name: str, first: Interval, last: Interval, change: Interval, size: str) -> str:
+    """How a held-out number changed, in words; `size` is that of the held-out data."""
     return (
         f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
-        f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}]"
+        f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}], {size})"
     )
