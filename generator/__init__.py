@@ -1,1 +1,1 @@
-"""The generator: a vLLM engine in a Monarch actor that samples tokens and takes in new weights."""
+"""The generator: a vLLM engine in a Monarch actor that samples tokens and loads new weights."""

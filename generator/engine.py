@@ -75,7 +75,7 @@ _Command = _Generate | _Cancel | _Update | _Close
 
 
 class GenerationEngine:
-    """Samples completions and takes in new weights. Safe to call from any number of tasks of one event loop."""
+    """Samples completions and loads new weights. Safe to call from any number of tasks of one event loop."""
 
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine, which takes seconds. `options.generator_env` must already be this process's environment.

@@ -26,7 +26,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def raise_on_every_rank(problem: Exception | None, message: str, group: dist.ProcessGroup | None = None) -> None:
-    """A barrier that raises on all ranks if one has a problem, so that no rank waits for one that gave up.
+    """A barrier that raises on all ranks if one has a problem, so that no rank waits for a rank that gave up.
 
     The rank with the problem raises it; the others raise `WeightsError` with `message`, which names `{rank}`.
     """

@@ -23,7 +23,7 @@ from rl.weights.version_index import Store, VersionIndex
 NamedTensor = tuple[str, torch.Tensor]
 
 _MAX_PUTS_IN_FLIGHT = 8
-_QUEUED_TENSORS = 2
+_QUEUED_TENSORS = 2  # one that is loaded and one that is fetched meanwhile; each may be a large embedding
 _POLL_S = 0.002
 
 
@@ -56,7 +56,7 @@ class StoreSender:
         self._specs = {spec.name: spec for spec in manifest}
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
-        """Puts the shards, waits for those of the other ranks, and then puts the version into the index."""
+        """Puts the shards, waits until the other ranks have put theirs, and then puts the version into the index."""
         problem: Exception | None = None
         sums: dict[str, int] = {}
         try:

@@ -31,7 +31,7 @@ class VersionIndex:
         self._records: tuple[VersionRecord, ...] = ()
 
     async def announce(self, record: VersionRecord) -> tuple[VersionRecord, ...]:
-        """Adds a record to the index. Returns those that it took the place of. Raises `WeightsError`."""
+        """Adds a record to the index. Returns the records that drop out. Raises `WeightsError`."""
         store = await self.get_store()
         kept = (*self._records, record)[-LIVING_VERSIONS:]
         try:

@@ -1,4 +1,4 @@
-"""Buffers: whole versions only, whoever dies, and nothing left behind."""
+"""Readers see whole versions only, whichever process dies, and nothing is left behind."""
 
 import signal
 import subprocess
