@@ -38,9 +38,10 @@ class WeightPublisher:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
-        was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that still read the version
-        from two pushes ago. With `full_checksums` every push and pull covers every byte in shared memory instead of
-        samples; tensors in TorchStore are always checked in full. Raises ValueError for an unknown transport.
+        was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
+        still read the version from two pushes ago. With `full_checksums` every push and pull covers every byte in
+        shared memory instead of samples; tensors in TorchStore are always checked in full. Raises ValueError for an
+        unknown transport.
         """
         if transport not in TRANSPORT_CHOICES:
             accepted = ", ".join(TRANSPORT_CHOICES)
