@@ -1,4 +1,4 @@
-"""Whether a page's commands could be given: programs, targets, recipes, options and files are looked up, not run."""
+"""Checks a page's commands without running them: programs, targets, recipes, options and files must exist."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ from controller.commands.recipes import find_recipe, load_recipe, override
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
-"""Programs whose arguments are the reader's own."""
+"""Programs whose arguments are not checked."""
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -21,7 +21,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Raises AssertionError, or what the command line itself raises, for a command that would be refused."""
+    """Raises AssertionError, or the error of `ownloop` itself, for a command that would be refused."""
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
     checks: dict[str, Callable[[Sequence[str]], None]] = {
         "make": _check_make,

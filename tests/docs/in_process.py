@@ -1,4 +1,4 @@
-"""A trainer and a generator in the test's own process, in the place of those that `launch` starts.
+"""A trainer and a generator that run in the test's own process, in place of the processes that `launch` starts.
 
 The mathematics is real: the trainer is an engine on a tiny model, and the generator samples from the weights that the
 trainer pushed. Only the processes, the transport and vLLM are missing, so that a block of a page runs in a second.
@@ -26,7 +26,7 @@ _Weights = dict[int, dict[str, torch.Tensor]]
 
 
 def tiny_chat_model(path: Path) -> Path:
-    """A random Llama of 64 words whose tokenizer has a chat template, as the pages' models have."""
+    """Writes a random Llama of 64 words whose tokenizer has a chat template."""
     tiny_llama(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = _CHAT_TEMPLATE
@@ -108,9 +108,9 @@ class InProcessGenerator:
 
 
 def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Has `Launcher`, and so `launch`, start no process, and `smollm2-135m-instruct` be a tiny model in `folder`.
+    """Makes `Launcher` and `launch` start no processes, and `smollm2-135m-instruct` a tiny model in `folder`.
 
-    Curves are not drawn: with a model as small as this they would take most of a run's time.
+    Curves are not drawn, because with so small a model they would take most of a run's time.
     """
     tiny_chat_model(folder / "models" / "smollm2-135m-instruct")
     monkeypatch.setenv("OWNLOOP_CACHE", str(folder))

@@ -1,4 +1,4 @@
-"""Short runs of the reference loops in the test's own process, to see what a run writes."""
+"""Short runs of the loops in the test's own process, for tests of the files that a run writes."""
 
 import asyncio
 import io
@@ -26,9 +26,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 
 def run_loop(loop: str, path: Path, **changes: Any) -> None:
-    """Two steps of a loop's recipe for two cores, on the tiny model and an environment that it gets rewards from.
+    """Runs two steps of a loop's recipe, on a tiny model and an environment that rewards random answers too.
 
-    Call it under `launch_in_process`.
+    Call `launch_in_process` first. `changes` replace fields of the recipe.
     """
     config = load_recipe(find_recipe(f"{loop}_smollm2_cpu"))
     tiny: dict[str, Any] = {"num_steps": 2, "num_eval": 4, "evaluate_every": 2, **_CHANGES.get(loop, {}), **changes}

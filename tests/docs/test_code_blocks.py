@@ -1,11 +1,12 @@
-"""Every code block of README, CONTRIBUTING, CHANGELOG and docs/ works.
+"""Runs the code blocks of README, CONTRIBUTING, CHANGELOG and docs/.
 
-The Python blocks of a page run in order, in one namespace and one empty folder, and may use `await`. `launch` starts no
-process there: trainer and generator are `tests/docs/in_process.py`'s, and `smollm2-135m-instruct` is a tiny model. The
-commands of a bash block are looked up (`tests/docs/commands.py`). A comment before a block asks for something else:
+The Python blocks of a page run in order, in one namespace, in a folder that is empty at first. They may use `await`.
+Their `launch` starts no processes but returns the trainer and the generator of `tests/docs/in_process.py`, and their
+`smollm2-135m-instruct` is a tiny model. The commands of a bash block are checked by `tests/docs/commands.py` and not
+run. A comment before a block changes how it is treated:
 
-    <!-- test: file NAME -->        the block is a file in the page's folder, which later blocks import or name
-    <!-- test: same as PATH -->     the block is the text of a file of the repository, which a test of its own runs
+    <!-- test: file NAME -->        the block is written to a file, which later blocks import or pass to a command
+    <!-- test: same as PATH -->     the block equals a file of the repository, which has a test of its own
     <!-- test: in a run -->         the block runs in a folder that holds a finished run, `runs/my-run`
     <!-- test: run -->              the block's commands are run
 """
@@ -64,7 +65,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _write_files(page: Path, folder: Path) -> None:
-    """Every block of a page that is a file."""
+    """Writes every block of a page that is marked as a file."""
     for block in blocks_of(page):
         if file := block.argument("file"):
             (folder / file).write_text(block.text)
@@ -80,12 +81,12 @@ def _execute(block: Block, namespace: dict[str, Any], runner: asyncio.Runner) ->
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.argument("same as")], ids=_name)
-def test_quoted_files_are_quoted_as_they_are(block: Block) -> None:
+def test_quoted_files_are_up_to_date(block: Block) -> None:
     assert block.text == (ROOT / block.argument("same as")).read_text()
 
 
 @pytest.mark.parametrize("block", _in_language("bash"), ids=_name)
-def test_commands_can_be_given(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_would_be_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_files(block.page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -94,7 +95,7 @@ def test_commands_can_be_given(block: Block, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("block", [b for b in _in_language("bash") if b.mark == "run"], ids=_name)
-def test_commands_that_take_no_time_run(block: Block, tmp_path: Path) -> None:
+def test_commands_run(block: Block, tmp_path: Path) -> None:
     _write_files(block.page, tmp_path)
     ownloop = tmp_path / ".venv" / "bin" / "ownloop"
     ownloop.parent.mkdir(parents=True)
