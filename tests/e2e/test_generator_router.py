@@ -14,14 +14,14 @@ from controller.commands.processes import descendants
 from controller.meshes.errors import DeadlineError
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.generator_router import GeneratorRouter
-from controller.meshes.launch import launch
+from controller.meshes.launch import Launcher, launch
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 def _handles(router: GeneratorRouter) -> list[GeneratorHandle]:
@@ -42,9 +42,45 @@ async def _all(router: GeneratorRouter, sampling: SamplingParams, num_samples: i
     return list(await asyncio.gather(*(router.generate(prompt, sampling, num_samples) for prompt in PROMPTS)))
 
 
+def _assert_no_process_is_left(before: list[int]) -> None:
+    """Those of earlier tests aside; the kernel may take a moment."""
+    deadline = time.monotonic() + 10
+    while set(descendants()) - set(before):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=30)
+    before = descendants()
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            router = await launcher.generator(model, config)
+            assert isinstance(router, GeneratorRouter)
+            expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
+            first, second = _handles(router)
+            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+            await asyncio.sleep(0.2)
+            os.kill(first.mesh.pids[0], signal.SIGKILL)
+            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+            await _until(lambda: router.states == ("serving", "serving"))
+            successor, other = _handles(router)
+            assert successor is not first
+            assert other is second
+            again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
+            assert [samples[0].tokens for samples in again] == expected
+
+    asyncio.run(main())
+    _assert_no_process_is_left(before)
+
+
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=15)
+    before = descendants()
 
     async def main() -> None:
         async with launch(model, TrainerConfig(compute_dtype="float32"), config, logs) as (trainer, router):
@@ -77,9 +113,6 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
             assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), 10))[0].tokens) > 0
 
     asyncio.run(main())
-    deadline = time.monotonic() + 10
-    while descendants():
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+    _assert_no_process_is_left(before)
     names = {re.sub(r"-\d+\.log$", "", file.name) for file in logs.iterdir()}
     assert names == {"trainer", "store", "generator-0", "generator-1"}

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -15,20 +14,28 @@ from typing import Any
 import pytest
 
 from tests.e2e import inconsistent_read_processes
+from trainer.engines.plain_ranks import preloaded_forkserver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_SCHEDULES = 200
 
 
+def test_every_version_read_is_whole_around_one_kill(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    totals = _run(preloaded_forkserver(), tmp_path, random.Random(NUM_SCHEDULES))
+    assert totals["inconsistent"] == 0
+    assert totals["whole"] > 0 < totals["published"]
+    _wait_for(lambda: _left_behind(before) == set(), "shared memory to be freed")
+
+
+@pytest.mark.slow
 def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports what DTensors need once, not once a process
-    context.set_forkserver_preload(["tests.e2e.inconsistent_read_processes", "torch._dynamo", "torch.distributed.fsdp"])
     before, totals = set(Path("/dev/shm").iterdir()), Counter[str]()
     for schedule in range(NUM_SCHEDULES):
         folder = tmp_path / str(schedule)
         folder.mkdir()
-        totals += _run(context, folder, random.Random(schedule))
+        totals += _run(preloaded_forkserver(), folder, random.Random(schedule))
     assert totals["inconsistent"] == 0
     # How many depends on how busy the host is; so many show that the kills fell among pushes and pulls.
     assert totals["whole"] > 3 * NUM_SCHEDULES

@@ -25,18 +25,19 @@ def _datum() -> Datum:
     return Datum(tokens=TOKENS[:-1], loss_inputs={"target_tokens": TOKENS[1:]})
 
 
-def _none_left() -> bool:
-    """Whether all processes end, which the kernel may take a moment for."""
+def _none_left(before: list[int]) -> bool:
+    """Whether all processes but those of earlier tests end, which the kernel may take a moment for."""
     deadline = time.monotonic() + 10
-    while descendants() and time.monotonic() < deadline:
+    while (left := set(descendants()) - set(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not descendants()
+    return not left
 
 
 def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     config = TrainerConfig(compute_dtype="float32")
     generating = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=4)
+    before = descendants()
 
     async def main() -> None:
         async with Launcher(logs) as launcher:
@@ -68,13 +69,14 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
             assert {"trainer-0.log", "reference-0.log", "generator-0.log", "store-0.log"} <= names
 
     asyncio.run(main())
-    assert _none_left()
+    assert _none_left(before)
 
 
 def test_a_start_that_fails_ends_the_others(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     broken = GeneratorConfig(max_model_len=64, engine_args={"quantization": "no such method"})
     trainers: list[asyncio.Task[Any]] = []
+    before = descendants()
 
     async def main() -> None:
         async with Launcher(logs) as launcher:
@@ -84,4 +86,4 @@ def test_a_start_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises((MeshError, ValueError)):
         asyncio.run(main())
     assert trainers[0].done()
-    assert _none_left()
+    assert _none_left(before)

@@ -17,7 +17,7 @@ import pytest
 from rl.runs.comparison import is_timing
 from rl.runs.folder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = str(Path(__file__).with_name("tiny_recipe.py"))
@@ -105,6 +105,22 @@ def _kill_trainer_in_a_save(run: subprocess.Popen[str], folder: Path) -> None:
         os.kill(trainer, signal.SIGCONT)
 
 
+def test_a_run_that_is_killed_once_does_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "killed"
+    run = _ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS, "8")
+    _kill_controller(run, folder, 5)
+    done = [row for row in _rows(folder) if row["step"] <= 5]
+    run = _ownloop(tmp_path, "--resume", "killed")
+    output, _ = run.communicate(timeout=500)
+    assert run.returncode == 0, output
+    rows = _rows(folder)
+    assert rows[: len(done)] == done
+    assert [row["policy_version"] for row in rows if "policy_version" in row] == list(range(1, 9))
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00006", "step-00008"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     whole = _ownloop(tmp_path, RECIPE, "--name", "whole", *OPTIONS, str(NUM_STEPS))
     output, _ = whole.communicate(timeout=500)

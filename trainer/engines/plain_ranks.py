@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -59,7 +60,7 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    preloaded_forkserver()
     ranks = torch.multiprocessing.start_processes(
         _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method="forkserver"
     )
@@ -72,6 +73,13 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
                 process.kill()
                 process.join()
             raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
+
+
+def preloaded_forkserver() -> ForkServerContext:
+    """Makes processes that are forked from the server of `spawn`. A Python process has one such server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
