@@ -1,6 +1,7 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for two workers."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 _LONGEST_FIRST = ("vllm", "e2e", "ranks")
 """Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""
-_VLLM = ("tests/generator/", "tests/controller/loops/")
-"""Folders whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
+_VLLM = ("tests/generator/", "tests/controller/loops/", "tests/e2e/test_parity.py")
+"""Folders and files whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,3 +55,12 @@ def smollm2() -> Path:
     from controller.runs.models import resolve_model
 
     return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def in_process() -> Generator[None]:
+    """`Mesh.spawn` starts no process, and vLLM runs in this one; for runs whose processes are not what is tested."""
+    from tests.meshes_in_process import meshes_in_process, vllm_in_process
+
+    with vllm_in_process(), meshes_in_process():
+        yield

@@ -18,7 +18,8 @@ from benchmarks.harness import REPOSITORY
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
 IN_THIS_PROCESS = {"layouts", "split_invariance"}  # only engines, which other tests import here anyway
-FAST = IN_THIS_PROCESS | {"step"}  # the others start vLLM or several meshes, and take 30 to 60 s each
+MARKS = {"step": pytest.mark.e2e, "layouts": pytest.mark.ranks, "split_invariance": pytest.mark.ranks}
+"""Of the scripts that run every time; the others start vLLM or several meshes, and take 30 to 60 s each."""
 FAKE_TRL = Path(__file__).parent / "fake_trl"
 
 
@@ -26,7 +27,7 @@ def test_every_script_is_known_to_make_bench() -> None:
     assert set(SCRIPTS) == {*BENCHMARKS, *ON_REQUEST}
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.slow)) for n in SCRIPTS])
 def test_smallest_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,11 @@ class Publisher(Actor):
         self._publisher = WeightPublisher(dtype, transport)
 
     @endpoint
+    async def renew(self, dtype: torch.dtype, transport: WeightTransport) -> None:
+        """Publishes from new buffers and as a trainer that was just started, without the seconds that this takes."""
+        self._publisher = WeightPublisher(dtype, transport)
+
+    @endpoint
     async def limit_shared_memory(self) -> None:
         """From now on the kernel refuses this process what is larger than 64 KiB."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -20,7 +20,7 @@ from tests.generator.published import export, moved
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 SAMPLING = SamplingParams(max_tokens=16)
 

@@ -14,6 +14,7 @@ from controller.meshes.trainer_handle import TrainerHandle
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
+from tests.meshes_in_process import meshes_in_process
 from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -108,7 +109,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
             await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "resumed")
 
-    asyncio.run(controller())
+    with meshes_in_process():
+        asyncio.run(controller())
     uninterrupted, resumed = state(config, tmp_path / "uninterrupted"), state(config, tmp_path / "resumed")
     assert uninterrupted.keys() == resumed.keys()
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in resumed)

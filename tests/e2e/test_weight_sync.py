@@ -21,6 +21,7 @@ from tests.e2e.weight_meshes import (
     export,
     greedy,
     publish,
+    renew,
     running_generator,
     running_publisher,
     running_store,
@@ -60,11 +61,10 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
                     r"TorchStore carries the weights.*: weights need \d+\.\d MB of shared memory.*\(File too large\)"
                 )
                 assert len(re.findall(warning, "".join(f.read_text() for f in publisher.log_files))) == 1
-            after = await greedy(generator)
-            assert [c.logprobs for c in after] == expected
-            assert {v for c in after for v in c.versions} == {9}
-            async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
-                await publisher.answer(publisher.actors.limit_shared_memory.call())
+                after = await greedy(generator)
+                assert [c.logprobs for c in after] == expected
+                assert {v for c in after for v in c.versions} == {9}
+                await renew(publisher, "bfloat16", "shared_memory")
                 with pytest.raises(WeightsError, match=r"need .* MB of shared memory.*weight_transport='torchstore'"):
                     await publish(publisher, 10, seed=7)
 
@@ -85,15 +85,15 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                 reference = await greedy(generator)
                 with pytest.raises(UnknownVersionError, match="version 1 cannot be pulled; versions that can: 2, 3"):
                     await generator.pull_model_state_dict(1)
-            async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
+                await renew(publisher, "bfloat16", "shared_memory")
                 await publish(publisher, 4, seed=4)
                 with pytest.raises(WeightsMismatchError, match=r"published as torch\.bfloat16.*holds torch\.float32"):
                     await generator.pull_model_state_dict(4)
-            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+                await renew(publisher, "float32", "shared_memory")
                 await publish(publisher, 5, seed=5, drop=("model.norm.weight",))
                 with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):
                     await generator.pull_model_state_dict(5)
-            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+                await renew(publisher, "float32", "shared_memory")
                 await publish(publisher, 6, seed=6)
                 os.kill(publisher.pids[0], signal.SIGKILL)
                 with pytest.raises(MeshError):
@@ -124,17 +124,18 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
             running_store(logs),
             running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
         ):
-            for transport, version in transports:
-                async with running_publisher(directory, "float32", transport, logs) as publisher:
+            async with running_publisher(directory, "float32", "auto", logs) as publisher:
+                for transport, version in transports:
+                    await renew(publisher, "float32", transport)
                     await publish(publisher, version, seed=2)
                     await generator.pull_model_state_dict(version)
-                completions = await greedy(generator)
-                for prompt, completion in zip(PROMPTS, completions, strict=True):
-                    _assert_greedy(reference, prompt, completion)
-                assert {v for c in completions for v in c.versions} == {version}
-            with pytest.raises(UnknownVersionError):
-                await generator.pull_model_state_dict(1)
-            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+                    completions = await greedy(generator)
+                    for prompt, completion in zip(PROMPTS, completions, strict=True):
+                        _assert_greedy(reference, prompt, completion)
+                    assert {v for c in completions for v in c.versions} == {version}
+                with pytest.raises(UnknownVersionError):
+                    await generator.pull_model_state_dict(1)
+                await renew(publisher, "float32", "shared_memory")
                 await publish(publisher, 6, seed=2)
                 long = SamplingParams(max_tokens=90, temperature=0)
                 running = asyncio.create_task(generator.generate(PROMPTS[0], long))

@@ -59,6 +59,11 @@ async def publish(mesh: Mesh, version: int, seed: int, drop: tuple[str, ...] = (
     await mesh.answer(mesh.actors.publish.call(version, seed, drop), timeout_s=60)
 
 
+async def renew(mesh: Mesh, dtype: str, transport: WeightTransport) -> None:
+    """Every rank of `running_publisher` gets a new publisher."""
+    await mesh.answer(mesh.actors.renew.call(getattr(torch, dtype), transport), timeout_s=60)
+
+
 async def greedy(generator: GeneratorHandle) -> list[Completion]:
     """One after the other: how requests fall into batches changes the last bits of a log-prob."""
     return [(await generator.generate(prompt, GREEDY))[0] for prompt in PROMPTS]

@@ -10,7 +10,7 @@ import pytest
 from generator.config import GeneratorConfig
 from generator.engine import GenerationEngine
 from generator.options import generator_env
-from tests.in_process import vllm_in_process
+from tests.meshes_in_process import vllm_in_process
 
 EngineFactory = Callable[..., GenerationEngine]
 

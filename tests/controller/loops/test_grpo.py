@@ -1,0 +1,36 @@
+"""GRPO with the real model, in one process: trainer and generator agree about it."""
+
+import asyncio
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs import grpo_smollm2_cpu
+from controller.loops import grpo
+from controller.runs.console import Console
+from rl.runs.folder import RunFolder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process", "smollm2")]
+
+
+def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> None:
+    recipe = grpo_smollm2_cpu.recipe()
+    config = replace(
+        recipe,
+        num_steps=2,
+        prompts_per_step=4,
+        group_size=4,
+        num_eval=8,
+        trainer=replace(recipe.trainer, num_threads=1, compute_dtype="float32"),
+        generator=replace(recipe.generator, num_threads=1, dtype="float32"),
+        sampling=replace(recipe.sampling, max_tokens=6),
+    )
+    folder = RunFolder(tmp_path / "run", config)
+    asyncio.run(grpo.run(config, folder, Console(io.StringIO())))
+    steps = [row for row in folder.metrics() if "seconds_push" in row]
+    assert [row["policy_version"] for row in steps] == [1, 2]
+    for row in steps:  # the second step's tokens were sampled from weights that were pushed
+        assert row["logprob_mismatch_max"] <= 1e-4
+        assert row["ratio_mean"] == pytest.approx(1, abs=1e-4)
