@@ -52,7 +52,7 @@ async def eval_kl(
 
     async def answer(index: int, problem: Problem) -> Datum:
         prompt = renderer.encode(problem.prompt)
-        seeded = replace(sampling, seed=(sampling.seed or 0) + index)
+        seeded = replace(sampling, seed=(sampling.seed or 0) + index)  # another seed for every problem
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")
         return with_inputs([datum], logprobs=[scatter_scored(datum, np.array(completion.logprobs))])[0]

@@ -48,6 +48,7 @@ def plan_batch(
     lengths = [len(datum.tokens) for datum in batch]
     groups = group_by_prefix(batch, share_prefixes=share_prefixes)
     tokens_per_rank = -(-sum(group.num_tokens(lengths) for group in groups) // num_ranks)
+    # A unit is a group, or a part of a large one, and goes to one micro-batch as a whole.
     units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, tokens_per_rank)]
     sizes = [unit.num_tokens(lengths) for unit in units]
     shards = _balance(sizes, range(len(units)), num_ranks)
@@ -99,7 +100,7 @@ def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple
     if not shard:
         return []
     num_bins = max(1, -(-sum(sizes[i] for i in shard) // budget))
-    while True:
+    while True:  # balanced bins may exceed the budget even if their average does not; then one more is tried
         bins = [members for members in _balance(sizes, shard, num_bins) if members]
         if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
             return bins

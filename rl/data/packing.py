@@ -119,7 +119,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
     datum_index: list[Ints] = []
     datum_position: list[Ints] = []
     documents: list[Document] = []
-    start = 0
+    start = 0  # of the next suffix or document in the row
     for group in groups:
         prefix = group.prefix
         if prefix:

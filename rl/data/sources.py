@@ -166,7 +166,7 @@ class JsonlPreferences:
 Item = TypeVar("Item", Example, Preference)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # a loop asks for examples at every step
 def _read_examples(path: Path) -> list[Example]:
     rows = read_rows(path, {"prompt": prompt_fault, "completion": text_fault})
     return [Example(id=prompt_text(row["prompt"]), prompt=row["prompt"], completion=row["completion"]) for row in rows]

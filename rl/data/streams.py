@@ -29,7 +29,7 @@ class Order(Protocol):
 # used NumPy's permutation, and the environments Python's shuffle.
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # `stream` asks for every item, and a step may span two epochs
 def numpy_order(num_items: int, seed: int, epoch: int) -> list[int]:
     """The order of examples and preferences; see `Order`."""
     return np.random.default_rng([seed, epoch]).permutation(num_items).tolist()

@@ -14,8 +14,9 @@ from rl.envs.findings import Findings, message_fault
 from rl.protocols import Env
 
 _METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
-_NUM_TRAIN, _NUM_EVAL, _NUM_PLAYED = 256, 16, 4
-_SLOW_S = 1.0
+_NUM_TRAIN, _NUM_EVAL = 256, 16  # many training problems, because leaks between the splits are found by chance
+_NUM_PLAYED = 4  # problems of each split
+_SLOW_S = 1.0  # seconds of CPU time for one call of train_problems or eval_problems
 
 
 def require_env(env: object) -> None:

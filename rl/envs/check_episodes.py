@@ -17,11 +17,11 @@ from rl.protocols import Done, Observation, Prompt
 from rl.rollouts.episodes import checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment
 
-# Answers that every environment will get from a model sooner or later: none, an attempt, garbage, one that is too long.
+# Every environment gets such answers from a model sooner or later: nothing, an attempt, garbage, endless repetition.
 _ANSWERS = ("", " \n", "42", "☃ \x00 ~{[<&%$", "no " * 2000)
 _MAX_TURNS = 100
-_NUM_LIMITS = 6
-_STALL_S = 0.2
+_NUM_LIMITS = 6  # the whole check may take this many times the limit of one call
+_STALL_S = 0.2  # a coroutine that blocks the event loop for longer is counted
 _Transcript = list[tuple[Any, ...]]
 
 

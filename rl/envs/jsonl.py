@@ -113,7 +113,7 @@ async def _awaited(reward: Awaitable[float]) -> Done:
     return Done(reward=await reward)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # a loop asks for problems at every step
 def _read(
     file: Path, prompt_field: str, fields: tuple[str, ...]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:

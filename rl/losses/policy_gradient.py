@@ -64,7 +64,7 @@ def cispo(
 def dro(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, Metrics]:
     """-sum w (p A - beta/2 (p - q)^2): direct reward optimisation (https://arxiv.org/abs/2405.19107), per token.
 
-    The quadratic term, instead of a clip, keeps the policy near the one that sampled.
+    The quadratic term, instead of a clip, keeps the policy near the generator's.
     """
     del entropy
     log_ratio = logprobs - inputs["logprobs"]
@@ -88,6 +88,7 @@ def gspo(
     del entropy
     log_ratio = logprobs.detach() - inputs["logprobs"]
     sequence_ratio = inputs.mean_per_datum(log_ratio).exp()[inputs.datum_index]
+    # The second factor is 1: it adds nothing but the gradient.
     ratio = sequence_ratio * (logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 

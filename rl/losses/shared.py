@@ -100,7 +100,7 @@ class SharedOptions:
     def _corrected(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
         """The inputs with o in place of q and the multiplier in the weights; also the number of capped multipliers."""
         old = inputs.arrays.get("old_logprobs", logprobs)
-        ratio = (old - inputs["logprobs"]).exp()
+        ratio = (old - inputs["logprobs"]).exp()  # no gradient: `logprobs` is detached
         capped = ratio > self.importance_cap
         multiplier = ratio.masked_fill(capped, self.importance_cap if self.importance_mode == "truncate" else 0.0)
         arrays = {**inputs.arrays, "logprobs": old, "weights": inputs.weights * multiplier}

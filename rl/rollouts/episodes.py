@@ -92,7 +92,7 @@ async def rollout_group(
 
 def step_seed(seed: int, step: int) -> int:
     """The sampling seed of a step. Seeds of different steps and runs are at least 2^20 completions apart."""
-    return (seed << 40) + (step << 20)
+    return (seed << 40) + (step << 20)  # room for 2^20 steps of 2^20 completions
 
 
 @dataclass(frozen=True, slots=True)

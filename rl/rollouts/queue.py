@@ -18,7 +18,7 @@ from rl.types import Group
 
 
 class RolloutQueue:
-    """Numbered groups, of which every step takes the same number.
+    """Samples numbered groups, and gives every step the same number of them.
 
     async with RolloutQueue(sample_group, range(1, 101), groups_per_step=8, max_staleness=1) as rollouts:
         for step in range(1, 101):

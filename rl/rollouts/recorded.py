@@ -73,7 +73,7 @@ class RecordedEnv:
     def train_groups(self, start: int, count: int) -> list[Group]:
         """The groups that problems start to start + count - 1 of the training stream had, all of one step.
 
-        There are fewer than `count` if the environment failed all rollouts of a group: those are not recorded.
+        There are fewer than `count` if all rollouts of a group failed: such a group is not recorded.
         Raises ValueError for a step after the last one.
         """
         step, index = divmod(start, self._groups_per_step)

@@ -62,6 +62,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         turns=turns,
         reward=row["reward"],
         metrics=row["metrics"],
+        # Not recorded itself: a truncated rollout whose last turn is complete can only have run out of context.
         out_of_context=row["truncated"] and not turns[-1].completion.truncated,
         environment_s=row["timings"]["seconds_environment"],
     )

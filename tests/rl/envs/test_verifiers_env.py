@@ -1,7 +1,7 @@
 """Real environments of the `verifiers` package. It is not in the locked environment, so most of these tests run with
 
     uv run --no-project --python 3.11 --with "verifiers==0.1.14" --with pytest --with pytest-timeout \
-        python -m pytest tests/rl/envs/test_verifiers_env.py
+        --with pytest-xdist python -m pytest tests/rl/envs/test_verifiers_env.py
 """
 
 import asyncio
