@@ -20,6 +20,12 @@ def commands_of(text: str) -> list[list[str]]:
     return [_without_variables(words) for words in commands if words]
 
 
+def is_cheap(words: Sequence[str]) -> bool:
+    """Whether a command of `ownloop` only prints something."""
+    program, *arguments = words
+    return program.endswith("ownloop") and (arguments[0] in ("list", "show") or "--help" in arguments)
+
+
 def check_command(words: Sequence[str]) -> None:
     """Raises AssertionError, or the error of `ownloop` itself, for a command that would be refused."""
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
