@@ -66,6 +66,8 @@ def _table(results: list[dict[str, Any]]) -> str:
         "",
         "What the recipes learned is in [LEARNING.md](LEARNING.md), which is written by hand.",
         "",
+        "What the recipes learned is in [LEARNING.md](LEARNING.md), which is written by hand.",
+        "",
         "| benchmark | bar | value | limit | met |",
         "|---|---|---|---|---|",
     ]
