@@ -36,7 +36,7 @@ def main() -> None:
     form = ["--quick"] if options.quick else ["--smoke"] if options.smoke else []
     results = [_run(name, form) for name in options.names]
     if not form and set(options.names) >= set(BENCHMARKS):
-        (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(_table(results))
+        (REPOSITORY / "benchmarks" / "RESULTS.md").write_text(table(results))
     missed = [bar["name"] for result in results for bar in result["bars"] if not bar["ok"]]
     if missed and not options.smoke:
         raise SystemExit(f"bars not met: {', '.join(missed)}")
@@ -57,7 +57,7 @@ def _run(name: str, form: list[str]) -> dict[str, Any]:
     return json.loads(last)
 
 
-def _table(results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """RESULTS.md: a table of all bars, then a table of figures per benchmark."""
     lines = [
         "# Results",
