@@ -18,10 +18,10 @@ def test_the_mismatch_counts_scored_tokens_only() -> None:
     }
     batch = [Datum(tokens=np.array([0, 1, 2]), loss_inputs=arrays)]
     output = ForwardBackwardOutput(logprobs=(np.array([0, -1.5, -1.9], dtype=np.float32),), entropy=None, metrics={})
-    gap = logprob_mismatch(batch, output)
-    assert gap["logprob_mismatch_mean"] == pytest.approx(0.3)
-    assert gap["logprob_mismatch_max"] == pytest.approx(0.5)
-    assert gap["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
+    mismatch = logprob_mismatch(batch, output)
+    assert mismatch["logprob_mismatch_mean"] == pytest.approx(0.3)
+    assert mismatch["logprob_mismatch_max"] == pytest.approx(0.5)
+    assert mismatch["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
 
 
 def test_rollout_metrics_count_groups_with_signal() -> None:
