@@ -1,1 +1,1 @@
-"""Engines over Hugging Face models: `fsdp2` and `fsdp1`."""
+"""The engines over models of transformers: `fsdp2` and `fsdp1`."""

@@ -1,7 +1,7 @@
 """The fsdp2 engine: any causal language model of transformers under torch's `fully_shard`.
 
-Data parallelism only, sharded (FSDP2), replicated, or both (HSDP). With one rank nothing is sharded. Attention is
-transformers' own with a mask of documents, so a prefix that datums share is computed for each of them.
+Data parallelism only: sharded (FSDP2), replicated, or both (HSDP). With one rank nothing is sharded. Attention is
+transformers' own, with a mask that separates documents, so a prefix that datums share is computed once per datum.
 """
 
 import torch
@@ -17,6 +17,7 @@ from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
+from trainer.engines.pytorch.rows import SequentialRows
 
 
 class Fsdp2Engine(TorchEngine):
@@ -36,7 +37,9 @@ class Fsdp2Engine(TorchEngine):
         parameters = self._policy.parameters_by_name()
         with torch.no_grad():
             load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
-        super().__init__(config, self._policy, parameters, describe_model(config.model, config.head), device)
+        info = describe_model(config.model, config.head)
+        rows = SequentialRows(self._score, config.num_ranks, device)
+        super().__init__(config, self._policy, parameters, info, device, rows)
         self._policy.check(device)
         self._reshard()
 
@@ -45,17 +48,11 @@ class Fsdp2Engine(TorchEngine):
         return False
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return self._policy.score(
-            self._tensor(row.tokens)[None],
-            self._tensor(row.positions)[None],
-            self._tensor(row.scored),
-            self._tensor(row.loss_inputs["target_tokens"]),
-            entropy=entropy,
-        )
+        return self._policy.score(row, self._device, entropy=entropy)
 
 
 def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> None:
-    """Shards every block of the model and, as one more, what lies outside of them."""
+    """Shards every block of the model, and the rest of it as one more block."""
     assert config.num_ranks == dist.get_world_size()
     mesh = init_device_mesh(
         device.type,
@@ -64,11 +61,11 @@ def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.devi
     )
     if config.data_parallel_replicate == 1:
         mesh = mesh["shard"]
-    # Hidden states and logits keep the dtype they are computed in.
+    # Without `output_dtype`, hidden states and logits keep the dtype in which they are computed.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype], reduce_dtype=torch.float32)
     for module in [*policy.layers(), policy]:
         sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
         assert isinstance(sharded, FSDPModule)
-        # Gradients are plain sums; gloo has no reduction that also scales.
+        # Gradients are sums over ranks, and gloo has no reduction that also scales.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

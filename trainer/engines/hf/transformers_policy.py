@@ -1,7 +1,8 @@
 """Any causal language model of transformers as a policy or critic: its forward pass ends in log-probs or values.
 
-The model is transformers' own, untouched. What is assumed of it (that its logits are its last hidden states times one
-matrix, that packed documents do not see each other) is not looked up in a list of architectures but tried out once.
+The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix,
+and packed documents do not attend to each other. They are tested once on the model itself; there is no list of
+architectures.
 """
 
 import inspect
@@ -14,23 +15,26 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl.data.packing import PackedRow
 from rl.types import Head
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
+from trainer.engines.pytorch.rows import to_tensor
 
 T = TypeVar("T")
-# Makes a soft cap on logits show.
+# Factor on the output projection that makes a soft cap on logits visible.
 _MAGNIFIED = 1000.0
 
 
 class TransformersPolicy(nn.Module):
-    """Holds the model. Whoever shards it wraps this module, so that all it computes is one forward pass of its root."""
+    """Holds the model. FSDP wraps this module, so that each computation is one forward pass of FSDP's root module."""
 
     def __init__(self, path: Path, head: Head) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
 
-        A value head, named `score`, takes the place of the output projection.
+        A value head, named `score`, replaces the output projection.
 
-        Raises ValueError when transformers has no causal language model for it.
+        Raises ValueError if transformers cannot build a causal language model from the directory, or if the model does
+        not fit this engine.
         """
         super().__init__()
         self._has_values = head == "value"
@@ -39,7 +43,7 @@ class TransformersPolicy(nn.Module):
             config = AutoConfig.from_pretrained(path)
             for name, value in config.to_dict().items():
                 if isinstance(value, float) and "drop" in name:
-                    setattr(config, name, 0.0)  # log-probs must not depend on chance
+                    setattr(config, name, 0.0)  # dropout would make log-probs random
             if self._has_values:
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
@@ -60,20 +64,20 @@ class TransformersPolicy(nn.Module):
             self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
 
     def forward(self, compute: Callable[[Any], T]) -> T:
-        """Runs a function of the model, all that is sharded gathered as in any forward pass."""
+        """Runs a function of the model. FSDP gathers shards around it, as around any forward pass."""
         return compute(self.model)
 
     def run_by(self, wrapper: nn.Module) -> None:
-        """Computes through a module that wraps this one from now on."""
+        """From now on computes through `wrapper`, which wraps this module."""
         self._run = wrapper.__call__
 
     def layers(self) -> list[nn.Module]:
-        """The model's repeated blocks, in which sharding is done."""
+        """The model's repeated blocks, the units of sharding."""
         names: set[str] = self.model._no_split_modules or set()
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
     def materialize(self, device: torch.device) -> None:
-        """Gives parameters memory, uninitialized, and moves buffers."""
+        """Allocates the parameters on the device, uninitialized, and moves the buffers there."""
         buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
         self.to_empty(device=device)
         for name, buffer in self.named_buffers():
@@ -84,15 +88,15 @@ class TransformersPolicy(nn.Module):
         """Every parameter once, by its Hugging Face name; a tied output projection is the input embedding."""
         return dict(self.model.named_parameters())
 
-    def score(
-        self, tokens: Tensor, positions: Tensor, scored: Tensor, targets: Tensor, *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
+    def score(self, row: PackedRow, device: torch.device, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores a packed row on the device that holds the model.
 
-        Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
-        output projection; a value head scores them with values [S] float32 and None. Positions begin at 0 in every
-        document, which is how transformers tells documents apart.
+        Returns log-probs [S] float32 of the row's scored positions and, if asked for, entropies [S] float32. A value
+        head returns values [S] float32 and None. Only scored positions go through the output projection. Positions
+        begin at 0 in every document, which is how transformers tells documents apart.
         """
+        tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
+        scored, targets = to_tensor(row.scored, device), to_tensor(row.loss_inputs["target_tokens"], device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions)[0].index_select(0, scored)
@@ -104,14 +108,14 @@ class TransformersPolicy(nn.Module):
 
     @torch.no_grad()
     def check(self, device: torch.device) -> None:
-        """Tries the assumptions out on a few tokens. Raises ValueError when one does not hold for this model."""
+        """Tests the module's assumptions on a few tokens. Raises ValueError if one does not hold for this model."""
         tokens = torch.arange(1, 9, device=device)[None]
         alone = torch.arange(4, device=device)[None]
 
         def compute(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1))[:, 4:]
             single = _hidden(model, tokens[:, 4:], alone)
-            if self._has_values:  # no logits whose computation could differ
+            if self._has_values:  # has no logits, so nothing to compare
                 return packed, single, single, single
             head = model.get_output_embeddings()
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):

@@ -1,36 +1,37 @@
-"""What every engine on PyTorch shares: how gradients accumulate and fail, steps, checkpoints, exports.
+"""What every engine on PyTorch shares: accumulating gradients, surviving failures, steps, checkpoints and exports.
 
-An engine of this kind brings a model, its parameters by Hugging Face name and one method that scores a packed row.
-How the model is built, sharded and named is its own business, and nothing of that is here.
+An engine of this kind brings a model, its parameters by Hugging Face name and a `RowRunner` that computes packed rows.
+How the model is built, sharded and named is the engine's own business.
+
+Calls go one way: the public methods are defined here and call the hooks at the end of the class. A subclass overrides
+hooks, and no hook calls a public method.
 """
 
 import contextlib
 import math
-from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl.data.packing import PackedRow, pack_row
-from rl.losses import Loss, LossInputs
+from rl.losses import Loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
-from trainer.engines.pytorch.failure_sync import FailureSync
+from trainer.engines.pytorch.gradients import Gradients
 from trainer.engines.pytorch.mixed_precision import MixedPrecision
 from trainer.engines.pytorch.offload import PARTS, Offload, Part
 from trainer.engines.pytorch.optimizer import Optimizer
-from trainer.engines.pytorch.outputs import IDLE_DATUM, OutputCollector
+from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
+from trainer.engines.pytorch.rows import RowRunner
 from trainer.export import write_hf_directory
 from trainer.saver import CheckpointSaver
 
@@ -45,39 +46,33 @@ class TorchEngine(Engine):
         parameters: Mapping[str, nn.Parameter],
         model_info: Mapping[str, Any],
         device: torch.device,
+        rows: RowRunner,
         *,
         replicas: int = 1,
     ) -> None:
         """`parameters` are float32, by Hugging Face name, in the order of `model`; `model_info` goes into checkpoints.
 
-        Those that are not DTensors stand for parts of which `replicas` ranks each hold the same.
-
-        With one rank and another compute dtype, `model` is turned into copies of that dtype.
+        A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
+        than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones.
         """
         self._config = config
         self._model = model
         self._model_info = model_info
         self._device = device
+        self._rows = rows
+        self._failure_sync = rows.failure_sync
         dtype = DTYPES[config.compute_dtype]
         self._mixed_precision: MixedPrecision | None = None
         if config.num_ranks == 1 and dtype != torch.float32:
             self._mixed_precision = MixedPrecision(model, dtype)
             parameters = dict(zip(parameters, self._mixed_precision.master_weights, strict=True))
         self._parameters = parameters
+        self._gradients = Gradients(parameters)
         self._optimizer = Optimizer(parameters, replicas)
         self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
-        self._failure_sync = FailureSync(config.num_ranks, device)
-        self._detached_gradients: dict[str, Tensor] = {}  # while they are elsewhere than their parameters
         self._saver = CheckpointSaver()
         self._version = 0
-
-    @abstractmethod
-    def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [S] float32 of a row's scored positions and, if asked for, entropies [S] float32.
-
-        Of a value head, values [S] float32 and None.
-        """
 
     @property
     def policy_version(self) -> int:
@@ -95,90 +90,31 @@ class TorchEngine(Engine):
             self._offload.resident("model", "gradients"),
             self._gradient_restored_on_failure(),
         ):
-            self._forward_backward_rows(self._rows(microbatches), loss, output)
-            return self._result(output)
+            self._rows.forward_backward(self._packed(microbatches), loss, output)
+            result = self._result(output)
+        return self._rows.shared_output(result)
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
         if entropy:
             self._config.check_entropy()
         output = OutputCollector(self._memory, self._config.head, entropy=entropy)
         with self._memory.phase("forward"), self.eval_mode(), torch.no_grad():
-            self._forward_rows(self._rows(microbatches), output, entropy=entropy)
+            self._rows.forward(self._packed(microbatches), output, entropy=entropy)
             self._reshard()
-            return self._result(output)
-
-    def _forward_backward_rows(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
-        """Runs a call's rows, None for those of peers only, and adds each of this rank's to the output."""
-        for row in rows:
-            if row is not None and len(row.scored):
-                self._forward_backward_row(row, loss, output)
-                continue
-            if row is not None:
-                output.add(row, None, None, {})
-            if self._config.num_ranks > 1:
-                scores, _ = self._score(self._idle_row(), entropy=False)
-                self._failure_sync.tell(failed=False)
-                (scores.sum() * 0.0).backward()
-
-    def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
-        scores, entropy = self._score(row, entropy=loss.needs_entropy)
-        loss_sum, metrics = self._failure_sync.do(lambda: loss(scores, entropy, self._loss_inputs(row)))
-        output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
-        loss_sum.backward()
-
-    def _forward_rows(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
-        """As `_forward_backward_rows`, without a loss."""
-        for row in rows:
-            if row is not None and len(row.scored):
-                output.add(row, *self._score(row, entropy=entropy), {})
-                continue
-            if row is not None:
-                output.add(row, None, None, {})
-            if self._config.num_ranks > 1:
-                self._score(self._idle_row(), entropy=entropy)
-
-    def _rows(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
-        """What a call computes."""
-        return self._failure_sync.do(lambda: [self._pack(microbatch) for microbatch in microbatches])
-
-    def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
-        if self.hooks.after is None:
-            return output.result()
-        return self._failure_sync.do(lambda: output.result(self.hooks.after))
-
-    def _pack(self, microbatch: Microbatch) -> PackedRow | None:
-        if microbatch and self.hooks.before is not None:
-            expected = [len(datum.tokens) for datum in microbatch]
-            microbatch = self.hooks.before(microbatch)
-            if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
-                raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
-        return pack_row(microbatch, share_prefixes=self.shares_prefixes) if microbatch else None
-
-    def _idle_row(self) -> PackedRow:
-        """What a rank computes and discards while its peers have something to do."""
-        return pack_row([IDLE_DATUM], share_prefixes=False)
-
-    def _loss_inputs(self, row: PackedRow) -> LossInputs:
-        return LossInputs(
-            arrays={name: self._tensor(array) for name, array in row.loss_inputs.items()},
-            datum_index=self._tensor(row.datum_index),
-            num_datums=len(row.lengths),
-        )
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+            result = self._result(output)
+        return self._rows.shared_output(result)
 
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         if not math.isfinite(grad_scale):
             raise ValueError(f"grad_scale is {grad_scale}; it must be finite")
-        if not self._detached_gradients and all(parameter.grad is None for parameter in self._parameters.values()):
+        if not self._gradients.exist:
             raise ValueError("optim_step was called without a gradient; call forward_backward first")
         with self._memory.phase("optim_step"), self._offload.resident(*PARTS):
             grad_norm = self._optimizer.step(params, grad_scale)
             skipped = not math.isfinite(grad_norm)
             if not skipped:
                 self._version += 1
-                self._refresh()
+                self._refresh_compute_copies()
             self.zero_grad()
         return OptimStepOutput(
             policy_version=self._version,
@@ -189,9 +125,8 @@ class TorchEngine(Engine):
         )
 
     def zero_grad(self) -> None:
-        self._detached_gradients = {}
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._gradients.clear()
+        self._free_flat_gradients()
 
     def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         chosen = {"model": model, "gradients": gradients, "optimizer": optimizer}
@@ -207,76 +142,11 @@ class TorchEngine(Engine):
         with self._offload.resident("model"), self._training(False):
             yield
 
-    @contextlib.contextmanager
-    def _training(self, mode: bool) -> Generator[None]:
-        before = self._model.training
-        self._model.train(mode)
-        try:
-            yield
-        finally:
-            self._model.train(before)
-
-    def _move(self, part: Part, device: torch.device) -> None:
-        """Takes one part of the state to a device. A parameter has its gradient attached while both are on one."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                self._detached_gradients[name] = parameter.grad
-                parameter.grad = None
-        places = {each: self._offload.device_of(each) for each in PARTS} | {part: device}
-        if part == "model":
-            self._move_model(device)
-        elif part == "gradients":
-            self._detached_gradients = {name: grad.to(device) for name, grad in self._detached_gradients.items()}
-        else:
-            self._optimizer.to(device)
-        if places["model"] == places["gradients"]:
-            for name, grad in self._detached_gradients.items():
-                self._parameters[name].grad = grad
-            self._detached_gradients = {}
-        if device != self._device:
-            torch.cuda.empty_cache()  # what is offloaded is for others to use
-
-    def _move_model(self, device: torch.device) -> None:
-        """Takes the parameters, which have no gradients now, to a device."""
-        if self._mixed_precision is not None:
-            self._mixed_precision.to(device, self._device)
-        else:
-            self._reshard()
-            self._model.to(device)
-
-    @contextlib.contextmanager
-    def _gradient_restored_on_failure(self) -> Generator[None]:
-        """Accumulates the block's gradient apart and adds it to what was there only when the block succeeds."""
-        before = {name: parameter.grad for name, parameter in self._parameters.items()}
-        self.zero_grad()
-        try:
-            yield
-        except BaseException:
-            self._model.zero_grad(set_to_none=True)
-            for name, parameter in self._parameters.items():
-                parameter.grad = before[name]
-            self._reshard()
-            raise
-        for name, parameter in self._parameters.items():
-            earlier = before[name]
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
-
-    def _reshard(self) -> None:
-        """Frees gathered parameters that no backward pass will free, lest they outlive the next optimizer step."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def _refresh(self) -> None:
-        """Lets what is computed with follow the parameters, after these have changed."""
-        if self._mixed_precision is not None and self._offload.device_of("model") == self._device:
-            self._mixed_precision.refresh()
-
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._parameters.items()
+        return self._named_parameters()
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
+        # Parameters and both moments, 4 bytes each.
         size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
         self._saver.save(
             path,
@@ -298,11 +168,11 @@ class TorchEngine(Engine):
             if weights_only or checkpoint.read_info(path).num_ranks != self._config.num_ranks:
                 del state["rng"]
             info = checkpoint.load(path, state, self._model_info)
-            self._take_over(state)
+            self._restore_state(state)
             if weights_only:
                 self._optimizer.reset()
             self._optimizer.forget_unused()
-            self._refresh()
+            self._refresh_compute_copies()
         if "rng" in state:
             torch.set_rng_state(state["rng"][str(self._rank)])
         self.zero_grad()
@@ -320,16 +190,68 @@ class TorchEngine(Engine):
             ),
         )
 
-    def _state(self, *, optimizer: bool) -> dict[str, Any]:
-        """Everything that a step depends on, in tensors that `torch.distributed.checkpoint` reads into in place."""
-        return {
-            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            **({"optimizer": self._optimizer.state()} if optimizer else {}),
-            "rng": {str(self._rank): torch.get_rng_state()},
-        }
+    def _packed(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
+        """Packs each micro-batch into a row; an empty one becomes None."""
+        return self._failure_sync.run(lambda: [self._pack(microbatch) for microbatch in microbatches])
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
-        """Brings what a checkpoint filled in to where `_state` took copies from; here it is the state itself."""
+    def _pack(self, microbatch: Microbatch) -> PackedRow | None:
+        if microbatch and self.hooks.before is not None:
+            expected = [len(datum.tokens) for datum in microbatch]
+            microbatch = self.hooks.before(microbatch)
+            if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
+                raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
+        return pack_row(microbatch, share_prefixes=self.shares_prefixes) if microbatch else None
+
+    def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
+        if self.hooks.after is None:
+            return output.result()
+        return self._failure_sync.run(lambda: output.result(self.hooks.after))
+
+    @contextlib.contextmanager
+    def _gradient_restored_on_failure(self) -> Generator[None]:
+        """Accumulates the block's gradient apart from the earlier one, and adds the two once the block succeeds."""
+        earlier = self._gradients.attached()
+        self.zero_grad()
+        try:
+            yield
+        except BaseException:
+            self._model.zero_grad(set_to_none=True)
+            self._gradients.restore(earlier)
+            self._reshard()
+            raise
+        self._gradients.add(earlier)
+
+    @contextlib.contextmanager
+    def _training(self, mode: bool) -> Generator[None]:
+        before = self._model.training
+        self._model.train(mode)
+        try:
+            yield
+        finally:
+            self._model.train(before)
+
+    def _move(self, part: Part, device: torch.device) -> None:
+        """Moves one part of the state to a device."""
+        self._gradients.detach()
+        places = {each: self._offload.device_of(each) for each in PARTS} | {part: device}
+        if part == "gradients":
+            self._gradients.to(device)
+        elif part == "optimizer":
+            self._optimizer.to(device)
+        elif self._mixed_precision is not None:
+            self._mixed_precision.to(device, self._device)
+        else:
+            self._reshard()
+            self._move_model(device)
+        if places["model"] == places["gradients"]:
+            self._gradients.attach()
+        if device != self._device:
+            torch.cuda.empty_cache()  # state is offloaded to leave the memory to other processes
+
+    def _refresh_compute_copies(self) -> None:
+        """Recasts the compute copies after the master weights changed."""
+        if self._mixed_precision is not None and self._offload.device_of("model") == self._device:
+            self._mixed_precision.refresh()
 
     def _info(self, kind: checkpoint.Kind) -> checkpoint.CheckpointInfo:
         return checkpoint.CheckpointInfo(
@@ -339,3 +261,31 @@ class TorchEngine(Engine):
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Hook: as `Engine.hf_parameters`."""
+        yield from self._parameters.items()
+
+    def _reshard(self) -> None:
+        """Hook: frees gathered parameters that no backward pass will free, so that no later step uses stale ones."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _move_model(self, device: torch.device) -> None:
+        """Hook: moves the parameters, which are resharded and have no gradients now, to a device."""
+        self._model.to(device)
+
+    def _free_flat_gradients(self) -> None:
+        """Hook: frees gradients that are kept elsewhere than in `parameter.grad`."""
+
+    def _state(self, *, optimizer: bool) -> dict[str, Any]:
+        """Hook: the state that a step depends on, in tensors that a checkpoint can be loaded into in place."""
+        return {
+            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
+            **({"optimizer": self._optimizer.state()} if optimizer else {}),
+            "rng": {str(self._rank): torch.get_rng_state()},
+        }
+
+    def _restore_state(self, state: Mapping[str, Any]) -> None:
+        """Hook: copies loaded tensors into the live state. Here `_state` returns the live tensors themselves."""

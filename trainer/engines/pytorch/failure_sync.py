@@ -1,4 +1,7 @@
-"""Ranks tell each other that they failed, so that none waits for another in a collective that will not come."""
+"""Failure sync: ranks tell each other that one of them failed.
+
+Otherwise the other ranks would wait in a collective that the failed rank never joins.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,24 +15,24 @@ T = TypeVar("T")
 
 
 class FailureSync:
-    """The ranks of one trainer. Every method is a collective, and nothing for a single rank."""
+    """Syncs failures between all ranks, at the cost of reducing one number. With a single rank it does nothing."""
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self._num_ranks = num_ranks
         self._device = device
 
-    def do(self, work: Callable[[], T]) -> T:
-        """Does something that may raise; on the other ranks RankFailureError is raised then."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Runs `work` on every rank. If it raises on one rank, the others raise RankFailureError. A collective."""
         try:
             result = work()
         except Exception:
-            self.tell(failed=True)
+            self.sync(failed=True)
             raise
-        self.tell(failed=False)
+        self.sync(failed=False)
         return result
 
-    def tell(self, *, failed: bool) -> None:
-        """Raises RankFailureError when another rank has failed."""
+    def sync(self, *, failed: bool) -> None:
+        """Raises RankFailureError if another rank has failed and this one has not. A collective."""
         if self._num_ranks > 1:
             failures = torch.tensor(float(failed), device=self._device)
             dist.all_reduce(failures)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl.data.batching import merge_metrics
 from rl.data.packing import PackedRow
-from rl.types import Datum, ForwardBackwardOutput, Head
+from rl.types import ForwardBackwardOutput, Head
 from trainer.engines.memory import PeakMemory
 
 _Arrays = tuple[NDArray[np.float32], ...]
@@ -73,7 +73,3 @@ def _unpack(rows: Sequence[tuple[PackedRow, Tensor | None]]) -> _Arrays:
         for row, values in rows
         for array in row.unpack(empty if values is None else values.detach().float().cpu().numpy())
     )
-
-
-IDLE_DATUM = Datum(tokens=np.zeros(1, dtype=np.int64), loss_inputs={"target_tokens": np.zeros(1, dtype=np.int64)})
-"""What a rank computes, and discards, while its peers have something to do."""

@@ -1,0 +1,64 @@
+"""From packed rows to the inputs of torchtitan's decoders, and from their outputs to the scores of whole rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.common.decoder import Decoder
+
+from rl.data.packing import PackedRow, pad_row
+from trainer.config import TrainerConfig
+from trainer.engines.pytorch.rows import to_tensor
+from trainer.engines.titan.context import RowShard, gather_scored, row_multiple, shard_row
+from trainer.engines.titan.model.attention import attention_masks, sharded_attention_masks
+from trainer.engines.titan.pipeline import StageInputs
+
+
+class RowScorer:
+    """One rank's forward pass over packed rows. Under context parallelism a rank computes its shard of each row."""
+
+    def __init__(
+        self, config: TrainerConfig, decoder: Decoder, context_mesh: DeviceMesh | None, device: torch.device
+    ) -> None:
+        """`decoder` is the whole model, or the first of this rank's pipeline stages."""
+        self._decoder = decoder
+        self._context_mesh = context_mesh
+        self._device = device
+        self._row_multiple = row_multiple(config, device)
+
+    def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """A `ScoreRow`, for a decoder that is the whole model."""
+        inputs, shard = self.inputs(row, entropy=entropy)
+        scores, entropies = self._decoder(inputs.tokens, **inputs.others)
+        whole = self.whole(scores, shard, len(row.scored))
+        return whole, None if entropies is None else self.whole(entropies, shard, len(row.scored))
+
+    def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
+        """Returns what the model takes, and this rank's shard of the row under context parallelism."""
+        row = pad_row(row, self._row_multiple)
+        tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
+        scored = to_tensor(row.scored, self._device)
+        targets = to_tensor(row.loss_inputs["target_tokens"], self._device)
+        if self._context_mesh is None:
+            shard, rows = None, slice(None)
+            masks = attention_masks(self._decoder, positions[None], row.documents)
+        else:
+            shard = shard_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
+            rows, scored, targets = shard.rows, shard.scored, targets[shard.where]
+            masks = sharded_attention_masks(self._decoder, positions[None], row.documents, shard, self._context_mesh)
+        others: Mapping[str, Any] = {
+            "positions": positions[rows][None],
+            "attention_masks": masks,
+            "scored": scored,
+            "targets": targets,
+            "entropy": entropy,
+        }
+        return StageInputs(tokens[rows][None], others), shard
+
+    def whole(self, scores: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
+        """[s] scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        if self._context_mesh is None or shard is None:
+            return scores
+        return gather_scored(scores, shard, num_scored, self._context_mesh.get_group())
