@@ -1,4 +1,4 @@
-"""`PolicyTrainer`: one rank of the trainer in a process of its own. The mathematics is in the engine."""
+"""`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ WeightDtype = Literal["bfloat16", "float16", "float32"]
 
 
 def trainer_env(config: TrainerConfig) -> dict[str, str]:
-    """The environment of each trainer process, to be set before it imports anything."""
+    """Environment variables of each trainer process, to be set before it imports anything."""
     env = {
         "OMP_NUM_THREADS": str(config.num_threads),
         # Spinning threads stall each other when ranks, or a generator, share the cores.
@@ -33,10 +33,10 @@ def trainer_env(config: TrainerConfig) -> dict[str, str]:
 
 
 class PolicyTrainer(Actor):
-    """The endpoints of one rank. Every rank of a mesh is sent the same calls in the same order."""
+    """The endpoints of one rank. Every rank of a mesh gets the same calls in the same order."""
 
     def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: WeightTransport) -> None:
-        """Builds the engine. `generator_dtype` is what weights are pushed and exported in, else `compute_dtype`."""
+        """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
         self._engine = load_engine(config)
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._publisher = WeightPublisher(self._dtype, transport)
@@ -53,12 +53,12 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        """`Engine.forward_backward` on this rank's share."""
+        """`Engine.forward_backward` on this rank's local batch."""
         return self._engine.forward_backward(microbatches, loss)
 
     @endpoint
     async def forward(self, microbatches: Sequence[Microbatch], entropy: bool) -> ForwardBackwardOutput:
-        """`Engine.forward` on this rank's share."""
+        """`Engine.forward` on this rank's local batch."""
         return self._engine.forward(microbatches, entropy=entropy)
 
     @endpoint

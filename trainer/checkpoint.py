@@ -1,8 +1,8 @@
-"""Directories that the trainer writes: complete or not there, and never over what is not ours.
+"""Writes directories that are either complete or absent, and never overwrites a directory that ownloop did not write.
 
-A checkpoint is written by `torch.distributed.checkpoint` into a hidden sibling directory and renamed once all ranks are
-done, so a killed save leaves nothing that loads. `ownloop.json` in it names the format, the policy version, the model
-and the size of every file. What is in the state is the engine's business.
+`torch.distributed.checkpoint` writes a checkpoint into a hidden sibling directory, which is renamed once all ranks are
+done, so a killed save leaves nothing that loads. The file `ownloop.json` in it states the format, the policy version,
+the model and the size of every file. The engine decides what the state holds.
 """
 
 import json
@@ -24,23 +24,23 @@ Kind = Literal["checkpoint", "export"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What `ownloop.json` says."""
+    """The contents of `ownloop.json`, except for the file sizes."""
 
     kind: Kind
-    """`checkpoint` can be resumed from; `export` is a Hugging Face model directory."""
+    """A `checkpoint` can be resumed from; an `export` is a Hugging Face model directory."""
     policy_version: int
     model: Mapping[str, Any]
-    """The model's shape; weights of another shape are refused."""
+    """The model's description; a checkpoint of a model with another description is refused."""
     num_ranks: int
-    """Ranks that wrote it, each with its own random state."""
+    """Number of ranks that wrote it, each with its own random state."""
     format: int = _FORMAT
 
 
 def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a hidden directory, on every rank, and gives it the name `path` once it is complete.
+    """Has `write` fill a hidden directory on every rank, and renames it to `path` once it is complete.
 
-    Raises ValueError, before anything is written, when `path` exists and is not ours, cannot be written, or has no room
-    for `size_bytes`.
+    Raises ValueError, before anything is written, if `path` exists and ownloop did not write it, if it cannot be
+    written, or if there is no room for `size_bytes`. A collective.
     """
     partial = begin(path, size_bytes)
     write(partial)
@@ -48,21 +48,21 @@ def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Cal
 
 
 def begin(path: Path, size_bytes: int, group: dist.ProcessGroup | None = None) -> Path:
-    """Makes the hidden directory that `complete` will give the name `path`; errors are those of `with_directory`.
+    """Makes and returns the hidden directory that `complete` will rename to `path`. A collective of the group.
 
-    A collective of the group.
+    Raises ValueError in the same cases as `with_directory`.
     """
     on_rank_0(lambda: _prepare(path, _partial(path), size_bytes), group)
     return _partial(path)
 
 
 def complete(path: Path, info: CheckpointInfo, group: dist.ProcessGroup | None = None) -> None:
-    """Gives what every rank has written into the hidden directory its name. A collective of the group."""
+    """Renames the hidden directory to `path` after every rank has written to it. A collective of the group."""
     on_rank_0(lambda: _publish(path, _partial(path), info), group)
 
 
 def keep_newest(directory: Path, count: int) -> None:
-    """Deletes all of our checkpoints in a directory but those `count` of the highest policy versions."""
+    """Deletes ownloop's checkpoints in a directory, except for the `count` with the highest policy versions."""
     found = [path for path in directory.iterdir() if not path.name.startswith(".") and _is_ours(path)]
     versions = {path: json.loads((path / _FILE).read_text()) for path in found}
     ours = [path for path in found if versions[path]["kind"] == "checkpoint"]
@@ -71,7 +71,10 @@ def keep_newest(directory: Path, count: int) -> None:
 
 
 def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
-    """Reads and checks `ownloop.json`. Raises ValueError for what is missing, damaged, not ours or of another kind."""
+    """Reads and checks `ownloop.json`.
+
+    Raises ValueError if the directory is missing, damaged, of another kind or not written by ownloop.
+    """
     if not path.is_dir():
         raise ValueError(f"checkpoint path {path} does not exist or is not a directory")
     if not _is_ours(path):
@@ -98,7 +101,7 @@ def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
 def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
     """Fills the tensors of `state` in place. A collective.
 
-    Raises ValueError, before anything is changed, for what `read_info` refuses and for a checkpoint of another model.
+    Raises ValueError, before anything is changed, if `read_info` does or if the checkpoint is of another model.
     """
     info = read_info(path)
     differing = [key for key in model if info.model.get(key) != model[key]]
@@ -121,7 +124,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
-    """Refuses what cannot work, then makes an empty hidden directory."""
+    """Checks that `path` can be written, then makes an empty hidden directory."""
     if path.exists() and not _is_ours(path):
         raise ValueError(f"{path} exists and is not an ownloop checkpoint; it will not be overwritten")
     try:
@@ -137,12 +140,13 @@ def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
 
 
 def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
-    """Completes the hidden directory and renames it; an older one of ours steps aside for that instant."""
+    """Writes `ownloop.json` and renames the hidden directory to `path`."""
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
     with (partial / _FILE).open("w") as file:
         json.dump({**asdict(info), "file_sizes": sizes}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
+    # A directory cannot be renamed onto one that holds files, so an older checkpoint is moved aside first.
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -152,7 +156,7 @@ def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
 
 
 def on_rank_0(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Runs an action on rank 0; every rank of the group waits for it and raises ValueError if it did."""
+    """Runs an action on rank 0 while every rank of the group waits. If it raises ValueError, all of them do."""
     problem: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

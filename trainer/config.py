@@ -1,4 +1,4 @@
-"""How a trainer is laid out and how it computes. What a step does (learning rate, clip) comes with the call instead."""
+"""The layout of a trainer and how it computes. Learning rate, clip norm and the like come with each step instead."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,11 @@ Float8Recipe = Literal["none", "rowwise", "rowwise_with_gw_hp"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """A trainer of as many ranks as the product of its parallel degrees, one process each.
+    """A trainer with one process per rank.
 
-    The degrees are `pipeline_parallel * data_parallel_replicate * data_parallel_shard * context_parallel *
-    tensor_parallel`; neighbouring ranks differ in the last of these first.
+    The number of ranks is the product of the degrees `pipeline_parallel * data_parallel_replicate *
+    data_parallel_shard * context_parallel * tensor_parallel`. Consecutive ranks belong to one tensor-parallel group,
+    consecutive groups of these to one context-parallel group, and so on.
     """
 
     model: Path = Path()
@@ -28,43 +29,43 @@ class TrainerConfig:
     engine: str = "torchtitan"
     """The backend that computes, by its name in `trainer.engine_table.ENGINES`."""
     head: Head = "lm"
-    """What the model ends in: `lm` the language model's own output projection, `value` one value per position, which
-    makes the trainer a critic. A value head starts at zero unless `model` has a `score.weight`."""
+    """What the model ends in. `lm` is the language model's own output projection. `value` gives one value per position,
+    which makes the trainer a critic; it starts at zero unless `model` has a `score.weight`."""
     compute_dtype: ComputeDtype = "bfloat16"
-    """Dtype of matrix products. Parameters, gradients and optimizer state are float32 in either case."""
+    """Dtype of matrix products. Parameters, gradients and optimizer state are always float32."""
     data_parallel_shard: int = 1
-    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2)."""
+    """Ranks over which parameters, gradients and optimizer state are sharded."""
     data_parallel_replicate: int = 1
-    """Replicas of that sharded group (HSDP)."""
+    """Replicas of the sharded group (HSDP)."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
     sequence_parallel: bool = True
-    """Whether a tensor-parallel group also shares out the tokens between its matrix products, which saves memory."""
+    """Whether a tensor-parallel group also splits the tokens between matrix products, which saves memory."""
     context_parallel: int = 1
-    """Ranks that share the tokens of every row, for long sequences; parameters are sharded over them too."""
+    """Ranks that split the tokens of every row, for long sequences. Parameters are sharded over them too."""
     pipeline_parallel: int = 1
-    """Ranks that each hold some of the layers and hand micro-batches on to the next; embeddings must not be tied."""
+    """Ranks that each hold some of the layers and pass micro-batches on to the next. Embeddings must not be tied."""
     pipeline_schedule: PipelineSchedule = "1F1B"
-    """In which order a pipeline's ranks compute: one stage of layers each, or two stages each, which idle less and
-    communicate more (`Interleaved1F1B`, arXiv 2104.04473)."""
+    """The order in which a pipeline's ranks compute. With `1F1B` each rank holds one stage of layers; with
+    `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
     expert_parallel: int = 1
-    """Ranks that share out the experts of a mixture-of-experts model whole. They are not further ranks: the degree must
-    divide `data_parallel_shard * context_parallel * tensor_parallel` and the number of experts."""
+    """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
+    ranks; it must divide `data_parallel_shard * context_parallel * tensor_parallel` and the number of experts."""
     max_tokens_per_microbatch: int = 4096
-    """Tokens of one packed forward and backward pass, shared by a context-parallel group; bounds activation memory. A
-    longer datum runs alone."""
+    """Most tokens of one packed forward and backward pass, which a context-parallel group splits. Bounds activation
+    memory. A longer datum runs alone."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that are recomputed in the backward pass instead of kept."""
+    """Which activations are recomputed in the backward pass instead of kept."""
     compile: bool = False
-    """Whether layers go through `torch.compile`: slower first calls, faster later ones on a GPU. A CPU gains nothing;
-    there attention stays as it is, and experts and tensor parallelism are refused."""
+    """Whether layers go through `torch.compile`, which makes the first calls slower and, on a GPU, later ones faster. A
+    CPU gains nothing: attention is not compiled there, and experts and tensor parallelism are refused."""
     float8: Float8Recipe = "none"
-    """Matrix products of layers in float8, by torchtitan's converter and a recipe of torchao; scoring, routers and
-    experts stay in `compute_dtype`. Needs a GPU that has float8."""
+    """Recipe of torchao, applied by torchtitan's converter, for the layers' matrix products in float8. Scoring, routers
+    and experts stay in `compute_dtype`. Needs a GPU with float8 instructions."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
     seed: int = 0
-    """Seed of the rank's random state."""
+    """Seed of each rank's random state."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -105,7 +106,7 @@ class TrainerConfig:
             )
 
     def check_entropy(self) -> None:
-        """Raises ValueError when entropies are asked of a head that has none."""
+        """Raises ValueError if the head has no entropies. Called when entropies are asked for."""
         if self.head != "lm":
             raise ValueError(f"entropy was asked for; a trainer with head={self.head!r} has none")
 
@@ -116,21 +117,21 @@ class TrainerConfig:
 
     @property
     def num_data_parallel_ranks(self) -> int:
-        """Ranks, or groups of neighbouring ranks, that are given different data."""
+        """Number of ranks, or groups of ranks, that get different data."""
         return self.data_parallel_replicate * self.data_parallel_shard
 
     @property
     def num_model_parallel_ranks(self) -> int:
-        """Ranks that are given the same data, and answer alike."""
+        """Number of ranks that get the same data and return the same output."""
         return self.pipeline_parallel * self.context_parallel * self.tensor_parallel
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which of the `num_data_parallel_ranks` shares of a batch a rank is given."""
+        """Index of the local batch that a rank gets, of `num_data_parallel_ranks`."""
         return rank // (self.context_parallel * self.tensor_parallel) % self.num_data_parallel_ranks
 
     @property
     def num_stages(self) -> int:
-        """Parts that the layers are cut into."""
+        """Number of pipeline stages into which the layers are cut."""
         if self.pipeline_parallel == 1:
             return 1
         return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)

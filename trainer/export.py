@@ -21,8 +21,8 @@ def write_hf_directory(
 ) -> None:
     """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
 
-    A model with a value head becomes transformers' sequence classifier of one label, as reward models are.
-    A collective: each tensor is gathered on every rank in turn, rank 0 keeps and writes it.
+    A model with a value head becomes a sequence classifier of transformers with one label, like reward models.
+    A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them.
     """
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -43,7 +43,7 @@ def write_hf_directory(
 
 
 def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of any rank, whole, on rank 0; other ranks are given what they happen to have."""
+    """Yields every parameter of any rank whole on rank 0. On other ranks the contents of a tensor are undefined."""
     mine = dict(parameters)
     if not dist.is_initialized():
         yield from ((name, _whole(parameter, dtype)) for name, parameter in mine.items())
@@ -52,7 +52,7 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
     holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
     for name, holder in sorted(holders.items()):
-        # Gathering involves all holders, sending only the first.
+        # Every holder takes part in gathering a tensor; only the first of them sends it.
         full = _whole(mine[name], dtype) if name in mine else torch.empty(shapes[holder][name], dtype=dtype)
         if holder != 0 and dist.get_rank() == holder:
             dist.send(full, dst=0)
@@ -83,7 +83,7 @@ def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
 
 
 def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head) -> None:
-    """Copies configuration, tokenizer and chat template, whatever they are called, but no weights."""
+    """Copies configuration, tokenizer and chat template, but no weights, and records dtype and head in config.json."""
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
             shutil.copy(file, directory / file.name)
@@ -97,7 +97,7 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: H
 
 
 def _classifier(model_type: str) -> str:
-    """transformers' class of sequence classifiers for a model type; what an exported critic loads as."""
+    """The name of transformers' sequence classifier for a model type, as which an exported critic loads."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     names: dict[str, str] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

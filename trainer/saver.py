@@ -1,7 +1,7 @@
-"""Saves checkpoints one after the other, while training goes on if asked to.
+"""Saves checkpoints one after the other, if asked to in the background while training continues.
 
-A save in the background works on copies in host memory and talks to its peers over a process group of its own, so that
-neither the next step nor its collectives get in its way.
+A background save works on copies in host memory and uses a process group of its own, so that it cannot mix with the
+next step or its collectives.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class CheckpointSaver:
     """One per rank. Every rank makes the same calls in the same order; each is a collective."""
 
     def __init__(self) -> None:
-        """Starts nothing."""
+        """Starts no thread yet."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._background_group: dist.ProcessGroup | None = None
@@ -36,12 +36,12 @@ class CheckpointSaver:
         asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> None:
-        """Writes nested dictionaries of tensors, sharded or not; `path` appears only once all of it is on disk.
+        """Writes nested dictionaries of tensors, sharded or not. `path` appears only once everything is on disk.
 
-        With `asynchronous` returns as soon as copies are made; `wait` says how it ended. With `keep_last`, that many
-        checkpoints of the highest policy versions stay in the directory of `path`, and the others go.
-        Waits for the save before. Raises ValueError, before anything is written, when `path` exists and is not ours,
-        cannot be written, or has no room for `size_bytes`, and for a `keep_last` below 1.
+        With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
+        `keep_last`, only that many checkpoints, those of the highest policy versions, stay in the directory of `path`.
+        Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
+        `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`.
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; it must be at least 1")
@@ -68,7 +68,7 @@ class CheckpointSaver:
         self._pending = self._thread.submit(write, _copied(state), self._background_group)
 
     def wait(self) -> None:
-        """Returns once no save is under way. Raises what the last one raised, once."""
+        """Returns once no save is under way. Raises the error of the last one, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -1,6 +1,6 @@
-"""What every training backend does, and nothing that only one of them needs.
+"""The interface that every training backend implements. It holds nothing that only one of them needs.
 
-An engine is the mathematics of one rank. It knows neither actors nor roles, and runs alone:
+An engine does the mathematics of one rank. It knows neither actors nor roles, and can be used on its own:
 
     import numpy as np, pathlib
     from rl import losses, types
@@ -13,8 +13,8 @@ An engine is the mathematics of one rank. It knows neither actors nor roles, and
         engine.optim_step(types.AdamParams(learning_rate=1e-3), grad_scale=1 / output.metrics["num_loss_tokens"])
         print(step, output.metrics["loss"])
 
-With several ranks, every rank makes the same calls in the same order with equally many micro-batches; those of a rank
-that has fewer datums are empty. Losses are sums, and so are gradients: over tokens, datums, calls and ranks.
+With several ranks, every rank makes the same calls in the same order with the same number of micro-batches. A rank that
+has fewer datums passes empty micro-batches. Losses and gradients are sums over tokens, datums, calls and ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -36,27 +36,27 @@ Microbatch = Sequence[Datum]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchHooks:
-    """A user's functions around each micro-batch of `forward` and `forward_backward`; the same on every rank.
+    """A user's functions around each micro-batch of `forward` and `forward_backward`. Every rank has the same ones.
 
-    One that raises ends the call on all ranks, with the gradient as it was.
+    If a hook raises, the call ends on all ranks and leaves the accumulated gradient as it was.
     """
 
     before: Callable[[Microbatch], Microbatch] | None = None
-    """Returns the datums to compute instead: as many as it is given, each as long as it was."""
+    """Replaces the datums of a micro-batch. Their number and their lengths must stay the same."""
     after: Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
-    """Takes a row, its log-probs or values [S] and, where asked for, entropies [S], all without gradient; returns what
-    the caller gets in their place. What the loss gets instead is the business of the loss."""
+    """Replaces a row's log-probs or values [S] and, where asked for, its entropies [S] in the output. They come without
+    gradient, and the loss is not affected."""
 
 
 class RankFailureError(RuntimeError):
-    """This rank gave up a call because another rank failed in it; the other rank's error says why."""
+    """This rank gave up a call because another rank failed in it. The other rank's error says why."""
 
 
 class Engine(ABC):
-    """One rank's share of a model, its gradient and its optimizer state."""
+    """One rank's shard of a model, its gradient and its optimizer state."""
 
     hooks: MicrobatchHooks = MicrobatchHooks()
-    """May be set at any time between calls."""
+    """May be replaced between calls."""
 
     @property
     @abstractmethod
@@ -66,36 +66,36 @@ class Engine(ABC):
     @property
     @abstractmethod
     def shares_prefixes(self) -> bool:
-        """Whether datums of a micro-batch that begin alike cost their common tokens once; see `rl/data/packing.py`."""
+        """Whether a prefix that datums of a micro-batch share is computed once; see `rl/data/packing.py`."""
 
     @property
     @abstractmethod
     def memory(self) -> PeakMemory:
-        """Measures `forward`, `forward_backward` and `optim_step`, and whatever else this rank's owner asks it to."""
+        """Measures `forward`, `forward_backward` and `optim_step`. The caller may measure further phases with it."""
 
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
-        Returns this rank's part: log-probs, or a critic's values, per datum in the order given, metrics summed over
-        this rank's datums, and of this call `memory_peak_bytes_max`, as `memory` measures it, and `seconds_engine_max`.
-        When anything raises, on any rank, the accumulated gradient is as it was before the call.
+        Returns this rank's part: log-probs, or a critic's values, per datum in the order given, and metrics summed over
+        this rank's datums. The metrics `memory_peak_bytes_max`, measured by `memory`, and `seconds_engine_max` are
+        those of this call. If any rank raises, the accumulated gradient is as it was before the call.
         """
 
     @abstractmethod
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """Log-probs (and entropies), or a critic's values, of this rank's datums, in the order given.
+        """Returns log-probs (and entropies), or a critic's values, of this rank's datums, in the order given.
 
-        Leaves no gradient, and until the first `forward_backward` neither gradients nor optimizer state take memory: a
-        frozen reference or reward model is an engine that is only asked for this.
+        Computes no gradient. Gradients and optimizer state take no memory until the first `forward_backward`, so a
+        frozen reference or reward model is an engine that only gets this call.
         """
 
     @abstractmethod
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
 
-        A gradient that is not finite is cleared and changes nothing else. The metrics are what `memory` takes. Raises
-        ValueError when no gradient was accumulated.
+        A gradient that is not finite is cleared and changes nothing else. The metrics are those of `memory.take()`.
+        Raises ValueError if no gradient was accumulated.
         """
 
     @abstractmethod
@@ -104,48 +104,50 @@ class Engine(ABC):
 
     @abstractmethod
     def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
-        """Lets parameters, gradients or optimizer state rest on `device` from now on: "cpu", or the accelerator's kind.
+        """Keeps parameters, gradients or optimizer state on `device` from now on: "cpu", or the accelerator's kind.
 
-        A call brings in what it needs of what is elsewhere and puts it back afterwards; within `train_mode` or
-        `eval_mode` it stays in. Raises ValueError when nothing is to be moved, or to a device that is not this rank's.
+        Offloaded state is moved to the device for each call and back afterwards; within `train_mode` or `eval_mode` it
+        stays on the device. Raises ValueError if nothing is to be moved, or if this rank has no such device.
         """
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """Has the model in training mode, and parameters, gradients and optimizer state on the device, in the block."""
+        """Within the block, the model is in training mode and its whole state is on the device."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Has the model in evaluation mode, and its parameters on the device, in the block."""
+        """Within the block, the model is in evaluation mode and its parameters are on the device."""
 
     @abstractmethod
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The float32 parameters that this rank holds a part of, by Hugging Face name, with their `grad`, to be read.
+        """Yields the float32 parameters of which this rank holds a part, by Hugging Face name, with their `grad`.
 
-        A DTensor where several ranks hold parts. Together the ranks hold every parameter. A gradient is there while it
-        is on the same device as its parameter. A collective where shards have to be put together for it.
+        They are to be read only. A parameter of which several ranks hold parts is a DTensor, and together the ranks
+        yield every parameter. A gradient is present while it is on the same device as its parameter. This is a
+        collective for engines that have to gather parameters.
         """
 
     @abstractmethod
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        """Writes model, optimizer, random state and version; `path` appears only once all of it is on disk.
+        """Writes model, optimizer, random state and version. `path` appears only once everything is on disk.
 
-        With `asynchronous` that happens while training goes on, and `wait_for_checkpoint` says how it ended. With
-        `keep_last`, only that many checkpoints of the highest versions stay in the directory of `path`.
+        With `asynchronous`, training continues meanwhile, and `wait_for_checkpoint` raises the error of a failed save.
+        With `keep_last`, only that many checkpoints, those of the highest versions, stay in the directory of `path`.
         """
 
     @abstractmethod
     def wait_for_checkpoint(self) -> None:
-        """Returns once no checkpoint is being written; raises what the last asynchronous one raised."""
+        """Returns once no checkpoint is being written. Raises the error of the last asynchronous save."""
 
     @abstractmethod
     def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
-        """Restores what `save_checkpoint` wrote and drops any accumulated gradient; returns the policy version.
+        """Restores what `save_checkpoint` wrote, drops any accumulated gradient and returns the policy version.
 
-        The layout, and the engine where parameters agree, may differ; the random state is restored for the same number
-        of ranks. With `weights_only` nothing but the parameters is taken over: the optimizer is reset, the version 0.
+        The layout may differ, and so may the engine if the parameters agree. The random state is restored only if the
+        number of ranks is the same. With `weights_only`, only the parameters are loaded: the optimizer is reset and the
+        version becomes 0.
         """
 
     @abstractmethod
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
-        """Writes a directory that transformers and vLLM load, with weights of that dtype."""
+        """Writes a directory that transformers and vLLM can load, with weights of `dtype`."""

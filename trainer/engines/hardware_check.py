@@ -1,4 +1,4 @@
-"""Whether this host has what a trainer's options need, before its processes start."""
+"""Checks, before any process starts, that this host has the hardware and tools that a trainer's options need."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ from trainer.config import TrainerConfig
 
 
 def check_hardware(config: TrainerConfig, *, has_experts: bool) -> None:
-    """Raises ValueError for an option that would fail here, naming what is missing and what works without it."""
+    """Raises ValueError for an option that would fail on this host, naming what is missing and what would work."""
     if config.float8 != "none":
         _check_float8(config)
     if config.compile:
@@ -47,7 +47,7 @@ def _check_compile(config: TrainerConfig, has_experts: bool) -> None:
             f"TrainerConfig.compile is True and {reason}, which torch does not compile on a host without GPU; compile "
             "must be False, which is as fast on a CPU"
         )
-    # Here, because they take seconds to import.
+    # Imported here because they take seconds to import.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

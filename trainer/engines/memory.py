@@ -1,4 +1,4 @@
-"""How much memory this rank has needed in which phase, for the metrics."""
+"""Measures the peak memory of this rank in each phase, for the metrics."""
 
 import contextlib
 import resource
@@ -11,7 +11,7 @@ _RESET_PEAK = "5"  # see proc(5)
 
 
 class PeakMemory:
-    """Most bytes held in each phase: by tensors on a GPU, by the whole process on the CPU."""
+    """Most bytes held in each phase: those of all tensors on a GPU, those of the whole process on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,7 +19,7 @@ class PeakMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measures the block. On the CPU, where the kernel cannot begin anew, from the start of the process."""
+        """Measures the block. On a CPU whose kernel cannot reset the peak, it counts from the start of the process."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
@@ -31,12 +31,12 @@ class PeakMemory:
             self._peaks[name] = max(self._peaks.get(name, 0), self.peak_bytes())
 
     def peak_bytes(self) -> int:
-        """The most that was held since the phase began."""
+        """Most bytes held since the phase began."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def take(self) -> dict[str, float]:
-        """`memory_peak_bytes_PHASE_max` of every phase since this was asked last."""
+        """Returns `memory_peak_bytes_PHASE_max` of every phase measured since the last call."""
         peaks, self._peaks = self._peaks, {}
         return {f"memory_peak_bytes_{name}_max": float(peak) for name, peak in peaks.items()}

@@ -1,1 +1,1 @@
-"""What every engine built on PyTorch shares."""
+"""The parts that all engines on PyTorch share."""

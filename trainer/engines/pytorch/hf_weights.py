@@ -7,16 +7,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 VALUE_HEAD = "score.weight"
-"""The parameter of a value head, [1, dim]: its name in transformers' sequence classifiers, the form in which reward
-models are published and which vLLM serves."""
+"""Name of a value head's parameter, [1, dim]. transformers' sequence classifiers use it, and reward models are
+published and served by vLLM in that form."""
 
 
 def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
-    """Fills parameters in place from the safetensors files of `path`; each rank reads only its shards.
+    """Fills parameters in place from the safetensors files in `path`. Each rank reads only its shards.
 
-    A value head that the files lack becomes zero, so that values begin at 0 whatever the backbone says.
+    A value head that the files lack becomes zero, so that all values begin at 0.
 
-    Raises ValueError when the files are missing, lack a parameter or hold one of another shape.
+    Raises ValueError if there are no files, or if they lack a parameter or hold one of another shape.
     """
     if not any(path.glob("*.safetensors")):
         raise ValueError(f"model is {str(path)!r}, which has no *.safetensors files")

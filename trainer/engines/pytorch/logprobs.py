@@ -1,7 +1,7 @@
 """Log-probs and entropies of scored positions, in float32, without ever holding the [positions, vocabulary] matrix.
 
-The vocabulary projection is recomputed in the backward pass, one chunk of positions at a time, so that memory is
-bounded by the chunk. Under tensor parallelism each rank holds some rows of the projection and ranks exchange two
+The vocabulary projection is computed one chunk of positions at a time, and again in the backward pass, so that the
+chunk bounds memory. Under tensor parallelism each rank holds some rows of the projection, and ranks exchange a few
 numbers per position. The gradient is exact for any loss of the log-probs and the entropies.
 
 Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# float32 logits held at a time.
+# Size of the float32 logits of one chunk.
 _CHUNK_BYTES = 128 << 20
 
 
@@ -22,8 +22,8 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`.
 
-    hidden [S, D] and weight [V, D] share a dtype, targets [S] int64. With a `group`, rank r of it holds the vocabulary
-    rows r*V to r*V + V - 1, and the gradient of `hidden` is this rank's part of a sum over the group.
+    `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
+    vocabulary rows r*V to r*V + V - 1, and the gradient of `hidden` is this rank's part of a sum over the group.
     Returns log-probs [S] float32 and, if asked for, entropies [S] float32 in nats; both are differentiable.
     """
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, targets, entropy, group)  # pyright: ignore[reportGeneralTypeIssues]
@@ -31,7 +31,7 @@ def logprobs_and_entropy(
 
 
 def values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """What a value head of weight [1, D] says of hidden states [S, D]: [S] float32."""
+    """The values [S] float32 that a value head of weight [1, D] gives hidden states [S, D]."""
     return (hidden.float() @ weight.float().T)[:, 0]
 
 
@@ -86,7 +86,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _chunks(size: int, rows: int) -> list[slice]:
-    """Cuts S positions into equal chunks within the memory bound."""
+    """Cuts S positions into chunks of equal size within the memory bound."""
     num_chunks = max(1, -(-size * rows * 4 // _CHUNK_BYTES))
     step = max(1, -(-size // num_chunks))
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -98,20 +98,20 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, start_row: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Column of each target among the rows held here, and 1.0 where it is held here (the column is 0 where not)."""
+    """Column of each target among the rows held here, and 1.0 where it is held here; elsewhere both are 0."""
     column = targets - start_row
     here = (column >= 0) & (column < rows)
     return column * here, here.float()
 
 
 def _sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:
-    """Sum of a [C] tensor over the group; with `log`, of its exponential, in log space."""
+    """Sums a [C] tensor over the group; with `log`, returns the log of the summed exponentials."""
     if group is None:
         return value
     if not log:
         dist.all_reduce(value, group=group)
         return value
-    largest = value.clone()
+    largest = value.clone()  # subtracted before `exp`, which would overflow otherwise
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     total = torch.exp(value - largest)
     dist.all_reduce(total, group=group)

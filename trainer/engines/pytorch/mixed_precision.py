@@ -1,7 +1,7 @@
-"""Mixed precision in one process: bfloat16 parameters to compute with, float32 ones to accumulate into and to step.
+"""Mixed precision in one process: bfloat16 compute copies, and float32 master weights that accumulate and step.
 
-Does what FSDP's `MixedPrecisionPolicy` does, for the case that nothing is sharded, without its cast of every parameter
-in every forward pass: the copies are refreshed once per optimizer step.
+Does what FSDP's `MixedPrecisionPolicy` does, for a model that is not sharded. FSDP casts every parameter in every
+forward pass; here the copies are recast once per optimizer step.
 """
 
 import torch
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class MixedPrecision:
-    """The float32 masters of a model that computes in another dtype."""
+    """The float32 master weights of a model that computes in another dtype."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Turns `model`'s float32 parameters into `compute_dtype` copies; their gradients go to the masters."""
+        """Turns `model`'s float32 parameters into `compute_dtype` copies, whose gradients go to the master weights."""
         self._copies = list(model.parameters())
         self.master_weights = [nn.Parameter(parameter.data) for parameter in self._copies]
         for copy, master in zip(self._copies, self.master_weights, strict=True):
@@ -20,20 +20,20 @@ class MixedPrecision:
             copy.register_post_accumulate_grad_hook(_Accumulate(master))
 
     def to(self, device: torch.device, compute_device: torch.device) -> None:
-        """Moves the masters. The copies are dropped elsewhere than on `compute_device`, and made anew there."""
+        """Moves the master weights to `device`. The copies exist only while that is `compute_device`."""
         for copy, master in zip(self._copies, self.master_weights, strict=True):
             master.data = master.data.to(device)
             copy.data = master.data.to(copy.dtype) if device == compute_device else copy.data.new_empty(0)
 
     def refresh(self) -> None:
-        """Makes the copies equal to the masters again, after these have changed."""
+        """Recasts the copies after the master weights changed."""
         with torch.no_grad():
             for copy, master in zip(self._copies, self.master_weights, strict=True):
                 copy.copy_(master)
 
 
 class _Accumulate:
-    """Moves a copy's gradient to its master as soon as the backward pass has computed it."""
+    """Adds a copy's gradient to its master weight's as soon as the backward pass has computed it, and frees it."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self._master = master

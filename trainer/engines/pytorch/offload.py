@@ -1,7 +1,7 @@
-"""Where the parts of an engine's state rest, on the accelerator or in host memory, and that they are in while used.
+"""Offload: keeps parts of an engine's state in host memory and moves them to the device while they are used.
 
-Where a part rests is what `to` said last. A call brings in what it needs and puts it back where it rests; blocks may be
-nested, and then the outermost moves. Moving itself is the engine's business.
+`rest` chooses where a part stays between uses. `resident` blocks move parts to the device and back afterwards; they may
+be nested, and then the outermost block moves. The engine does the moving itself.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ HOST = torch.device("cpu")
 
 
 class Offload:
-    """Which part of the state is where. On a machine without an accelerator host and device are one."""
+    """Tracks where each part of the state is. Without an accelerator, the host is the device and nothing moves."""
 
     def __init__(self, device: torch.device, move: Callable[[Part, torch.device], None]) -> None:
-        """Everything is on `device`. `move` takes one part to another device."""
+        """Everything starts on `device`. `move` moves one part to another device."""
         self._device = device
         self._move = move
         self._rests = dict.fromkeys(PARTS, device)
@@ -28,11 +28,11 @@ class Offload:
         self._users: Counter[Part] = Counter()
 
     def device_of(self, part: Part) -> torch.device:
-        """Where a part is now."""
+        """The device on which a part is now."""
         return self._place[part]
 
     def rest(self, parts: Sequence[Part], device: str) -> None:
-        """Lets parts rest on `device` from now on. Raises ValueError for no part and for a device there is not."""
+        """Keeps parts on `device` between uses. Raises ValueError for no parts and for an unknown device."""
         if device not in (HOST.type, self._device.type):
             accepted = " or ".join(repr(kind) for kind in dict.fromkeys((HOST.type, self._device.type)))
             raise ValueError(f"to: device is {device!r}; this trainer's state can be on {accepted}")
@@ -44,7 +44,7 @@ class Offload:
 
     @contextmanager
     def resident(self, *parts: Part) -> Generator[None]:
-        """Has these parts on the device within the block."""
+        """Keeps these parts on the device within the block."""
         self._users.update(parts)
         try:
             for part in parts:
@@ -56,7 +56,7 @@ class Offload:
                 self._settle(part)
 
     def _settle(self, part: Part) -> None:
-        """Moves a part to where it should be now."""
+        """Moves a part to where it should be now, unless it is there already."""
         wanted = self._device if self._users[part] else self._rests[part]
         if wanted != self._place[part]:
             self._move(part, wanted)

@@ -1,4 +1,4 @@
-"""AdamW whose every value comes with the step, over plain or sharded float32 parameters."""
+"""AdamW over plain or sharded float32 parameters. Every hyper-parameter comes with the step."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,16 +14,16 @@ from rl.types import AdamParams
 
 
 class Optimizer:
-    """Owns first and second moments. Keeps no learning rate, decay or clip from one step to the next."""
+    """Owns the moments and step counts. Keeps no hyper-parameter from one step to the next."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], replicas: int = 1) -> None:
-        """`parameters` by Hugging Face name; `replicas` ranks hold the same of each that is not a DTensor."""
+        """`parameters` by Hugging Face name. One that is not a DTensor is held alike by `replicas` ranks."""
         self._replicas = replicas
         self._parameters = parameters
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
     def step(self, params: AdamParams, grad_scale: float) -> float:
-        """Scales, clips and applies the gradient, if it is finite; returns its norm after scaling, before clipping."""
+        """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping."""
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
         if not math.isfinite(norm):
@@ -39,7 +39,7 @@ class Optimizer:
         return norm
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Moments and step count of every parameter, by name; zeros before the first step."""
+        """Returns moments and step count of every parameter, by name. Allocates zeros before the first step."""
         return {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
 
     def to(self, device: torch.device) -> None:
@@ -48,12 +48,12 @@ class Optimizer:
             state.update({name: value.to(device) for name, value in state.items()})
 
     def forget_unused(self) -> None:
-        """Frees the zeros that `state` made where no step has been taken."""
+        """Frees the zeros that `state` allocated, if no step has been taken."""
         if not any(bool(state["step"]) for state in self._adamw.state.values()):
             self.reset()
 
     def reset(self) -> None:
-        """Forgets all moments and step counts."""
+        """Drops all moments and step counts."""
         self._adamw.state.clear()
 
     def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ class Optimizer:
         return state
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
-        """One group per learning-rate multiplier and device mesh: the fused step takes one of each."""
+        """One group per learning-rate multiplier and device mesh, because the fused step cannot mix them."""
         members: dict[tuple[float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
         for name, parameter in self._parameters.items():
             multiplier = _multiplier(name, params.learning_rate_multipliers)
@@ -89,12 +89,13 @@ def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
 
 
 def _square_sum(grads: Iterable[torch.Tensor], plain_replicas: int) -> float:
-    """Sum of squares over all ranks, in float64: a float32 sum over 1e8 elements is wrong in the fifth digit."""
+    """Sums squares over all ranks in float64. In float32, a sum over 1e8 elements is wrong in the fifth digit."""
     total = torch.zeros((), dtype=torch.float64)
     for grad in grads:
         local, replicas = grad, plain_replicas
         if isinstance(grad, DTensor):
             mesh, placements = grad.device_mesh, grad.placements
+            # Every replica adds its square to the sum over ranks, so each counts for one part only.
             replicas = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_replicate())
             local = grad.to_local()
         total = total.to(local.device) + torch.linalg.vector_norm(local, dtype=torch.float64) ** 2 / replicas

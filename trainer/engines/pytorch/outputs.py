@@ -1,4 +1,4 @@
-"""Collects what the micro-batches of one call produced into one output. Copies from the device once, at the end."""
+"""Collects the results of one call's micro-batches into one output. Copies them from the device once, at the end."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ Change = Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | Non
 
 
 class OutputCollector:
-    """Rows in, one `ForwardBackwardOutput` out, datums in the order in which they came."""
+    """Takes rows and returns one `ForwardBackwardOutput`, with datums in the order in which they came."""
 
     def __init__(self, memory: PeakMemory, head: Head, *, entropy: bool) -> None:
-        """With `entropy`, every row brings its entropies. `memory` measures this call; its time counts from here."""
+        """With `entropy`, every row comes with entropies. `memory` measures this call, and its time starts now."""
         self._head = head
         self._entropy = entropy
         self._memory = memory
@@ -30,12 +30,12 @@ class OutputCollector:
         self._metrics: list[Mapping[str, Tensor]] = []
 
     def add(self, row: PackedRow, scores: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
-        """Takes the [S] results of a row, or None for a row that scores nothing. `scores` are what the head says."""
+        """Takes a row's log-probs or values [S] and entropies [S]. They are None for a row without scored positions."""
         self._rows.append((row, scores, entropy))
         self._metrics.append(metrics)
 
     def result(self, change: Change | None = None) -> ForwardBackwardOutput:
-        """Everything added so far; `change` replaces the scores and entropies of a row, by equally many."""
+        """Returns everything added so far. `change` replaces a row's scores and entropies by as many others."""
         if change is not None:
             self._rows = [_changed(change, *of_row) for of_row in self._rows]
         num_loss_tokens = float(sum(len(row.scored) for row, _, _ in self._rows))

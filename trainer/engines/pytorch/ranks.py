@@ -1,4 +1,4 @@
-"""This process as one rank of a trainer: its device, its peers, the dtype it computes in."""
+"""This process as one rank of a trainer: its device, its process group and the dtypes to compute in."""
 
 import os
 
@@ -20,7 +20,7 @@ def choose_device() -> torch.device:
 
 
 def init_process_group(config: TrainerConfig, device: torch.device) -> None:
-    """Joins this rank to its peers. Raises ValueError when the world is not of the size that the layout asks for."""
+    """Connects this rank with the others. Raises ValueError if WORLD_SIZE is not the layout's number of ranks."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != config.num_ranks:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Context parallelism: the ranks of a group compute the positions of one row together.
 
-A row of L tokens is cut into 2n equal chunks; rank r of n takes chunks r and 2n - 1 - r, so that all have about as much
-causal attention to compute (arXiv 2309.14509 has the problem, Llama 3, arXiv 2407.21783, section 3.3.2 this split).
-Keys and values are gathered within attention; log-probs are gathered before the loss, which every rank computes whole.
+A row of L tokens is cut into 2n equal chunks, and rank r of n takes chunks r and 2n - 1 - r, so that all ranks compute
+about the same amount of causal attention (the problem: arXiv 2309.14509; this split: Llama 3, arXiv 2407.21783, section
+3.3.2). Keys and values are gathered within attention. Log-probs are gathered before the loss, which every rank computes
+for the whole row.
 """
 
 import itertools
@@ -17,26 +18,27 @@ from torch import Tensor
 from rl.data.packing import Document
 from trainer.config import TrainerConfig
 
-# Positions that a block mask describes together, on a GPU.
+# Positions per block of a block mask, on a GPU.
 _BLOCK = 128
+# torchao's float8 kernels need the inner size of a product to be a multiple of this.
 _FLOAT8_MULTIPLE = 16
 
 
 class RowShard(NamedTuple):
-    """The positions of a row that one rank computes, in the order in which it does."""
+    """The positions of a row that one rank computes, in the order in which it computes them."""
 
     rows: Tensor
     """[L / n] int64 indices into the row."""
     order: Tensor
-    """[L] int64 indices into the row, rank after rank: the order of gathered keys and values."""
+    """[L] int64 indices into the row, rank after rank, which is the order of gathered keys and values."""
     scored: Tensor
     """[s] int64 indices into `rows` of the scored positions among them."""
     where: Tensor
-    """[s] int64 which of the row's scored positions these are."""
+    """[s] int64 indices of these among the row's scored positions."""
 
 
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
-    """What the number of tokens of a row must be a multiple of, for equal shards of ranks and for float8."""
+    """The number of which a row's length must be a multiple, for equal shards and for float8."""
     if config.context_parallel == 1:
         # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
         parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
@@ -47,7 +49,7 @@ def row_multiple(config: TrainerConfig, device: torch.device) -> int:
 
 
 def shard_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> RowShard:
-    """The shard of a rank in a row whose length is a multiple of 2 * num_ranks; `scored` [S] are indices into it."""
+    """A rank's shard of a row. `length` is a multiple of 2 * num_ranks, and `scored` [S] are indices into the row."""
     chunks = torch.arange(length, device=scored.device).chunk(2 * num_ranks)
     shards = [torch.cat([chunks[r], chunks[2 * num_ranks - 1 - r]]) for r in range(num_ranks)]
     order, rows = torch.cat(shards), shards[rank]
@@ -57,9 +59,9 @@ def shard_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> RowShar
 
 
 def gather_scored(values: Tensor, shard: RowShard, num_scored: int, group: dist.ProcessGroup) -> Tensor:
-    """[s] values of a rank's scored positions -> [S] of the row's, on every rank.
+    """[s] values of a rank's scored positions -> [S] values of the row's, on every rank.
 
-    The gradient is that of one copy: every rank goes on to compute the same loss from the same values.
+    Gradients are not summed over ranks, because every rank computes the same loss from the same values.
     """
     result: Any = _GatherScored.apply(values, shard.where, num_scored, group)
     return result
@@ -80,27 +82,27 @@ class _GatherScored(torch.autograd.Function):
 
 
 class Piece(NamedTuple):
-    """Neighbouring positions of a shard that belong to one document."""
+    """Adjacent positions of a shard that belong to one document."""
 
     size: int
     first_key: int
     last_key: int
-    """The document's keys that they may attend to are first_key to last_key - 1, as indices into the row."""
+    """The positions may attend to the keys first_key to last_key - 1, as indices into the row."""
     mask: Tensor
     """[size, last_key - first_key] bool, true where a position may attend to a key."""
 
 
 class ContextMasks(NamedTuple):
-    """What attention on the CPU needs to know of a rank's shard."""
+    """What attention on the CPU needs to know about a rank's shard."""
 
     restore: Tensor
-    """[L] takes gathered keys and values to the order of the row."""
+    """[L] indices that put gathered keys and values back into the order of the row."""
     pieces: tuple[Piece, ...]
-    """They add up to the shard."""
+    """Concatenated, they make up the shard."""
 
 
 def context_masks(documents: Sequence[Document], shard: RowShard) -> ContextMasks:
-    """The masks of a shard; the documents add up to the row."""
+    """The masks of a shard. `documents` are all documents of the row."""
     starts = torch.cumsum(torch.tensor([0, *(document.num_tokens for document in documents)]), 0)
     owner = torch.searchsorted(starts, shard.rows, right=True) - 1
     new_piece = (shard.rows.diff() != 1) | (owner.diff() != 0)

@@ -1,8 +1,8 @@
 """Pipeline parallelism: torchtitan cuts the layers into stages, torch's schedules send packed rows through them.
 
-A row keeps its own length: `_RowStage` gives every micro-batch buffers of its size, where upstream would have all
-padded to one. Schedules and their stages, which fix the number of micro-batches and whether there is a backward pass,
-are made anew for every call; that costs one exchange between neighbours in each direction.
+A row keeps its own length: `_RowStage` gives every micro-batch buffers of its own size, while upstream requires all
+micro-batches to have one size. A schedule and its stages fix the number of micro-batches and whether there is a
+backward pass, so they are made anew for every call, which costs one exchange between adjacent stages in each direction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,12 @@ from trainer.engines.pytorch.ranks import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
-    """One row, as a model takes it."""
+    """One row as input of a model."""
 
     tokens: Tensor
-    """[1, L], what the first stage begins with."""
+    """[1, L], the input of the first stage."""
     others: Mapping[str, Any]
-    """Everything else, which every stage is given."""
+    """All other inputs, which every stage gets."""
 
 
 class Pipeline:
@@ -46,7 +46,10 @@ class Pipeline:
         mesh: DeviceMesh,
         tensor_mesh: DeviceMesh | None,
     ) -> None:
-        """`parts` are this rank's stages in order, `dim` is the size of a hidden state, `mesh` the pipeline's ranks."""
+        """`parts` are this rank's stages in order, `dim` the size of a hidden state, and `mesh` the pipeline's ranks.
+
+        `tensor_mesh` has the ranks of this rank's tensor-parallel group, if there is such parallelism.
+        """
         self._config = config
         self._parts = parts
         self._dim = dim
@@ -56,7 +59,7 @@ class Pipeline:
 
     @property
     def group(self) -> torch.distributed.ProcessGroup:
-        """The ranks of this pipeline; the last one holds the last stage."""
+        """The ranks of this pipeline. The last rank holds the last stage."""
         return self._mesh.get_group()
 
     @property
@@ -65,17 +68,17 @@ class Pipeline:
         return self._mesh.get_local_rank() == self._mesh.size() - 1
 
     def num_microbatches(self, count: int) -> int:
-        """How many micro-batches there must be for at least `count` to go through."""
+        """The number of micro-batches, at least `count`, that the schedule needs."""
         if self._config.pipeline_schedule == "1F1B":
             return max(count, self._config.num_stages)
-        # Interleaved stages take micro-batches in rounds of one per rank.
+        # The interleaved schedule takes micro-batches in rounds of one per rank.
         return -(-max(count, 1) // self._mesh.size()) * self._mesh.size()
 
     def run(self, rows: Sequence[StageInputs], loss: Callable[[Tensor, int], Tensor] | None) -> list[Tensor]:
-        """Sends rows through all stages and, with a `loss`, their gradients back; a collective of the pipeline.
+        """Sends rows through all stages and, with a `loss`, their gradients back. A collective of the pipeline.
 
-        There are `num_microbatches` rows. `loss` takes what the last stage makes of a row, and the row's index, to a
-        scalar. Returns what the last stage made of each row, on the rank that holds it, and nothing on others.
+        There must be `num_microbatches` rows. `loss` maps the last stage's output for a row, and the row's index, to a
+        scalar. Returns the last stage's outputs on the rank that holds it, and an empty list on the others.
         """
         size, rank = self._mesh.size(), self._mesh.get_local_rank()
         stages = [self._stage(part, rank + i * size, rows) for i, part in enumerate(self._parts)]
@@ -84,7 +87,7 @@ class Pipeline:
         schedule: _PipelineSchedule = schedule_class(held, n_microbatches=len(rows), loss_fn=loss, scale_grads=False)  # pyright: ignore[reportArgumentType]
         for stage in stages:
             stage.has_backward = loss is not None
-        # The public `step` cuts one tensor into equal micro-batches; rows are micro-batches already, and unequal.
+        # The public `step` would cut one tensor into equal micro-batches, but rows are micro-batches of unequal length.
         schedule._step_microbatches(  # pyright: ignore[reportPrivateUsage]
             arg_mbs=[(row.tokens,) if rank == 0 else () for row in rows],
             kwarg_mbs=[dict(row.others) for row in rows],
@@ -120,16 +123,16 @@ class _RowStage(PipelineStage):
     def __init__(
         self, *args: Any, lengths: Sequence[int], boundary: tuple[DeviceMesh, Placement] | None, **kwargs: Any
     ) -> None:
-        """`lengths` are the tokens of each row's hidden states as they go from stage to stage on this rank.
+        """`lengths` are the tokens of each row whose hidden states this rank passes from stage to stage.
 
-        Under tensor parallelism, `boundary` says how these are laid out.
+        Under tensor parallelism, `boundary` is the mesh and the placement of these hidden states.
         """
         super().__init__(*args, **kwargs)
         self._lengths = lengths
         self._boundary = boundary
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Hidden states of one row in, hidden states out; of the last stage [1 or 2, S] log-probs and entropies."""
+        """Maps hidden states of a row to hidden states or, in the last stage, to [1 or 2, S] scores and entropies."""
         (hidden,) = args
         if self._boundary is not None and not self.is_first:
             mesh, placement = self._boundary
@@ -140,7 +143,7 @@ class _RowStage(PipelineStage):
         return output.to_local() if isinstance(output, DTensor) else output
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Only where there is a gradient."""
+        """Skips the reduction in calls without a backward pass, which have no gradient."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -160,4 +163,4 @@ class _RowStage(PipelineStage):
                 info.buffer = info.buffer.new_empty(1, length, info.buffer.shape[2])
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: shapes are given, so none were inferred, and upstream's would drop gradients accumulated so far."""
+        """Does nothing. Shapes are given, not inferred, and upstream's method would drop the accumulated gradients."""

@@ -1,8 +1,8 @@
-"""The one place that chooses how the documents of a packed row attend to themselves and not to each other.
+"""The one place that chooses the attention kernel, which keeps the documents of a packed row apart.
 
-On a GPU torchtitan's own kernels do it: `varlen` in bfloat16, `flex` in float32, which `varlen` lacks. Neither has a
-backward pass on the CPU, where `DocumentAttention` runs one `scaled_dot_product_attention` per document, and documents
-may suffix.
+On a GPU torchtitan's own kernels are used: `varlen` in bfloat16, and `flex` in float32, which `varlen` does not
+support. Neither has a backward pass on the CPU. There `DocumentAttention` runs one `scaled_dot_product_attention` per
+document, and the suffixes of a document may share a prefix.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ from torchtitan.protocols.module import Module
 from rl.data.packing import Document
 from trainer.engines.titan.context import ContextMasks, RowShard, context_masks, document_mask
 
-# Mean tokens per call below which the CPU kernel is faster in float32 than in bfloat16: twice at 90 tokens.
+# Below this many mean tokens per call the CPU kernel is faster in float32 than in bfloat16; at 90 tokens, twice as
+# fast.
 _SHORT_CALL = 256
-# Tokens of a sharing document up to which one masked call is faster than one call per suffix.
+# Up to this many tokens of a document with suffixes, one masked call is faster than one call per suffix.
 _DENSE_DOCUMENT = 256
 
 
@@ -33,8 +34,8 @@ class DocumentMasks(NamedTuple):
 
     documents: tuple[Document, ...]
     masks: tuple[Tensor | None, ...]
-    """For each document, [tokens, tokens] bool, true where a row may attend to a column; None for plain causal, and
-    for a sharing document that is too large for one call."""
+    """For each document [tokens, tokens] bool, true where a row may attend to a column. None for plain causal
+    attention, and for a document with suffixes that is too large for one call."""
 
 
 class DocumentAttention(FlexAttention):
@@ -42,7 +43,7 @@ class DocumentAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """Nothing to configure."""
+        """Adds no options."""
 
     @torch.compiler.disable  # its calls differ from row to row
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its type
@@ -58,7 +59,7 @@ class DocumentAttention(FlexAttention):
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`.
 
-        Under context parallelism queries are those of a shard of the row, and its `ContextMasks` come in their place.
+        Under context parallelism the queries are those of a shard of the row, and `attention_masks` its `ContextMasks`.
         """
         if isinstance(attention_masks, ContextMasks):
             return _attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale, enable_gqa=enable_gqa)
@@ -94,12 +95,12 @@ def choose_inner_attention(
 
 
 def shares_prefixes(device: torch.device) -> bool:
-    """Whether the kernel chosen for a device computes documents that suffix."""
+    """Whether the kernel chosen for a device computes documents with suffixes."""
     return device.type == "cpu"
 
 
 def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Document]) -> Any:
-    """What the chosen kernel needs to know of a packed row; positions are [1, L]."""
+    """What the chosen kernel needs to know about a packed row with positions [1, L]."""
     if positions.device.type == "cpu":
         return DocumentMasks(tuple(documents), tuple(_mask(document) for document in documents))
     masks: AttentionMasksType | None = model.get_attention_masks(positions)
@@ -109,7 +110,7 @@ def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Docum
 def sharded_attention_masks(
     model: Decoder, positions: Tensor, documents: Sequence[Document], shard: RowShard, mesh: DeviceMesh
 ) -> Any:
-    """As `attention_masks`, for this rank's shard of a row whose positions are [1, L]; `mesh` is of those who shard."""
+    """As `attention_masks`, for this rank's shard of the row. `mesh` has the ranks of the context-parallel group."""
     if positions.device.type == "cpu":
         return context_masks(documents, shard)
     _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
@@ -126,7 +127,7 @@ def _mask(document: Document) -> Tensor | None:
 def _attend_in_context(
     q: Tensor, k: Tensor, v: Tensor, masks: ContextMasks, *, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """[1, L / n, heads, head_dim] queries of a shard, [1, L, heads, head_dim] gathered keys and values."""
+    """Takes [1, L / n, heads, head_dim] queries of a shard and [1, L, heads, head_dim] gathered keys and values."""
     q, k, v = q.transpose(1, 2), k[:, masks.restore].transpose(1, 2), v[:, masks.restore].transpose(1, 2)
     queries = q.split([piece.size for piece in masks.pieces], dim=2)
     outputs = [
@@ -146,7 +147,10 @@ def _attend_in_context(
 def _attend_by_suffix(
     document: Document, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool
 ) -> list[Tensor]:
-    """One call for the prefix, one for each suffix with the prefix's keys and its own; all [1, heads, tokens, dim]."""
+    """Calls the kernel for the prefix, then for each suffix with the prefix's keys and its own.
+
+    All tensors are [1, heads, tokens, dim].
+    """
     sizes = (document.prefix, *document.suffixes)
     (q_prefix, *q_suffixes), (k_prefix, *k_suffixes), (v_prefix, *v_suffixes) = (
         x.split(sizes, dim=2) for x in (q, k, v)

@@ -1,4 +1,4 @@
-"""From a model directory and a layout to a loaded and parallelized torchtitan model, in the order torchtitan needs."""
+"""Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ from trainer.engines.titan.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):
-    """A model with its float32 weights loaded, sharded as the layout says."""
+    """A model with its float32 weights loaded, sharded according to the layout."""
 
     parts: Sequence[Decoder]
-    """The whole model as one part; in a pipeline this rank's stages, in order."""
+    """The whole model as one part, or this rank's pipeline stages in order."""
     context_mesh: DeviceMesh | None
-    """This rank's context-parallel group, if there is such parallelism."""
+    """The ranks of this rank's context-parallel group, if there is such parallelism."""
     pipeline: Pipeline | None
 
 
 def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.device) -> BuiltModel:
-    """The model of a directory as this rank holds it."""
+    """Builds this rank's part of the model in `config.model`."""
     attention = choose_inner_attention(
         device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1
     )
@@ -73,7 +73,7 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
 
 
 def _convert(config: TrainerConfig, spec: ModelSpec) -> None:
-    """Applies torchtitan's float8 converter, if asked for; its recipes have nothing to do after an optimizer step."""
+    """Applies torchtitan's float8 converter if asked for. Its recipes need no call after an optimizer step."""
     if config.float8 != "none":
         assert isinstance(spec.model, Decoder.Config)
         float8 = Float8LinearConverter.Config(
@@ -83,12 +83,12 @@ def _convert(config: TrainerConfig, spec: ModelSpec) -> None:
 
 
 def _compile_config(config: TrainerConfig, device: torch.device) -> CompileConfig:
-    """torchtitan compiles layers whole, which the attention of packed rows on the CPU does not allow."""
+    """torchtitan compiles whole layers, which attention over packed rows does not allow on the CPU."""
     return CompileConfig(enable=config.compile and device.type != "cpu", components=["model"])
 
 
 def _compile_around_attention(decoders: Sequence[Decoder]) -> None:
-    """Compiles layers in pieces: within what recomputes or shards them, up to and after the attention kernel."""
+    """Compiles each layer up to and after the attention kernel, inside the wrappers that recompute or shard it."""
     for decoder in decoders:
         for module in decoder.modules():
             if isinstance(module, TransformerBlock):
@@ -112,7 +112,7 @@ def _parallelism(config: TrainerConfig) -> ParallelismConfig:
         pipeline_parallel_degree=config.pipeline_parallel,
         pipeline_parallel_schedule=config.pipeline_schedule,
         expert_parallel_degree=config.expert_parallel,
-        # torch 2.13 lacks what torchtitan's default backend needs with more than one rank.
+        # With more than one rank, torchtitan's default backend needs functions that torch 2.13 lacks.
         spmd_backend="partial_dtensor",
     )
 
@@ -134,7 +134,8 @@ def _build_parallel(
         model = spec.model.build()
     options: dict[str, Any] = {
         "parallel_dims": dims,
-        # In a pipeline the batch size counts micro-batches, for a schedule that `Pipeline` makes anew for every call.
+        # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here and
+        # nobody uses: `Pipeline` makes its own for every call.
         "training": TrainingConfig(mixed_precision_param=config.compute_dtype, local_batch_size=config.num_stages),
         "parallelism": parallelism,
         "compile_config": _compile_config(config, device),
@@ -152,7 +153,7 @@ def _build_parallel(
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are plain sums; gloo has no reduction that also scales.
+                # Gradients are sums over ranks, and gloo has no reduction that also scales.
                 module.set_force_sum_reduction_for_comms(True)
     return parts
 

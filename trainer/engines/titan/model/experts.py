@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers of Qwen3: torchtitan's, in any dtype, with their weights named expert by expert.
+"""Qwen3's mixture-of-experts layers: those of torchtitan, but in any dtype, and with a name for each expert's weights.
 
-torchtitan stacks the weights of a layer's experts into one parameter per projection; Hugging Face checkpoints name each
-expert's own. Here an expert is a view of the stack, so nothing is copied on load, push or export.
+torchtitan stacks the weights of a layer's experts into one parameter per projection, while Hugging Face checkpoints
+name the weights of each expert. Here an expert is a view of the stack, so nothing is copied on load, push or export.
 """
 
 import re
@@ -25,7 +25,7 @@ _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 
 
 class Experts(GroupedExperts):
-    """The experts of one layer, computed in the dtype of their input; torchtitan's own always use bfloat16.
+    """The experts of one layer, computed in the dtype of their input. torchtitan's own always use bfloat16.
 
     Legend, as in torchtitan: R routed tokens, sorted by expert; E experts held here; D model and F hidden dimension.
     """
@@ -46,7 +46,7 @@ class Experts(GroupedExperts):
 
 
 def moe_config(config: DecoderConfig) -> MoE.Config:
-    """A layer's router and experts. The gradient is that of the loss alone: nothing balances the experts' load."""
+    """A layer's router and experts, without load balancing, so that the gradient is that of the loss alone."""
     moe = config.moe
     assert moe is not None
     return make_moe_config(
@@ -73,10 +73,11 @@ def moe_config(config: DecoderConfig) -> MoE.Config:
 
 
 def split_experts(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter under its Hugging Face name; of stacked experts, those that this rank holds a part of, as views.
+    """Yields a parameter under its Hugging Face name, or of a stack the experts of which this rank holds a part.
 
-    `parameter` is a stack when its name is `model.layers.{layer}.mlp.experts.{projection}.weight`. A view has the
-    stack's gradient as its own, if there is one. An expert that no other rank shares is a plain tensor.
+    `parameter` is a stack if its name is `model.layers.{layer}.mlp.experts.{projection}.weight`. Experts are views of
+    the stack, and their gradients, if any, are views of its gradient. An expert of which no other rank holds a part is
+    a plain tensor.
     """
     if (match := _STACK.fullmatch(name)) is None:
         yield name, parameter
@@ -88,7 +89,7 @@ def split_experts(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _experts(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Index and weight of each expert of a stack, plain or sharded, of which this rank holds a part."""
+    """Yields index and weight of each expert of which this rank holds a part. The stack may be plain or sharded."""
     if not isinstance(stack, DTensor):
         yield from enumerate(stack.unbind(0))
         return
@@ -96,7 +97,7 @@ def _experts(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
     names = mesh.mesh_dim_names
     assert names is not None
     _, (first, *_) = compute_local_shape_and_global_offset(stack.shape, mesh, placements)
-    # Mesh axes that share out whole experts play no part within one.
+    # Mesh axes over which whole experts are distributed do not shard a single expert.
     within = [(axis, _within_expert(p)) for axis, p in zip(names, placements, strict=True) if not _cuts(p, 0)]
     for index, local in enumerate(stack.to_local().unbind(0), start=first):
         if not within:
@@ -118,7 +119,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _within_expert(placement: Placement) -> Placement:
-    """A placement of the stack [E, ., .] -> of one expert [., .]."""
+    """The placement of one expert [., .] for a placement of the stack [E, ., .]."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
     if isinstance(placement, Shard):

@@ -1,7 +1,7 @@
 """torchtitan's decoders as policies or critics: their forward pass ends in log-probs of target tokens, or in values.
 
-Scoring is part of the model's own forward pass so that FSDP gathers the output projection once, for all chunks, and
-frees it like any other parameter.
+Scoring is part of the model's forward pass, so that FSDP gathers the output projection once for all chunks and frees it
+like any other parameter.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 
 
 class LogprobHead(Linear):
-    """A `Linear` whose forward goes on to the log-probs."""
+    """A `Linear` whose forward pass returns log-probs instead of logits."""
 
     hidden_gradient: Placement = Partial()
-    """What tensor-parallel ranks hold of the gradient of the hidden states: each has its part of the vocabulary."""
+    """Placement of the hidden states' gradient over tensor-parallel ranks: a sum over their parts of the vocabulary."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -41,7 +41,7 @@ class LogprobHead(Linear):
 
 
 class ValueHead(Linear):
-    """A `Linear` of one output: the value of each position. Every tensor-parallel rank computes all of it."""
+    """A `Linear` with one output, the value of a position. Every tensor-parallel rank computes the same."""
 
     hidden_gradient: Placement = Replicate()
     """As `LogprobHead.hidden_gradient`."""
@@ -53,15 +53,17 @@ class ValueHead(Linear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [S, D] -> values [S] float32, and None for the entropies that a value head does not have."""
+        """hidden [S, D] -> values [S] float32, and None because a value head has no entropies."""
         del targets, entropy
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         return values(hidden, weight), None
 
 
 def _shard_head_only(head: Linear.Config) -> None:
-    """Leaves an output projection's weight sharded by rows, a value head's whole; inputs and outputs stay plain
-    tensors, which the head deals with."""
+    """Leaves an output projection's weight sharded by rows, and a value head's whole.
+
+    Inputs and outputs stay plain tensors: the head itself deals with tensor parallelism.
+    """
     assert head.sharding_config is not None
     head.sharding_config = ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.I)}
@@ -71,9 +73,9 @@ def _shard_head_only(head: Linear.Config) -> None:
 
 
 class _Policy(Decoder):
-    """What both families share."""
+    """The forward pass that both families share."""
 
-    # Upstream's switch for losses that apply the output projection themselves.
+    # Upstream's switch for losses that apply the output projection themselves; here `forward` does.
     _skip_lm_head = True
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -89,8 +91,8 @@ class _Policy(Decoder):
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
         Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
-        output projection. A value head scores them with values [S] float32 and None. Between the stages of a pipeline
-        go hidden states [1, L, D] instead of tokens and results.
+        output projection. A value head returns values [S] float32 and None. In a pipeline, every stage but the first
+        takes hidden states [1, L, D] instead of tokens, and every stage but the last returns them.
         """
         hidden = super().forward(tokens, positions, attention_masks)
         if self.lm_head is None:

@@ -1,8 +1,8 @@
 """torchtitan model specs for the Llama and Qwen3 families, laid out exactly like the Hugging Face checkpoints.
 
-Projections of queries, keys and values are separate and rotary embeddings rotate halves, as in transformers, so every
-parameter here *is* the parameter there under another name: no fusion, no permutation, nothing to convert on load, push
-or export. Only experts are stacked, and unstacked again in `experts.py`.
+As in transformers, query, key and value projections are separate and rotary embeddings rotate halves. So every
+parameter is that of the checkpoint under another name, and nothing has to be fused, permuted or converted on load, push
+or export. Only experts are stacked; `experts.py` unstacks them.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.llama3 import parallelize_llama
@@ -53,7 +54,7 @@ _HF_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", 
 
 
 class HFRoPE(CosSinRoPE):
-    """Rotary embeddings as transformers computes them, Llama 3 scaling included, which torchtitan's own refuses."""
+    """Rotary embeddings as transformers computes them, including Llama 3's scaling, which `CosSinRoPE` refuses."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
@@ -71,7 +72,7 @@ class HFRoPE(CosSinRoPE):
 
 
 def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
-    """Stretches long wavelengths by the factor, keeps short ones, interpolates between (arXiv 2407.21783)."""
+    """Stretches long wavelengths by the factor, keeps short ones and interpolates in between (arXiv 2407.21783)."""
     low, high = config.low_freq_factor, config.high_freq_factor
     rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -85,30 +86,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         if head == "lm"
         else ValueHead.Config(in_features=config.dim, out_features=1, param_init=_NO_INIT)
     )
-    model_class, block_class = (
-        (LlamaPolicy, Llama3TransformerBlock) if config.family == "llama" else (Qwen3Policy, Qwen3TransformerBlock)
-    )
-    layers = [
-        block_class.Config(
-            attention_norm=_norm(config, config.dim),
-            ffn_norm=_norm(config, config.dim),
-            attention=make_gqa_config(
-                dim=config.dim,
-                n_heads=config.num_heads,
-                n_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                wqkv_param_init=_NO_INIT,
-                wo_param_init=_NO_INIT,
-                inner_attention=inner_attention,
-                fuse_qkv=False,
-                rope=_rope(config),
-                qk_norm=_norm(config, config.head_dim) if config.family != "llama" else None,
-            ),
-            feed_forward=_feed_forward(config) if config.moe is None else None,
-            moe=moe_config(config) if config.moe is not None else None,
-        )
-        for _ in range(config.num_layers)
-    ]
+    model_class = LlamaPolicy if config.family == "llama" else Qwen3Policy
     model = model_class.Config(
         dim=config.dim,
         vocab_size=config.vocab_size,
@@ -118,7 +96,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         ),
         norm=_norm(config, config.dim),
         lm_head=lm_head,
-        layers=layers,
+        layers=[_layer(config, inner_attention) for _ in range(config.num_layers)],
     )
     return ModelSpec(
         name=config.family,
@@ -128,6 +106,28 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
+    )
+
+
+def _layer(config: DecoderConfig, inner_attention: Module.Config) -> TransformerBlock.Config:
+    block_class = Llama3TransformerBlock if config.family == "llama" else Qwen3TransformerBlock
+    return block_class.Config(
+        attention_norm=_norm(config, config.dim),
+        ffn_norm=_norm(config, config.dim),
+        attention=make_gqa_config(
+            dim=config.dim,
+            n_heads=config.num_heads,
+            n_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            wqkv_param_init=_NO_INIT,
+            wo_param_init=_NO_INIT,
+            inner_attention=inner_attention,
+            fuse_qkv=False,
+            rope=_rope(config),
+            qk_norm=_norm(config, config.head_dim) if config.family != "llama" else None,
+        ),
+        feed_forward=_feed_forward(config) if config.moe is None else None,
+        moe=moe_config(config) if config.moe is not None else None,
     )
 
 
@@ -153,14 +153,14 @@ def _rope(config: DecoderConfig) -> HFRoPE.Config:
 
 
 def share_rope_cache(parts: Sequence[nn.Module]) -> None:
-    """Lets all layers read one table of cosines and sines; torchtitan gives each its own."""
+    """Makes all layers share one table of cosines and sines. torchtitan gives each layer its own."""
     layers = [layer for part in parts for layer in part.modules() if isinstance(layer, HFRoPE)]
     for rope in layers[1:]:
         rope.cache = layers[0].cache
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a torchtitan parameter; of stacked experts, without the number of the expert."""
+    """The Hugging Face name of a torchtitan parameter. The name of stacked experts lacks the number of the expert."""
     name = name.replace("_checkpoint_wrapped_module.", "")
     if (match := re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)) is not None:
         return f"model.layers.{match[1]}.mlp.experts.{_HF_STACK_NAMES[match[2]]}.weight"
@@ -170,7 +170,7 @@ def hf_name(name: str) -> str:
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, by `hf_name`; a tied `lm_head.weight` is `model.embed_tokens.weight`."""
+    """Yields every parameter once, by `hf_name`. A tied `lm_head.weight` goes by `model.embed_tokens.weight`."""
     for part in parts:
         heads = {f"{name}.weight" for name, module in part.named_modules() if isinstance(module, ValueHead)}
         for name, parameter in part.named_parameters():
