@@ -1,6 +1,5 @@
 """What every engine must do, each against transformers and the loop that anyone would write in plain PyTorch."""
 
-import resource
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -245,74 +244,6 @@ def test_export_is_what_was_trained(build: Build, tmp_path: Path) -> None:
     step(engine)
     engine.export_hf(tmp_path / "export", torch.float32)
     assert_equal(ReferencePolicy(tmp_path / "export").parameters(), parameters(engine))
-
-
-def test_offloading_changes_no_number(build: Build) -> None:
-    # On this machine host and device may be one; what moves when is in test_placement.py.
-    moved, untouched = build(), build()
-    for each in (moved, untouched):
-        step(each)
-        each.forward_backward([BATCH[:3]], get_loss("cross_entropy"))
-    moved.to("cpu", model=True, gradients=True, optimizer=True)
-    with moved.eval_mode():
-        first = moved.forward(MICROBATCHES)
-    with moved.train_mode():
-        second = moved.forward(MICROBATCHES)
-        moved.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
-        assert moved.optim_step(PARAMS, 0.01).policy_version == 2
-    untouched.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
-    untouched.optim_step(PARAMS, 0.01)
-    assert_equal(parameters(moved), parameters(untouched))
-    assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
-    moved.forward_backward([BATCH], get_loss("cross_entropy"))
-    moved.to("cpu", gradients=True)
-    moved.zero_grad()
-    with pytest.raises(ValueError, match="without a gradient"):
-        moved.optim_step(PARAMS)
-    with pytest.raises(ValueError, match="nothing to move; say which of model=True, gradients=True, optimizer=True"):
-        moved.to("cpu")
-    with pytest.raises(ValueError, match="device is 'tpu'"):
-        moved.to("tpu", model=True)
-
-
-@pytest.mark.gpu
-def test_offloaded_state_leaves_the_accelerator_and_comes_back(build: Build) -> None:
-    engine, untouched = build(), build()
-    for each in (engine, untouched):
-        step(each)
-        each.forward_backward([BATCH[:3]], get_loss("cross_entropy"))
-    before = torch.cuda.memory_allocated()
-    engine.to("cpu", model=True, gradients=True, optimizer=True)
-    size = sum(p.numel() * 4 for _, p in engine.hf_parameters())
-    assert before - torch.cuda.memory_allocated() >= 4 * size
-    for each in (engine, untouched):
-        each.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
-        each.optim_step(PARAMS, 0.01)
-    assert all(p.device.type == "cpu" for _, p in engine.hf_parameters())
-    engine.to("cuda", model=True, optimizer=True)
-    assert_equal(parameters(engine), parameters(untouched))
-
-
-def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Build) -> None:
-    engine = build()
-    call = engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    assert call.metrics["memory_peak_bytes_max"] == pytest.approx(resident, rel=0.05)
-    engine.forward(MICROBATCHES)
-    with engine.memory.phase("load"):
-        allocate_mib(200)
-    with engine.memory.phase("load"):
-        pass  # the most of two
-    peaks = engine.optim_step(PARAMS).metrics
-    phases = {f"memory_peak_bytes_{phase}_max" for phase in ("forward_backward", "forward", "load", "optim_step")}
-    assert peaks.keys() == phases
-    assert peaks["memory_peak_bytes_load_max"] - peaks["memory_peak_bytes_optim_step_max"] > 150 << 20
-    engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
-    assert len(engine.optim_step(PARAMS).metrics) == 2
-
-
-def allocate_mib(size: int) -> None:
-    torch.ones(size << 18)
 
 
 def test_the_example_of_the_interface_runs_as_it_stands(

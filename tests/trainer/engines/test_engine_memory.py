@@ -1,0 +1,113 @@
+"""What every engine must do about memory: offload its state without changing a number, and report its peaks."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
+from rl.types import AdamParams
+from trainer.config import TrainerConfig
+from trainer.engines import ENGINES, load_engine
+from trainer.engines.base import Engine
+
+PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
+BATCH = random_batch((1, 17, 5, 40, 12, 7))
+MICROBATCHES = [BATCH[:3], [], BATCH[3:]]
+
+Build = Callable[[], Engine]
+
+
+@pytest.fixture(params=[True, False], ids=["llama_tied", "qwen3_untied"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    return tiny_llama(path) if request.param else tiny_qwen3(path, tied=False)
+
+
+@pytest.fixture(params=list(ENGINES))
+def build(request: pytest.FixtureRequest, model: Path) -> Build:
+    """Makes engines of one kind, all of them with the same weights."""
+    return lambda: load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))
+
+
+def step(engine: Engine) -> None:
+    engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    engine.optim_step(PARAMS, 0.01)
+
+
+def assert_same_parameters(one: Engine, other: Engine) -> None:
+    for (name, parameter), (other_name, expected) in zip(one.hf_parameters(), other.hf_parameters(), strict=True):
+        assert name == other_name
+        assert torch.equal(parameter.cpu(), expected.cpu())
+
+
+def test_offloading_changes_no_number(build: Build) -> None:
+    # Without an accelerator, host and device are the same; test_offload.py tests what moves when.
+    moved, untouched = build(), build()
+    for each in (moved, untouched):
+        step(each)
+        each.forward_backward([BATCH[:3]], get_loss("cross_entropy"))
+    moved.to("cpu", model=True, gradients=True, optimizer=True)
+    with moved.eval_mode():
+        first = moved.forward(MICROBATCHES)
+    with moved.train_mode():
+        second = moved.forward(MICROBATCHES)
+        moved.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
+        assert moved.optim_step(PARAMS, 0.01).policy_version == 2
+    untouched.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
+    untouched.optim_step(PARAMS, 0.01)
+    assert_same_parameters(moved, untouched)
+    assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, second.logprobs, strict=True))
+    moved.forward_backward([BATCH], get_loss("cross_entropy"))
+    moved.to("cpu", gradients=True)
+    moved.zero_grad()
+    with pytest.raises(ValueError, match="without a gradient"):
+        moved.optim_step(PARAMS)
+    with pytest.raises(ValueError, match="nothing to move; say which of model=True, gradients=True, optimizer=True"):
+        moved.to("cpu")
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        moved.to("tpu", model=True)
+
+
+@pytest.mark.gpu
+def test_offloaded_state_leaves_the_accelerator_and_comes_back(build: Build) -> None:
+    engine, untouched = build(), build()
+    for each in (engine, untouched):
+        step(each)
+        each.forward_backward([BATCH[:3]], get_loss("cross_entropy"))
+    before = torch.cuda.memory_allocated()
+    engine.to("cpu", model=True, gradients=True, optimizer=True)
+    size = sum(p.numel() * 4 for _, p in engine.hf_parameters())
+    assert before - torch.cuda.memory_allocated() >= 4 * size
+    for each in (engine, untouched):
+        each.forward_backward([BATCH[3:]], get_loss("cross_entropy"))
+        each.optim_step(PARAMS, 0.01)
+    assert all(p.device.type == "cpu" for _, p in engine.hf_parameters())
+    engine.to("cuda", model=True, optimizer=True)
+    assert_same_parameters(engine, untouched)
+
+
+def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Build) -> None:
+    engine = build()
+    call = engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    assert call.metrics["memory_peak_bytes_max"] == pytest.approx(resident, rel=0.05)
+    engine.forward(MICROBATCHES)
+    with engine.memory.phase("load"):
+        allocate_mib(200)
+    with engine.memory.phase("load"):
+        pass  # the most of two
+    peaks = engine.optim_step(PARAMS).metrics
+    phases = {f"memory_peak_bytes_{phase}_max" for phase in ("forward_backward", "forward", "load", "optim_step")}
+    assert peaks.keys() == phases
+    assert peaks["memory_peak_bytes_load_max"] - peaks["memory_peak_bytes_optim_step_max"] > 150 << 20
+    engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    assert len(engine.optim_step(PARAMS).metrics) == 2
+
+
+def allocate_mib(size: int) -> None:
+    torch.ones(size << 18)
