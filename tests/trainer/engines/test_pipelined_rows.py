@@ -19,7 +19,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.memory import PeakMemory
 from trainer.engines.pytorch.outputs import OutputCollector
-from trainer.engines.pytorch.rows import RowRunner, SequentialRows
+from trainer.engines.pytorch.row_runner import RowRunner, SequentialRows
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.pipeline import Pipeline, StageInputs

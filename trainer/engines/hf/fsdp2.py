@@ -17,7 +17,7 @@ from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
-from trainer.engines.pytorch.rows import SequentialRows
+from trainer.engines.pytorch.row_runner import SequentialRows
 
 
 class Fsdp2Engine(TorchEngine):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.data.packing import PackedRow
 from rl.types import Head
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
-from trainer.engines.pytorch.rows import to_tensor
+from trainer.engines.pytorch.row_runner import to_tensor
 
 T = TypeVar("T")
 # Factor on the output projection that makes a soft cap on logits visible.

@@ -31,7 +31,7 @@ from trainer.engines.pytorch.offload import PARTS, Offload, Part
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
-from trainer.engines.pytorch.rows import RowRunner
+from trainer.engines.pytorch.row_runner import RowRunner
 from trainer.export import write_hf_directory
 from trainer.saver import CheckpointSaver
 

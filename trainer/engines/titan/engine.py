@@ -15,7 +15,7 @@ from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
-from trainer.engines.pytorch.rows import SequentialRows
+from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.model.attention import shares_prefixes
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.experts import split_experts

@@ -12,7 +12,7 @@ from rl.data.packing import PackedRow
 from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
 from trainer.engines.pytorch.outputs import OutputCollector
-from trainer.engines.pytorch.rows import RowRunner, idle_row, loss_inputs
+from trainer.engines.pytorch.row_runner import RowRunner, idle_row, loss_inputs
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.pipeline import Pipeline
 

@@ -10,7 +10,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
-from trainer.engines.pytorch.rows import to_tensor
+from trainer.engines.pytorch.row_runner import to_tensor
 from trainer.engines.titan.context import RowShard, gather_scored, row_multiple, shard_row
 from trainer.engines.titan.model.attention import attention_masks, sharded_attention_masks
 from trainer.engines.titan.pipeline import StageInputs
