@@ -44,6 +44,7 @@ class _FilesStayTogether(LoadScopeScheduling):
         return "vllm" if file.startswith(_VLLM) else file
 
 
+@pytest.hookimpl(optionalhook=True)  # with -p no:xdist there is nothing to schedule
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Decides which worker runs which tests."""
     return _FilesStayTogether(config, log)
