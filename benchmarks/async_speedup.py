@@ -149,9 +149,9 @@ def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
     """Runs a loop from start to end, in processes of its own."""
     folder = RunFolder(path, config)
     loop = (
-        grpo_async.run(config, folder, console)
+        grpo_async.train(config, folder, console)
         if isinstance(config, GRPOAsyncConfig)
-        else grpo.run(config, folder, console)
+        else grpo.train(config, folder, console)
     )
     asyncio.run(loop)
     rows = [row for row in folder.metrics() if "seconds_step" in row]

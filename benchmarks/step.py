@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
-from controller.loops.grpo import GRPOConfig, run
+from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from rl.envs.even_words import EvenWords
 from rl.runs.folder import RunFolder
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         run_folder = RunFolder(Path(folder) / "run", config)
         output.move_to(run_folder.logs / "controller.log")
         console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)
-        asyncio.run(run(config, run_folder, console))
+        asyncio.run(train(config, run_folder, console))
         rows = [row for row in run_folder.metrics() if "seconds_push" in row]
     return rows[1:]
 

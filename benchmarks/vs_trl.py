@@ -39,7 +39,7 @@ from benchmarks.trl_environment import trl_python
 from benchmarks.trl_trainer import Settings
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
-from controller.loops.grpo import GRPOConfig, run
+from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from controller.runs.models import resolve_model
 from rl.envs.largest_number import LargestNumber
@@ -196,7 +196,7 @@ def _compare(
         with CapturedOutput() as output:
             output.move_to(run_folder.logs / "controller.log")
             turns = Turns(sys.stderr if sys.stderr.isatty() else output.terminal, trl, block)
-            asyncio.run(run(config, run_folder, turns))
+            asyncio.run(train(config, run_folder, turns))
         trl.finish()
     finally:
         trl.kill()

@@ -129,7 +129,7 @@ def test_config_fields_stay_few() -> None:
 
 def loops() -> list[str]:
     """Every module of the controller that defines a loop."""
-    return [str(path) for path in sources("controller") if "\nasync def run(" in (ROOT / path).read_text()]
+    return [str(path) for path in sources("controller") if "\nasync def train(" in (ROOT / path).read_text()]
 
 
 def test_loops_are_found() -> None:
@@ -140,7 +140,7 @@ def test_loops_are_found() -> None:
 @pytest.mark.parametrize("loop", loops())
 def test_a_loop_is_one_page(loop: str) -> None:
     lines = (ROOT / loop).read_text().splitlines()
-    (start,) = (number for number, line in enumerate(lines) if line.startswith("async def run("))
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("async def train("))
     assert len(lines) <= MAX_LOOP_FILE_LINES
     assert len(lines) - start <= MAX_LOOP_LINES
 

@@ -35,10 +35,10 @@ class AccumulateConfig(GroupLoopConfig):
         check_above_zero(tokens_per_step=self.tokens_per_step, kl_target=self.kl_target)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source, advantage = RolloutSource(config, run.phase), config.advantage_function

@@ -37,10 +37,10 @@ class DAPOConfig(GroupLoopConfig):
         soft_overlong_punishment(self.sampling.max_tokens, self.overlong_cache or 1)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source, advantage = RolloutSource(config, run.phase), config.advantage_function

@@ -34,10 +34,10 @@ class DistillConfig(RolloutLoopConfig):
         check_fraction(discount=self.discount)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: DistillConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: DistillConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source = RolloutSource(config, run.phase)

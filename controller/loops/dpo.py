@@ -40,10 +40,10 @@ class DPOConfig(LoopConfig):
         check_above_zero(beta=self.beta)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: DPOConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     model, per_step = resolve_model(config.model, run.phase), config.pairs_per_step

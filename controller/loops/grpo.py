@@ -18,10 +18,10 @@ class GRPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source, advantage = RolloutSource(config, run.phase), config.advantage_function

@@ -36,10 +36,10 @@ class GRPOAsyncConfig(GRPOConfig):
         check_at_least(0, max_staleness=self.max_staleness)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source, advantage = RolloutSource(config, run.phase), config.advantage_function

@@ -37,10 +37,10 @@ class PPOConfig(RolloutLoopConfig):
         get_loss("value", self.critic_loss_config)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: PPOConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains policy and critic and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     source = RolloutSource(config, run.phase)

@@ -42,10 +42,10 @@ class SFTConfig(LoopConfig):
         replace(self.adam(0.0), weight_decay=self.weight_decay)
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
-async def run(config: SFTConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     model, per_step = resolve_model(config.model, run.phase), config.examples_per_step

@@ -17,7 +17,7 @@ from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
-"""A loop: `run(config, folder, console)` trains a model. The processes it starts end before it does."""
+"""A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
 

@@ -34,7 +34,7 @@ class ToyConfig:
     seed: int = 0
 
     def loop(self) -> Loop:
-        return run
+        return train
 
 
 def recipe() -> ToyConfig:
@@ -42,7 +42,7 @@ def recipe() -> ToyConfig:
     return ToyConfig()
 
 
-async def run(config: ToyConfig, folder: RunFolder, console: Console) -> None:
+async def train(config: ToyConfig, folder: RunFolder, console: Console) -> None:
     """Starts a process that ignores every polite request, then does what `mode` says."""
     child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
     assert child.stdout is not None

@@ -51,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DAPOConfig:
 
 def _run(config: DAPOConfig, path: Path) -> RunFolder:
     folder = RunFolder(path, config)
-    asyncio.run(dapo.run(config, folder, Console(io.StringIO())))
+    asyncio.run(dapo.train(config, folder, Console(io.StringIO())))
     return folder
 
 

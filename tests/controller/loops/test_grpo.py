@@ -28,7 +28,7 @@ def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> No
         sampling=replace(recipe.sampling, max_tokens=6),
     )
     folder = RunFolder(tmp_path / "run", config)
-    asyncio.run(grpo.run(config, folder, Console(io.StringIO())))
+    asyncio.run(grpo.train(config, folder, Console(io.StringIO())))
     steps = [row for row in folder.metrics() if "seconds_push" in row]
     assert [row["policy_version"] for row in steps] == [1, 2]
     for row in steps:  # the second step's tokens were sampled from weights that were pushed

@@ -68,9 +68,9 @@ def _run(config: GRPOConfig, path: Path) -> RunFolder:
 def _run_in(folder: RunFolder, config: GRPOConfig) -> None:
     console = Console(io.StringIO())
     if isinstance(config, GRPOAsyncConfig):
-        asyncio.run(grpo_async.run(config, folder, console))
+        asyncio.run(grpo_async.train(config, folder, console))
     else:
-        asyncio.run(grpo.run(config, folder, console))
+        asyncio.run(grpo.train(config, folder, console))
 
 
 def _train_rows(folder: RunFolder) -> list[dict[str, Any]]:

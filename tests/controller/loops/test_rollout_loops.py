@@ -55,7 +55,7 @@ def _options(model: Path, **options: Any) -> dict[str, Any]:
 def _run(loop: Any, config: RolloutLoopConfig, path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """The rows of the optimizer steps and those of the evaluations."""
     folder = RunFolder(path, config)
-    asyncio.run(loop.run(config, folder, Console(io.StringIO())))
+    asyncio.run(loop.train(config, folder, Console(io.StringIO())))
     assert AutoModelForCausalLM.from_pretrained(path / "model").config.vocab_size == VOCAB_SIZE
     rows = folder.metrics()
     return [row for row in rows if "grad_norm" in row], [row for row in rows if "eval_reward" in row]
@@ -201,7 +201,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     def refused(loop: Any, config: RolloutLoopConfig, message: str) -> None:
         folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", config)
         with pytest.raises(ValueError, match=message):
-            asyncio.run(loop.run(config, folder, Console(io.StringIO())))
+            asyncio.run(loop.train(config, folder, Console(io.StringIO())))
         assert not list(folder.logs.iterdir())
 
     refused(

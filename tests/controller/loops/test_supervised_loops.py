@@ -58,7 +58,7 @@ def test_sft_learns_and_keeps_its_schedule(tmp_path: Path) -> None:
         evaluate_every=12,
     )
     folder, stream = RunFolder(tmp_path / "run", config), io.StringIO()
-    asyncio.run(sft.run(config, folder, Console(stream)))
+    asyncio.run(sft.train(config, folder, Console(stream)))
     rows = folder.metrics()
     measured = [row for row in rows if "eval_loss" in row]
     assert [row["step"] for row in measured] == [0, 12, 24]
@@ -113,10 +113,10 @@ def test_dpo_learns_and_goes_on_with_the_reference_it_had(tmp_path: Path) -> Non
     )
     begun = RunFolder(tmp_path / "begun", config)
     with pytest.raises(ConnectionError, match="the pairs are gone"):
-        asyncio.run(dpo.run(replace(config, data=Interrupted(data, until=20 * 16)), begun, Console(io.StringIO())))
+        asyncio.run(dpo.train(replace(config, data=Interrupted(data, until=20 * 16)), begun, Console(io.StringIO())))
     assert max(row["step"] for row in begun.metrics()) == 20
     resumed = RunFolder(shutil.copytree(begun.path, tmp_path / "resumed"), config, resume=True)
-    asyncio.run(dpo.run(config, resumed, Console(io.StringIO())))
+    asyncio.run(dpo.train(config, resumed, Console(io.StringIO())))
 
     measured = _measured(resumed)
     assert list(measured) == [0, 16, 32]
@@ -145,7 +145,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     def refused(changed: SFTConfig, message: str) -> None:
         folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", changed)
         with pytest.raises(ValueError, match=message):
-            asyncio.run(sft.run(changed, folder, Console(io.StringIO())))
+            asyncio.run(sft.train(changed, folder, Console(io.StringIO())))
         assert not list(folder.logs.iterdir())
 
     refused(replace(config, data=JsonlExamples(path=tmp_path / "bad.jsonl")), r"bad.jsonl:1 lacks 'completion'")
