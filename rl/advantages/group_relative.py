@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 Rewards = NDArray[np.float64]
 _ROUNDING = 1e-12
+_SMALLEST = 1e-290  # a difference below it leaves float64 too few digits to be centred and scaled
 
 
 def has_signal(rewards: Rewards) -> bool:
@@ -14,7 +15,7 @@ def has_signal(rewards: Rewards) -> bool:
 
     Differences of the size of floating-point rounding do not count: normalising would turn them into advantages.
     """
-    return len(rewards) > 0 and bool(np.ptp(rewards) > _ROUNDING * np.abs(rewards).max())
+    return len(rewards) > 0 and bool(np.ptp(rewards) > max(_ROUNDING * np.abs(rewards).max(), _SMALLEST))
 
 
 def group_mean(rewards: Rewards) -> Rewards:

@@ -2,7 +2,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl.advantages.group_relative import ADVANTAGES, group_mean, group_mean_std, leave_one_out
@@ -37,6 +37,7 @@ def test_equal_rewards_carry_no_signal(name: str, reward: float, size: int) -> N
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @given(REWARDS, st.randoms(use_true_random=False))
+@example([0.0, 5e-324], Random(0))
 @settings(deadline=None)
 def test_advantages_go_with_their_rollouts_and_add_up_to_nothing(
     name: str, rewards: list[float], random: Random
