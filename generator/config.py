@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rl.checks import check_gpus
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 from rl.types import SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
@@ -48,6 +49,9 @@ class GeneratorConfig:
     """Sequences that a replica samples at the same time; further ones wait."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
+    gpus: tuple[int | str, ...] | None = None
+    """The GPU of each rank, replica after replica, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes
+    may share GPUs that they both name. None takes the next free ones."""
     on_failure: OnFailure | None = None
     """What happens to requests in progress when a process dies, or hangs beyond `request_timeout_s`: "retry" sends them
     again and "raise" makes them raise `MeshError`; both restart the process. None means "retry" if there are several
@@ -69,6 +73,7 @@ class GeneratorConfig:
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_replicas)
         if self.on_failure is not None and self.on_failure not in get_args(OnFailure):
             raise ValueError(
                 f"GeneratorConfig.on_failure is {self.on_failure!r}; it must be one of {get_args(OnFailure)}"

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def check_at_least(minimum: float, **values: float) -> None:
@@ -24,6 +24,14 @@ def check_fraction(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}; it must be in [0, 1]")
+
+
+def check_gpus(owner: str, gpus: Sequence[int | str] | None, num_ranks: int) -> None:
+    """Raises ValueError naming `owner`'s field `gpus` if it does not name a different GPU for each rank."""
+    if gpus is not None and not len(gpus) == len(set(gpus)) == num_ranks:
+        raise ValueError(
+            f"{owner}.gpus is {list(gpus)}; it must name {num_ranks} different GPUs, one per rank, or be None"
+        )
 
 
 def check_known(name: str, value: str, known: Iterable[str]) -> None:

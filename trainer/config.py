@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl.checks import check_known
+from rl.checks import check_gpus, check_known
 from rl.types import Head
 from trainer.engine_table import ENGINES
 
@@ -64,6 +64,9 @@ class TrainerConfig:
     and experts stay in `compute_dtype`. Needs a GPU with float8 instructions."""
     num_threads: int = 1
     """Threads of each rank on the CPU."""
+    gpus: tuple[int | str, ...] | None = None
+    """The GPU of each rank, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes may share GPUs that they
+    both name. None takes the next free ones."""
     seed: int = 0
     """Seed of each rank's random state."""
 
@@ -97,6 +100,7 @@ class TrainerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        check_gpus("TrainerConfig", self.gpus, self.num_ranks)
         sharing = self.data_parallel_shard * self.context_parallel * self.tensor_parallel
         if sharing % self.expert_parallel:
             raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from controller.meshes.errors import DeadlineError, MeshError
-from controller.meshes.gpus import visible_gpus
+from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
@@ -34,7 +34,7 @@ class GeneratorHandle:
         log_dir: Path,
         *,
         name: str = "generator",
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         version_records: VersionRecords | None = None,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
@@ -50,7 +50,7 @@ class GeneratorHandle:
             VLLMGenerator,
             config,
             num_ranks=config.tensor_parallel,
-            env={**generator_env(config), **visible_gpus(gpus)},
+            env={**generator_env(config), **gpu_env(gpus)},
             log_dir=log_dir,
         )
         try:

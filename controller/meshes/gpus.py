@@ -1,52 +1,85 @@
-"""Which of this host's GPUs belong to which mesh."""
+"""Which of this host's GPUs belong to which mesh.
 
-from collections.abc import Sequence
+A GPU goes by the name that `CUDA_VISIBLE_DEVICES` has for it: a number, a UUID ("GPU-...") or the name of a MIG
+instance ("MIG-..."). Where the variable is not set, the names are the numbers of all GPUs.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class GPUPool:
     """Gives out a host's GPUs in the order in which they are asked for."""
 
-    def __init__(self, num_gpus: int) -> None:
-        """The GPUs are 0 to `num_gpus` - 1."""
-        self._num_gpus = num_gpus
-        self._next = 0
-        self._num_taken: dict[str, int] = {}
+    def __init__(self, visible: Sequence[str]) -> None:
+        """`visible` are the names of the GPUs that may be given out."""
+        self._visible = tuple(visible)
+        self._taken: dict[str, tuple[str, ...]] = {}
 
-    def take(self, name: str, num_ranks: int, gpus: Sequence[int] | None = None) -> tuple[int, ...] | None:
+    def take(
+        self, name: str, num_ranks: int, gpus: Sequence[int | str] | None = None, *, num_replicas: int = 1
+    ) -> tuple[str, ...] | None:
         """The GPUs that mesh `name` may use, one per rank: the next free ones, or those in `gpus`, even if taken.
 
         None on a host without GPUs: the mesh computes on the CPU. All meshes of one rank share a host's only GPU.
-        Raises ValueError if too few GPUs are left, and for GPUs that the host does not have.
+        `num_replicas` meshes share the ranks. Raises ValueError if too few GPUs are left, for GPUs that are not
+        visible, and for several MIG instances in one mesh.
         """
-        if gpus is not None:
-            if len(gpus) != num_ranks or not set(gpus) <= set(range(self._num_gpus)) or len(set(gpus)) < num_ranks:
-                raise ValueError(
-                    f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones of this host's "
-                    f"{self._num_gpus}"
-                )
-            return tuple(gpus)
-        if self._num_gpus == 0:
-            return None
-        if self._num_gpus == num_ranks == 1:
-            return (0,)
-        if self._next + num_ranks > self._num_gpus:
-            others = "".join(f", after {count} for {user!r}" for user, count in self._num_taken.items())
+        chosen = self._next_free(name, num_ranks) if gpus is None else self._named(name, num_ranks, gpus)
+        if num_ranks > num_replicas and chosen and any(gpu.startswith("MIG-") for gpu in chosen):
             raise ValueError(
-                f"this host has {self._num_gpus} GPUs; {name!r} needs {num_ranks}, one per rank{others}, which makes "
-                f"{self._next + num_ranks}"
+                f"{name!r} has {num_ranks // num_replicas} ranks and would use {', '.join(chosen)}; CUDA shows a "
+                "process one MIG instance only, so a mesh on MIG must have one rank; otherwise give it whole GPUs"
             )
-        self._num_taken[name] = num_ranks
-        self._next += num_ranks
-        return tuple(range(self._next - num_ranks, self._next))
+        if chosen:
+            self._taken[name] = chosen
+        return chosen
+
+    def _named(self, name: str, num_ranks: int, gpus: Sequence[int | str]) -> tuple[str, ...]:
+        names = tuple(map(str, gpus))
+        if len(names) != num_ranks or not set(names) <= set(self._visible) or len(set(names)) < num_ranks:
+            raise ValueError(
+                f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones, one per rank, of those that "
+                f"are visible: {', '.join(self._visible) or 'none'}{_setting()}"
+            )
+        return names
+
+    def _next_free(self, name: str, num_ranks: int) -> tuple[str, ...] | None:
+        if not self._visible:
+            return None
+        if len(self._visible) == num_ranks == 1:
+            return self._visible
+        free = [gpu for gpu in self._visible if not any(gpu in taken for taken in self._taken.values())]
+        if num_ranks > len(free):
+            others = ", ".join(f"{user!r} has {', '.join(taken)}" for user, taken in self._taken.items())
+            raise ValueError(
+                f"{name!r} needs {num_ranks} GPUs, one per rank; {len(free)} of the {len(self._visible)} that are "
+                f"visible{_setting()} are free{f': {others}' if others else ''}"
+            )
+        return tuple(free[:num_ranks])
 
 
-def num_gpus_here() -> int:
-    """The number of this host's GPUs that the controller may use."""
+def gpus_here() -> tuple[str, ...]:
+    """The names of the GPUs that the controller may use, found without initializing CUDA in this process."""
+    names = tuple(name.strip() for name in os.environ.get(_VARIABLE, "").split(","))
+    if names[0].startswith("MIG-"):
+        # torch can count MIG instances only by initializing CUDA, which would put a context on one of them.
+        return names if _NVIDIA_DRIVER.exists() else ()
     import torch  # takes seconds to load, which a mistake in a recipe should not have to wait for
 
-    return torch.cuda.device_count()
+    count = torch.cuda.device_count()  # by the driver's NVML; it stops at the first name that is no GPU, as CUDA does
+    return names[:count] if _VARIABLE in os.environ else tuple(map(str, range(count)))
 
 
-def visible_gpus(gpus: Sequence[int] | None) -> dict[str, str]:
+def gpu_env(gpus: Sequence[str] | None) -> Mapping[str, str]:
     """The environment of a mesh that may use these GPUs alone: rank i finds its GPU at index i. None hides nothing."""
-    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    return {} if gpus is None else {_VARIABLE: ",".join(gpus)}
+
+
+def _setting() -> str:
+    """The variable's value in an error, if it is set."""
+    return f" ({_VARIABLE} is {os.environ[_VARIABLE]!r})" if _VARIABLE in os.environ else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from controller.meshes.gpus import GPUPool, num_gpus_here
+from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
@@ -81,12 +81,11 @@ class Launcher:
         *,
         name: str = "trainer",
         generator: GeneratorConfig | None = None,
-        gpus: Sequence[int] | None = None,
     ) -> "asyncio.Task[Trainer]":
         """Starts a trainer: the policy or, under another `name`, its critic, its reference or its teacher.
 
         Weights are pushed in the dtype of `generator`, which pulls them; without it they cannot be pushed. Only one
-        trainer can push: its optimizer steps number the versions. `gpus` are one per rank, by default the next free.
+        trainer can push: its optimizer steps number the versions. Its GPUs are `config.gpus`, by default the next free.
 
         Raises ValueError if the model cannot be trained, or not in this layout, if the name is taken, for a second
         trainer that pushes, and for too few GPUs.
@@ -100,7 +99,7 @@ class Launcher:
         from trainer.engines.model_check import check_model
 
         limits = check_model(config)
-        own_gpus = self._reserve(name, config.num_ranks, gpus)
+        own_gpus = self._reserve(name, config.num_ranks, config.gpus)
         store = None
         if generator is not None:
             store, self._pushing_trainer = self._weight_store(), name
@@ -125,12 +124,10 @@ class Launcher:
 
         return self._begin(start())
 
-    def generator(
-        self, model: Path, config: GeneratorConfig, *, name: str = "generator", gpus: Sequence[int] | None = None
-    ) -> "asyncio.Task[Generator]":
+    def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
         """Starts a generator, or a `GeneratorRouter` over `config.num_replicas` of them.
 
-        `gpus` are one per rank, replica after replica. With several replicas, or if `config.on_failure` is set, a
+        Its GPUs are `config.gpus`, by default the next free. With several replicas, or if `config.on_failure` is set, a
         replica whose process died is restarted.
 
         Raises ValueError if the model cannot be served, or not on so many ranks, if the name is taken, and for too few
@@ -146,7 +143,7 @@ class Launcher:
 
         check_hardware(config)
         num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
-        own_gpus = self._reserve(name, num_ranks * num_replicas, gpus)
+        own_gpus = self._reserve(name, num_ranks * num_replicas, config.gpus, num_replicas)
         store = self._weight_store()
 
         async def start_replica(index: int) -> GeneratorHandle:
@@ -194,12 +191,14 @@ class Launcher:
                 f"generator of {name!r}: {self._pushing_trainer!r} pushes already, and only one trainer can"
             )
 
-    def _reserve(self, name: str, num_ranks: int, gpus: Sequence[int] | None) -> tuple[int, ...] | None:
+    def _reserve(
+        self, name: str, num_ranks: int, gpus: Sequence[int | str] | None, num_replicas: int = 1
+    ) -> tuple[str, ...] | None:
         """Takes a name and GPUs. Raises ValueError if the name is taken and for too few GPUs."""
         if name in self._names:
             raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
-        self._gpus = self._gpus or GPUPool(num_gpus_here())
-        reserved = self._gpus.take(name, num_ranks, gpus)
+        self._gpus = self._gpus or GPUPool(gpus_here())
+        reserved = self._gpus.take(name, num_ranks, gpus, num_replicas=num_replicas)
         self._names.add(name)
         return reserved
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from controller.meshes.gpus import visible_gpus
+from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
@@ -54,7 +54,7 @@ class TrainerHandle:
         *,
         name: str = "trainer",
         transport: WeightTransport = "auto",
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         version_records: VersionRecords | None = None,
         limits: ModelLimits | None = None,
     ) -> "TrainerHandle":
@@ -75,7 +75,7 @@ class TrainerHandle:
             generator_dtype,
             transport,
             num_ranks=config.num_ranks,
-            env={**trainer_env(config), **visible_gpus(gpus)},
+            env={**trainer_env(config), **gpu_env(gpus)},
             log_dir=log_dir,
         )
         try:

@@ -1,4 +1,4 @@
-"""A launcher refuses mistakes before any process starts, and gives out GPUs."""
+"""A launcher refuses mistakes before any process starts."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,49 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.meshes.gpus import GPUPool
 from controller.meshes.launch import Launcher, launch
 from generator.config import GeneratorConfig
-from rl.tiny_models import tiny_llama
+from rl.tiny_models import SERVABLE, tiny_llama
 from trainer.config import TrainerConfig
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "ranks", "expected"),
-    [
-        (0, (2, 1), [None, None]),
-        (1, (1, 1, 1), [(0,), (0,), (0,)]),
-        (2, (1, 1), [(0,), (1,)]),
-        (8, (4, 1, 1, 2), [(0, 1, 2, 3), (4,), (5,), (6, 7)]),
-    ],
-)
-def test_gpus_are_given_out_in_the_order_of_the_calls(
-    num_gpus: int, ranks: tuple[int, ...], expected: list[tuple[int, ...] | None]
-) -> None:
-    pool = GPUPool(num_gpus)
-    assert [pool.take(f"mesh-{index}", count) for index, count in enumerate(ranks)] == expected
-
-
-def test_gpus_can_be_shared_by_naming_them() -> None:
-    pool = GPUPool(4)
-    assert pool.take("trainer", 2) == (0, 1)
-    assert pool.take("reference", 2, gpus=(0, 1)) == (0, 1)
-    assert pool.take("generator", 2) == (2, 3)
-    for gpus in ((0,), (1, 1), (3, 4)):
-        with pytest.raises(
-            ValueError, match=r"gpus of 'critic' are \[.*\]; it needs 2 different ones of this host's 4"
-        ):
-            pool.take("critic", 2, gpus=gpus)
-
-
-def test_too_few_gpus_are_counted_in_the_error() -> None:
-    pool = GPUPool(4)
-    pool.take("trainer", 2)
-    pool.take("reference", 2)
-    with pytest.raises(ValueError, match=r"has 4 GPUs; 'generator' needs 1, .*2 for 'trainer', after 2 .* makes 5"):
-        pool.take("generator", 1)
-    with pytest.raises(ValueError, match=r"this host has 1 GPUs; 'trainer' needs 2, one per rank, which makes 2"):
-        GPUPool(1).take("trainer", 2)
 
 
 def refused(start: Callable[[Launcher, Path], object], message: str, tmp_path: Path) -> None:
@@ -111,3 +72,43 @@ def test_only_one_trainer_pushes(tmp_path: Path) -> None:
         launcher.trainer(model, TrainerConfig(), generator=generator, name="critic")
 
     refused(start, "generator of 'critic': 'trainer' pushes already", tmp_path)
+
+
+def test_gpus_that_are_not_visible_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.meshes.launch.gpus_here", lambda: ("4", "5"))
+
+    def start(launcher: Launcher, model: Path) -> None:
+        launcher.trainer(model, TrainerConfig(data_parallel_shard=2, gpus=(4, 5)))
+        launcher.trainer(model, TrainerConfig(gpus=(0,)), name="reference")
+
+    refused(start, r"gpus of 'reference' are \[0\]; it needs 1 .*visible: 4, 5", tmp_path)
+
+
+def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the environment of the processes; that CUDA obeys it needs a GPU to see."""
+    spawned: dict[str, str] = {}
+
+    async def spawn(name: str, *_: object, env: dict[str, str], **__: object) -> None:
+        spawned[name] = env["CUDA_VISIBLE_DEVICES"]
+        raise ConnectionError("no processes in this test")
+
+    monkeypatch.setattr("controller.meshes.launch.gpus_here", lambda: ("2", "3", "4", "5", "6", "7"))
+    monkeypatch.setattr("controller.meshes.mesh.Mesh.spawn", spawn)
+    model = tiny_llama(tmp_path / "model", **SERVABLE)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            starts = (
+                launcher.trainer(model, TrainerConfig(data_parallel_shard=2)),
+                launcher.trainer(model, TrainerConfig(gpus=(3,)), name="reference"),
+                launcher.generator(model, GeneratorConfig(max_model_len=64, num_replicas=2, gpus=(6, 7))),
+            )
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    asyncio.run(main())
+    assert {name: gpus for name, gpus in spawned.items() if "store" not in name} == {
+        "trainer": "2,3",
+        "reference": "3",
+        "generator-0": "6",
+        "generator-1": "7",
+    }
