@@ -57,31 +57,31 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
             launcher.trainer(teacher_model, config.teacher_trainer, name="teacher"),
             launcher.generator(source.model, config.generator),
         )
-        first_step = await run.resume(policy=trainer)
-        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in range(first_step, config.num_steps + 1):
-            if (step - 1) % config.evaluate_every == 0:
-                await evaluate(step - 1)
-            clock = run.begin_step(step)
-            with clock("generate"):
-                groups = await source.sample(generator, step, config.group_size)
-            if sampled := [rollout_to_datum(rollout, 0.0) for rollout in with_tokens(groups)]:
-                with clock("forward"):
-                    graded = (await teacher.forward(sampled)).logprobs
-                batch = reverse_kl_advantages(sampled, graded, discount=config.discount)
-                with clock("forward_backward"):
-                    output = await trainer.forward_backward(batch, "importance_sampling")
-                with clock("optim_step"):
-                    update = await trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(batch))
-                with clock("push"):
-                    version = await trainer.push_model_state_dict()
-                with clock("pull"):
-                    await generator.pull_model_state_dict(version)
-                run.end_step(groups, batch, output, update, {"kl_to_teacher": kl_from_generator(sampled, graded)})
-            else:
-                run.end_step_without_update(groups, why="no rollout has a sampled token")
-            await run.checkpoint_if_due()
+        async with run.steps(policy=trainer) as steps:
+            await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    await evaluate(step - 1)
+                clock = run.begin_step(step)
+                with clock("generate"):
+                    groups = await source.sample(generator, step, config.group_size)
+                if sampled := [rollout_to_datum(rollout, 0.0) for rollout in with_tokens(groups)]:
+                    with clock("forward"):
+                        graded = (await teacher.forward(sampled)).logprobs
+                    batch = reverse_kl_advantages(sampled, graded, discount=config.discount)
+                    with clock("forward_backward"):
+                        output = await trainer.forward_backward(batch, "importance_sampling")
+                    with clock("optim_step"):
+                        update = await trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(batch))
+                    with clock("push"):
+                        version = await trainer.push_model_state_dict()
+                    with clock("pull"):
+                        await generator.pull_model_state_dict(version)
+                    run.end_step(groups, batch, output, update, {"kl_to_teacher": kl_from_generator(sampled, graded)})
+                else:
+                    run.end_step_without_update(groups, why="no rollout has a sampled token")
+                await run.checkpoint_if_due()
 
-        await evaluate(config.num_steps)
-        await trainer.export_hf(run.model_dir)
+            await evaluate(run.last_step)
+            await trainer.export_hf(run.model_dir)
     run.finish()

@@ -50,8 +50,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
     learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps), config.warmup_steps)
     to_data = functools.partial(pairs.preferences_to_data, Renderer(model), max_tokens=config.max_tokens)
-    eval_data = to_data(config.data.eval_preferences(config.num_eval))
-    check_texts_fit(config.max_tokens, model, eval_data)
+    check_texts_fit(config.max_tokens, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 
     def training_data(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))
@@ -65,26 +64,27 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
         run.phase("scoring every pair with the reference")
         batches = (training_data(step) if step else eval_data for step in range(config.num_steps + 1))
         eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
-        for step in range(await run.resume(policy=trainer), config.num_steps + 1):
-            if (step - 1) % config.evaluate_every == 0:
-                await evaluate(step - 1)
-            clock = run.begin_step(step)
-            with clock("pack"):
-                batch = training_data(step)
-            if batch:
-                with clock("forward"):
-                    logprobs = await pairs.sequence_logprobs(trainer, batch)
-                with clock("forward_backward"):
-                    differences = pairs.log_ratio_differences(logprobs, reference[step - 1])
-                    _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
-                    output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
-                with clock("optim_step"):
-                    update = await trainer.optim_step(config.adam(learning_rate(step - 1)), 1 / len(differences))
-                metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, reference[step - 1]).items()}
-                run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(differences)})
-            else:
-                run.end_step_without_update(why="every pair was longer than max_tokens")
-            await run.checkpoint_if_due()
-        await evaluate(config.num_steps)
-        await trainer.export_hf(run.model_dir)
+        async with run.steps(policy=trainer) as steps:
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    await evaluate(step - 1)
+                clock = run.begin_step(step)
+                with clock("pack"):
+                    batch, frozen = training_data(step), reference[step - 1]
+                if batch:
+                    with clock("forward"):
+                        logprobs = await pairs.sequence_logprobs(trainer, batch)
+                    with clock("forward_backward"):
+                        differences = pairs.log_ratio_differences(logprobs, frozen)
+                        _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
+                        output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
+                    with clock("optim_step"):
+                        update = await trainer.optim_step(config.adam(learning_rate(step - 1)), 1 / len(differences))
+                    metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, frozen).items()}
+                    run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(differences)})
+                else:
+                    run.end_step_without_update(why="every pair was longer than max_tokens")
+                await run.checkpoint_if_due()
+            await evaluate(run.last_step)
+            await trainer.export_hf(run.model_dir)
     run.finish()

@@ -28,10 +28,12 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
     run.phase("starting trainer and generator")
-    async with launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator):
-        first_step = await run.resume(policy=trainer)
+    async with (
+        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        run.steps(policy=trainer) as steps,
+    ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in range(first_step, config.num_steps + 1):
+        for step in steps:
             if (step - 1) % config.evaluate_every == 0:
                 run.log_evaluation(step - 1, await source.evaluate(generator))
             clock = run.begin_step(step)
@@ -53,6 +55,6 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
                 run.end_step_without_update(groups)
             await run.checkpoint_if_due()
 
-        run.log_evaluation(config.num_steps, await source.evaluate(generator))
+        run.log_evaluation(run.last_step, await source.evaluate(generator))
         await trainer.export_hf(run.model_dir)
     run.finish()

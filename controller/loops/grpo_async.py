@@ -49,11 +49,13 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         return await source.sample_group(generator, number, config.group_size)
 
     run.phase("starting trainer and generator")
-    async with launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator):
-        steps = range(await run.resume(policy=trainer), config.num_steps + 1)
+    async with (
+        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        run.steps(policy=trainer) as steps,
+    ):
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
-        queue = RolloutQueue(sample_group, steps, config.prompts_per_step, config.max_staleness, run.restored)
+        queue = RolloutQueue(sample_group, steps.remaining, config.prompts_per_step, config.max_staleness, run.restored)
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
@@ -79,6 +81,6 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
                 rollouts.advance()
                 await run.checkpoint_if_due(**rollouts.state())
 
-        run.log_evaluation(config.num_steps, await source.evaluate(generator))
+        run.log_evaluation(run.last_step, await source.evaluate(generator))
         await trainer.export_hf(run.model_dir)
     run.finish()

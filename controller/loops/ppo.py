@@ -53,38 +53,38 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
             launcher.trainer(source.model, config.trainer, name="reference"),
             launcher.generator(source.model, config.generator),
         )
-        first_step = await run.resume(policy=trainer, critic=critic)
-        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in range(first_step, config.num_steps + 1):
-            if (step - 1) % config.evaluate_every == 0:
-                run.log_evaluation(step - 1, await source.evaluate(generator))
-            clock = run.begin_step(step)
-            with clock("generate"):
-                groups = await source.sample(generator, step, config.group_size)
-            if rollouts := with_tokens(groups):
-                sampled, rewards = [rollout_to_datum(r, 0.0) for r in rollouts], [r.reward for r in rollouts]
-                with clock("forward"):
-                    judged, frozen = await asyncio.gather(critic.forward(sampled), reference.forward(sampled))
-                batch, metrics = ppo_advantages(sampled, rewards, judged.values, frozen.logprobs, config.ppo)
-                outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
-                for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
-                    with clock("forward_backward"):
-                        policy_step = trainer.forward_backward(part, "ppo", config.loss_config)
-                        critic_step = critic.forward_backward(part, "value", config.critic_loss_config)
-                        outputs.append(await asyncio.gather(policy_step, critic_step))
-                    with clock("optim_step"):
-                        policy_step = trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(part))
-                        critic_step = critic.optim_step(config.adam(config.critic_learning_rate), token_mean(part))
-                        updates.append((await asyncio.gather(policy_step, critic_step))[0])
-                with clock("push"):
-                    version = await trainer.push_model_state_dict()
-                with clock("pull"):
-                    await generator.pull_model_state_dict(version)
-                learned, output, losses = merge_minibatches(parts, outputs)
-                run.end_step(groups, learned, output, updates[-1], metrics | losses)
-            else:
-                run.end_step_without_update(groups, why="no rollout has a sampled token")
-            await run.checkpoint_if_due()
-        run.log_evaluation(config.num_steps, await source.evaluate(generator))
-        await trainer.export_hf(run.model_dir)
+        async with run.steps(policy=trainer, critic=critic) as steps:
+            await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    run.log_evaluation(step - 1, await source.evaluate(generator))
+                clock = run.begin_step(step)
+                with clock("generate"):
+                    groups = await source.sample(generator, step, config.group_size)
+                if rollouts := with_tokens(groups):
+                    sampled, rewards = [rollout_to_datum(r, 0.0) for r in rollouts], [r.reward for r in rollouts]
+                    with clock("forward"):
+                        judged, frozen = await asyncio.gather(critic.forward(sampled), reference.forward(sampled))
+                    batch, metrics = ppo_advantages(sampled, rewards, judged.values, frozen.logprobs, config.ppo)
+                    outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
+                    for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
+                        with clock("forward_backward"):
+                            policy_step = trainer.forward_backward(part, "ppo", config.loss_config)
+                            critic_step = critic.forward_backward(part, "value", config.critic_loss_config)
+                            outputs.append(await asyncio.gather(policy_step, critic_step))
+                        with clock("optim_step"):
+                            policy_step = trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(part))
+                            critic_step = critic.optim_step(config.adam(config.critic_learning_rate), token_mean(part))
+                            updates.append((await asyncio.gather(policy_step, critic_step))[0])
+                    with clock("push"):
+                        version = await trainer.push_model_state_dict()
+                    with clock("pull"):
+                        await generator.pull_model_state_dict(version)
+                    learned, output, losses = merge_minibatches(parts, outputs)
+                    run.end_step(groups, learned, output, updates[-1], metrics | losses)
+                else:
+                    run.end_step_without_update(groups, why="no rollout has a sampled token")
+                await run.checkpoint_if_due()
+            run.log_evaluation(run.last_step, await source.evaluate(generator))
+            await trainer.export_hf(run.model_dir)
     run.finish()

@@ -60,23 +60,24 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     run.phase("starting trainer")
     async with Launcher(run.log_dir) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        for step in range(await run.resume(policy=trainer), config.num_steps + 1):
-            if (step - 1) % config.evaluate_every == 0:
-                run.log_measurements(step - 1, loss=await eval_loss(trainer, eval_data))
-            clock = run.begin_step(step)
-            with clock("pack"):
-                batch = to_data(config.data.train_examples(config.seed, (step - 1) * per_step, per_step))
-            if batch:
-                with clock("forward_backward"):
-                    output = await trainer.forward_backward(batch, "cross_entropy")
-                with clock("optim_step"):
-                    adam = replace(config.adam(learning_rate(step - 1)), weight_decay=config.weight_decay)
-                    update = await trainer.optim_step(adam, grad_scale=token_mean(batch))
-                run.end_step((), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
-            else:
-                run.end_step_without_update(why="every example was longer than max_tokens")
-            await run.checkpoint_if_due()
+        async with run.steps(policy=trainer) as steps:
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    run.log_measurements(step - 1, loss=await eval_loss(trainer, eval_data))
+                clock = run.begin_step(step)
+                with clock("pack"):
+                    batch = to_data(config.data.train_examples(config.seed, (step - 1) * per_step, per_step))
+                if batch:
+                    with clock("forward_backward"):
+                        output = await trainer.forward_backward(batch, "cross_entropy")
+                    with clock("optim_step"):
+                        adam = replace(config.adam(learning_rate(step - 1)), weight_decay=config.weight_decay)
+                        update = await trainer.optim_step(adam, grad_scale=token_mean(batch))
+                    run.end_step((), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
+                else:
+                    run.end_step_without_update(why="every example was longer than max_tokens")
+                await run.checkpoint_if_due()
 
-        run.log_measurements(config.num_steps, loss=await eval_loss(trainer, eval_data))
-        await trainer.export_hf(run.model_dir)
+            run.log_measurements(run.last_step, loss=await eval_loss(trainer, eval_data))
+            await trainer.export_hf(run.model_dir)
     run.finish()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ _ADVICE = (
     " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
     "never solved needs other problems."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinishedStep:
+    """What a checkpoint of a step holds beside the trainers' state."""
+
+    step: int
+    lengths: Mapping[str, int]
+    """The lengths of the run's files at its end."""
+    values: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -46,6 +57,11 @@ class Checkpoints:
         self._every = config.checkpoint_every
         self._keep = config.keep_checkpoints
         self._trainers = trainers
+        self._finished: _FinishedStep | None = None
+        self._versions: list[int] | None = None
+        """The trainers' policy versions when that step finished."""
+        self.last_step = 0
+        """The last finished step, in this process or before the run was resumed."""
         self.values: Mapping[str, Any] = {}
         """The values that the loop gave to `after_step` with the checkpoint that `resume` restored; JSON types."""
 
@@ -75,8 +91,8 @@ class Checkpoints:
         self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
         self._prune(self._keep)
-        self.values = loop["values"]
-        return loop["step"] + 1
+        self.values, self.last_step = loop["values"], loop["step"]
+        return self.last_step + 1
 
     async def after_step(self, step: int, **values: Any) -> None:
         """Saves if a checkpoint is due, in the background except after the last step.
@@ -84,22 +100,67 @@ class Checkpoints:
         `values` (JSON types) are the loop's own. After too many steps in a row without an update it saves in any case
         and raises `TrainingStoppedError`.
         """
+        # Remembered before the first await: whenever the run is stopped, the files have grown by this step or not.
+        self._finished = _FinishedStep(step=step, lengths=self._folder.lengths(), values=values)
+        self._versions, self.last_step = None, step
+        self._versions = await self._policy_versions()
         why_stop = self._why_stop(step)
         last = step == self._report.total_steps or why_stop is not None
         if why_stop is not None or (self._every and (last or step % self._every == 0)):
-            await self._save(step, values, asynchronous=not last)
+            await self._save(self._finished, asynchronous=not last)
         if why_stop is not None:
             raise TrainingStoppedError(f"{why_stop} The run is saved in {self._folder.checkpoint_path(step)}.")
 
-    async def _save(self, step: int, values: Mapping[str, Any], *, asynchronous: bool) -> None:
-        # The checkpoint before this one must be complete before an older one is deleted.
+    async def save_last_step(self) -> None:
+        """Saves the last finished step, if the trainers still have its parameters, and says what came of it.
+
+        For a run that is being stopped. The unfinished step after it may have added to the gradient, which a checkpoint
+        does not hold. Raises nothing: the run ends anyway.
+        """
+        finished = self._finished
+        if finished is None:
+            return  # this process has finished no step
+        if not self._every:
+            self._report.note(f"step {finished.step} is not saved: checkpoint_every is 0")
+            return
+        self._report.note(f"saving step {finished.step}; Ctrl-C again to stop at once")
+        try:
+            why_not = await self._save_unless_changed(finished)
+        except Exception as error:  # a trainer that died, a full disk
+            why_not = f"{type(error).__name__}: {error}"
+        self._report.note(
+            f"saved step {finished.step}" if why_not is None else f"step {finished.step} is not saved: {why_not}"
+        )
+
+    async def _save_unless_changed(self, finished: _FinishedStep) -> str | None:
+        """Saves a step unless it is saved already. Returns why that is too late, if it is."""
+        if self._versions not in (None, await self._policy_versions()):
+            return f"step {finished.step + 1} had already changed the parameters"
+        await self._wait_for_saves()
+        if self._folder.checkpoint_path(finished.step) not in self._folder.complete_checkpoints():
+            await self._save(finished, asynchronous=False)
+        return None
+
+    async def _policy_versions(self) -> list[int]:
+        return await asyncio.gather(*(trainer.policy_version() for trainer in self._trainers.values()))
+
+    async def _wait_for_saves(self) -> None:
         await asyncio.gather(*(trainer.wait_for_checkpoint() for trainer in self._trainers.values()))
+
+    async def _save(self, finished: _FinishedStep, *, asynchronous: bool) -> None:
+        await self._wait_for_saves()  # the checkpoint before this one must be complete before an older one is deleted
         self._prune(max(self._keep - 1, 1))
-        path = self._folder.checkpoint_path(step)
+        path = self._folder.checkpoint_path(finished.step)
         path.mkdir(parents=True, exist_ok=True)
-        lengths = self._folder.lengths()
+        self._folder.sync()
         write_json(
-            path / LOOP_FILE, {"step": step, "trainers": [*self._trainers], "lengths": lengths, "values": values}
+            path / LOOP_FILE,
+            {
+                "step": finished.step,
+                "trainers": [*self._trainers],
+                "lengths": finished.lengths,
+                "values": finished.values,
+            },
         )
         saves = (
             trainer.save_checkpoint(path / name, asynchronous=asynchronous) for name, trainer in self._trainers.items()

@@ -60,6 +60,10 @@ class Console:
         else:
             self._print(Text(f"[{self._clock()}] {text}"))
 
+    def note(self, text: str) -> None:
+        """Shows a line that stays, on a terminal too."""
+        self._print(Text(text))
+
     def step(self, metrics: Mapping[str, float], total_steps: int) -> None:
         """Shows a finished step. `metrics["step"]` counts finished steps; missing metrics are left out."""
         done = int(metrics["step"])

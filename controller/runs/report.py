@@ -54,6 +54,10 @@ class Report:
         """Tells the user what is going on while there is no step to show."""
         self._console.phase(text)
 
+    def note(self, text: str) -> None:
+        """Tells the user something that stays to be read."""
+        self._console.note(text)
+
     def step(
         self,
         step: int,

@@ -12,6 +12,7 @@ from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
 from controller.runs.loop_config import LoopConfig
 from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.steps import Steps
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
@@ -23,12 +24,13 @@ class Run:
     """One run of a loop. Steps count from 1; step 0 is the model before training.
 
     run = Run(config, folder, console)
-    for step in range(await run.resume(policy=trainer), config.num_steps + 1):
-        clock = run.begin_step(step)
-        with clock("generate"):
-            groups = ...
-        run.end_step(groups, batch, output, update)
-        await run.checkpoint_if_due()
+    async with run.steps(policy=trainer) as steps:
+        for step in steps:
+            clock = run.begin_step(step)
+            with clock("generate"):
+                groups = ...
+            run.end_step(groups, batch, output, update)
+            await run.checkpoint_if_due()
     run.finish()
     """
 
@@ -55,18 +57,24 @@ class Run:
         """The values that the loop gave to `checkpoint_if_due` with the restored checkpoint; empty in a new run."""
         return {} if self._checkpoints is None else self._checkpoints.values
 
+    @property
+    def last_step(self) -> int:
+        """The last finished step of the run; 0 before the first one."""
+        return 0 if self._checkpoints is None else self._checkpoints.last_step
+
     def phase(self, text: str) -> None:
         """Tells the user what is going on while there is no step to show."""
         self._report.phase(text)
 
-    async def resume(self, **trainers: Trainer) -> int:
-        """Restores the newest checkpoint into these trainers and returns the first step to do, 1 in a new run.
+    def steps(self, **trainers: Trainer) -> Steps:
+        """The steps still to do, as a block: `async with run.steps(policy=trainer) as steps: for step in steps: ...`.
 
-        `checkpoint_if_due` saves the same trainers, under these names. Raises ValueError for a checkpoint of another
-        model or of other trainers.
+        Entering the block restores the newest checkpoint into these trainers; `checkpoint_if_due` saves the same ones,
+        under these names. If the loop's task is cancelled, leaving the block saves the last finished step. The trainers
+        must live until then. Entering raises ValueError for a checkpoint of another model or of other trainers.
         """
         self._checkpoints = Checkpoints(self._report, self._config, **trainers)
-        return await self._checkpoints.resume()
+        return Steps(self._checkpoints, self._config.num_steps)
 
     def begin_step(self, step: int) -> PhaseClock:
         """Starts the clock of a step: `with clock("generate"): ...` adds to the step's `seconds_generate`."""
@@ -98,7 +106,7 @@ class Run:
         `values` (JSON types) are whatever else the loop needs to go on; a resumed run finds them in `restored`. Raises
         `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
         """
-        assert self._checkpoints is not None, "Run.resume names the trainers to save; call it before the first step"
+        assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
         await self._checkpoints.after_step(self._step, **values)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:

@@ -110,11 +110,14 @@ class RunFolder:
         )
 
     def lengths(self) -> dict[str, int]:
-        """Size in bytes of every file that grows by lines, after it was flushed to the disk."""
+        """Size in bytes of every file that grows by lines."""
+        return {file.name: file.stat().st_size for file in self._line_files if file.exists()}
+
+    def sync(self) -> None:
+        """Returns once every line logged so far is on the disk."""
         for file in self._line_files:
             with file.open("a") as stream:
                 os.fsync(stream.fileno())
-        return {file.name: file.stat().st_size for file in self._line_files}
 
     def cut_back(self, lengths: Mapping[str, int]) -> None:
         """Drops every line that was written after `lengths` was taken. A file that `lengths` does not name is emptied.

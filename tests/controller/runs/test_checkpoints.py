@@ -27,6 +27,10 @@ class FileTrainer:
         self.value = value
         self._pending: tuple[Path, int] | None = None
 
+    async def policy_version(self) -> int:
+        """See `rl.protocols.Trainer`."""
+        return self.value
+
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
         """See `rl.protocols.Trainer`."""
         await self.wait_for_checkpoint()

@@ -30,15 +30,17 @@ def _end_step(run: Run, step: int, **metrics: float) -> None:
 
 async def _loop(run: Run, trainer: FileTrainer, last: int) -> None:
     """What a page does, up to step `last`."""
-    first_step = await run.resume(policy=cast(Trainer, trainer))
-    total: int = run.restored.get("total", 0)
-    for step in range(first_step, last + 1):
-        clock = run.begin_step(step)
-        with clock("optim_step"):
-            total += step
-        trainer.value = total
-        _end_step(run, step, total=total)
-        await run.checkpoint_if_due(total=total)
+    async with run.steps(policy=cast(Trainer, trainer)) as steps:
+        total: int = run.restored.get("total", 0)
+        for step in steps:
+            if step > last:
+                break
+            clock = run.begin_step(step)
+            with clock("optim_step"):
+                total += step
+            trainer.value = total
+            _end_step(run, step, total=total)
+            await run.checkpoint_if_due(total=total)
 
 
 def test_a_loop_goes_on_with_its_trainers_and_its_own_values(tmp_path: Path) -> None:
@@ -89,8 +91,8 @@ def test_a_configuration_that_names_no_loop_says_so() -> None:
         CONFIG.loop()
 
 
-def test_a_page_that_forgets_to_resume_is_told(tmp_path: Path) -> None:
+def test_a_page_that_forgets_its_steps_is_told(tmp_path: Path) -> None:
     run: Any = Run(CONFIG, RunFolder(tmp_path / "a", CONFIG), Console(io.StringIO()))
     run.begin_step(1)
-    with pytest.raises(AssertionError, match=r"Run\.resume names the trainers to save"):
+    with pytest.raises(AssertionError, match=r"Run\.steps names the trainers to save"):
         asyncio.run(run.checkpoint_if_due())

@@ -1,0 +1,36 @@
+"""The steps that a run has still to do, as the block around a loop.
+
+Entering the block restores the newest checkpoint. Leaving it because the run was stopped (Ctrl-C, SIGTERM and SIGHUP
+cancel the loop's task) saves the last finished step.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from controller.runs.checkpoints import Checkpoints
+
+
+class Steps:
+    """Iterates over the numbers of the remaining steps. Made by `Run.steps`."""
+
+    def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
+        """`num_steps` is the last step of the run."""
+        self._checkpoints = checkpoints
+        self._num_steps = num_steps
+        self.remaining = range(1, num_steps + 1)
+        """The steps to do, if the run does not end early; known once the block is entered."""
+
+    async def __aenter__(self) -> Self:
+        self.remaining = range(await self._checkpoints.resume(), self._num_steps + 1)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            await self._checkpoints.save_last_step()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.remaining

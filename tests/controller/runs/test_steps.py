@@ -1,0 +1,109 @@
+"""A run that is stopped in the middle of a step, as Ctrl-C does it: by cancelling the task of the loop."""
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from controller.runs import Console, LoopConfig, Run, RunFolder
+from rl.protocols import Trainer
+from tests.controller.runs.test_checkpoints import FileTrainer
+from trainer.config import TrainerConfig
+
+CONFIG = LoopConfig(model="", trainer=TrainerConfig(), num_steps=9, learning_rate=0.0, checkpoint_every=5)
+
+
+class CountingTrainer(FileTrainer):
+    """Counts its saves."""
+
+    saves = 0
+
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+        self.saves += 1
+        await super().save_checkpoint(path, asynchronous=asynchronous)
+
+
+class FullDisk(FileTrainer):
+    """Cannot save."""
+
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def stopped_in(
+    step: int, folder: RunFolder, trainer: FileTrainer, *, updated: bool = False, config: LoopConfig = CONFIG
+) -> str:
+    """Runs a loop until the middle of a step, `updated` if its optimizer has stepped. Returns the console's lines."""
+    stream = io.StringIO()
+    run = Run(config, folder, Console(stream))
+
+    async def page() -> None:
+        async with run.steps(policy=cast(Trainer, trainer)) as steps:
+            for number in steps:
+                run.begin_step(number)
+                if number == step:
+                    trainer.value += updated
+                    folder.log_metrics({"step": 99.0})  # as an evaluation before the step does
+                    task.cancel()
+                await asyncio.sleep(0)
+                trainer.value += 1
+                folder.log_metrics({"step": float(number)})
+                await run.checkpoint_if_due(done=number)
+
+    async def main() -> None:
+        nonlocal task
+        task = asyncio.create_task(page())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    task: Any = None
+    asyncio.run(main())
+    assert run.last_step == step - 1
+    return stream.getvalue()
+
+
+def test_the_last_finished_step_is_saved(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", CONFIG)
+    told = stopped_in(4, folder, FileTrainer())
+    assert told.splitlines() == ["saving step 3; Ctrl-C again to stop at once", "saved step 3"]
+    del folder
+
+    folder, resumed = RunFolder(tmp_path / "a", CONFIG, resume=True), FileTrainer()
+    stopped_in(7, folder, resumed)
+    assert [row["step"] for row in folder.metrics()][:-1] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00005", "step-00006"]
+    loop = json.loads((folder.checkpoint_path(6) / "loop.json").read_text())
+    assert loop["values"] == {"done": 6}
+    assert (folder.checkpoint_path(6) / "policy" / "value").read_text() == "6"
+
+
+def test_a_step_whose_parameters_are_gone_is_not_saved(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", CONFIG)
+    told = stopped_in(4, folder, FileTrainer(), updated=True)
+    assert told.splitlines()[-1] == "step 3 is not saved: step 4 had already changed the parameters"
+    assert folder.complete_checkpoints() == []
+
+
+def test_a_step_that_is_being_saved_is_waited_for(tmp_path: Path) -> None:
+    folder, trainer = RunFolder(tmp_path / "a", CONFIG), CountingTrainer()
+    told = stopped_in(6, folder, trainer)  # the save of step 5 goes on in the background
+    assert told.splitlines()[-1] == "saved step 5"
+    assert trainer.saves == 1
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00005"]
+
+
+def test_a_save_that_fails_is_told_and_the_run_still_ends(tmp_path: Path) -> None:
+    told = stopped_in(3, RunFolder(tmp_path / "a", CONFIG), FullDisk())
+    assert told.splitlines()[-1] == "step 2 is not saved: OSError: [Errno 28] No space left on device"
+
+
+def test_where_there_is_nothing_to_save(tmp_path: Path) -> None:
+    without = replace(CONFIG, checkpoint_every=0)
+    folder, trainer = RunFolder(tmp_path / "a", without), CountingTrainer()
+    assert stopped_in(3, folder, trainer, config=without) == "step 2 is not saved: checkpoint_every is 0\n"
+    assert stopped_in(1, RunFolder(tmp_path / "b", CONFIG), trainer) == ""
+    assert trainer.saves == 0
