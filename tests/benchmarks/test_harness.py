@@ -2,11 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, table
+from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import Bar, machine, parser, print_result
+from benchmarks.results_page import PAGE, page, save
 
 
 @pytest.mark.parametrize(
@@ -29,12 +31,29 @@ def test_quick_and_smoke_exclude_each_other(capsys: pytest.CaptureFixture[str]) 
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_results_page_says_which_kind_of_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    print_result(BENCHMARKS[0], [Bar(name="ratio", value=2.0, limit=1.0)], {"seconds": 0.5})
-    page = table([json.loads(capsys.readouterr().out)])
-    assert "| step | ratio | 2 | <= 1 | **no** |" in page
-    assert "bfloat16 instructions, ATEN_CPU_CAPABILITY=avx2)" in page
-    assert "| seconds | 0.5 |" in page
+def test_results_page_shows_both_kinds_of_processor_side_by_side(tmp_path: Path) -> None:
+    figures = {"seconds": [0.5, 1.0]}
+    for bfloat16, value, caps in ((True, 2.0, {}), (False, 0.5, {"ATEN_CPU_CAPABILITY": "avx2"})):
+        bar = {"name": "ratio", "value": value, "limit": 1.0, "at_most": True, "ok": value <= 1.0}
+        made = {"cpu": "C", "cores": 2, "bfloat16": bfloat16, "isa_caps": caps, "python": "3.11"}
+        save({"benchmark": "step", "bars": [bar], "figures": figures, "machine": made, "commit": "abc"}, tmp_path)
+    shown = page(BENCHMARKS, tmp_path)
+    assert "| step | ratio | <= 1 | **2, not met** | 0.5 |" in shown
+    assert "`python -m benchmarks.step` at commit abc, 2 cores of C (with bfloat16 instructions), Python 3.11." in shown
+    assert "(without bfloat16 instructions, ATEN_CPU_CAPABILITY=avx2)" in shown
+    assert shown.count("| seconds | 0.5, 1 |") == 2
+
+    (tmp_path / "fp32" / "step.json").unlink()
+    assert "| step | ratio | <= 1 | **2, not met** | not measured |" in page(BENCHMARKS, tmp_path)
+
+
+def test_the_page_is_made_of_the_kept_results() -> None:
+    assert page((*BENCHMARKS, *ON_REQUEST)) == PAGE.read_text()
+
+
+def test_a_result_is_kept_under_the_kind_of_its_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    print_result("step", [Bar(name="ratio", value=2.0, limit=1.0)], {"seconds": 0.5})
+    save(result := json.loads(capsys.readouterr().out), tmp_path)
+    (file,) = tmp_path.glob("*/step.json")
+    assert file.parent.name == ("bf16" if machine()["bfloat16"] else "fp32")
+    assert json.loads(file.read_text()) == result
