@@ -16,7 +16,14 @@ from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json
 from rl.runs.schema import SCHEMA_VERSION, schema_version
 
 _RECIPE_FILE = "recipe.json"
-CHANGEABLE = ("num_steps", "checkpoint_every", "keep_checkpoints")
+CHANGEABLE = (
+    "num_steps",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "on_failure",
+    "max_restarts",
+    "restart_window_minutes",
+)
 """Fields that may be changed when a run is resumed."""
 
 

@@ -91,6 +91,7 @@ def _run_path(options: argparse.Namespace, config: Any) -> Path:
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
     from controller.runs.console import Console
+    from controller.runs.restarts import run_with_restarts
 
     output.move_to(folder.logs / "controller.log")
     console = Console(output.terminal)
@@ -103,7 +104,7 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
     code = 0
     with StopSignals(say_saved) as stop:
         try:
-            stop.run(loop(config, folder, console))
+            stop.run(run_with_restarts(loop, config, folder, console))
         except BaseException as error:  # whatever it is, the processes must end and the user must be told
             traceback.print_exc()  # to the log
             console.close()

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from controller.runs.console import Console
 from controller.runs.preflight import check_sampled_distribution
 from generator.config import GeneratorConfig
 from rl.advantages.group_relative import ADVANTAGES, Rewards
-from rl.checks import check_at_least, check_known
+from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.check import require_env
 from rl.losses import get_loss
 from rl.protocols import Env
@@ -18,6 +18,7 @@ from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
+OnFailure = Literal["restart", "stop"]
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
 
@@ -46,6 +47,13 @@ class LoopConfig:
     """Steps between checkpoints, with one after the last step; 0 for none. The trained model is always exported."""
     keep_checkpoints: int = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
+    on_failure: OnFailure = "restart"
+    """What happens when a trainer or the weight store dies or hangs: "restart" starts the processes again and goes on
+    after the newest checkpoint; "stop" ends the run. A generator that dies is replaced in either case."""
+    max_restarts: int = 3
+    """Most restarts within `restart_window_minutes`; one more failure ends the run."""
+    restart_window_minutes: float = 60.0
+    """The time in which `max_restarts` are counted."""
     seed: int = 0
     """Seed of the training data's order and of sampling."""
 
@@ -58,7 +66,11 @@ class LoopConfig:
             evaluate_every=self.evaluate_every,
             keep_checkpoints=self.keep_checkpoints,
         )
-        check_at_least(0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps)
+        check_at_least(
+            0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps, max_restarts=self.max_restarts
+        )
+        check_known("on_failure", self.on_failure, get_args(OnFailure))
+        check_above_zero(restart_window_minutes=self.restart_window_minutes)
         self.adam(self.learning_rate)
 
     def loop(self) -> Loop:

@@ -92,6 +92,10 @@ class RunFolder:
         """One JSON object per rollout, with the tokens, log-probs and versions of each of its turns."""
         return self.path / "rollouts.jsonl"
 
+    def begin_again(self) -> None:
+        """The run's loop has failed and begins again after the newest checkpoint, in this process."""
+        self.resumed = True
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation."""
         _append(self.metrics_file, [{**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}])

@@ -105,9 +105,11 @@ def _kill_trainer_in_a_save(run: subprocess.Popen[str], folder: Path) -> None:
         os.kill(trainer, signal.SIGCONT)
 
 
-def test_a_run_that_is_killed_once_does_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
+def test_a_run_goes_on_by_itself_without_its_trainer_and_when_told_to_without_its_controller(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "killed"
     run = _ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS, "8")
+    _kill_trainer(run, folder, 4)
+    _wait(run, lambda: "MeshError" in (folder / "logs" / "controller.log").read_text())
     _kill_controller(run, folder, 5)
     done = [row for row in _rows(folder) if row["step"] <= 5]
     run = _ownloop(tmp_path, "--resume", "killed")
@@ -133,19 +135,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     run = _ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS, "22")
     _kill_controller(run, folder, first)
 
-    run = _ownloop(tmp_path, "--resume", "killed")
+    run = _ownloop(tmp_path, "--resume", "killed", "--on-failure", "stop")
     _kill_trainer_in_a_save(run, folder)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 1
     assert "error: MeshError: trainer: a process died" in output
     assert f"ownloop run --resume {folder}" in output
 
-    run = _ownloop(tmp_path, "--resume", str(folder))
-    _kill_trainer(run, folder, second)
-    run.communicate(timeout=60)
-
-    run = _ownloop(tmp_path, "--resume", "killed")
-    _wait_for_step(run, folder, second + 1)
+    run = _ownloop(tmp_path, "--resume", str(folder), "--on-failure", "restart")
+    _kill_trainer(run, folder, second)  # it goes on by itself
+    _wait_for_step(run, folder, second + 2)
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT, output

@@ -1,0 +1,65 @@
+"""Restarts: a run whose trainer, store or last generator failed goes on after its newest checkpoint, by itself.
+
+The loop has ended by then, and with it every process that it started. It begins again in the same controller, exactly
+as `ownloop run --resume` would begin it, so the metrics are those of a run without the failure. A run that has no
+checkpoint yet begins at step 1. Generators are replaced one by one while the loop goes on (see
+controller/meshes/generator_router.py) and end it only if they cannot be.
+"""
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from controller.meshes.errors import MeshError
+from controller.runs.console import Console
+from controller.runs.loop_config import Loop
+from rl.runs.folder import RunFolder
+
+
+async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:
+    """Runs a loop to its end, and begins it again when a process fails, as the configuration's `on_failure` says.
+
+    A configuration without that field is not restarted. Raises `MeshError` if the loop may not be restarted (again);
+    every other error of the loop is raised at once, since it would happen again.
+    """
+    limit = RestartLimit(config) if getattr(config, "on_failure", "stop") == "restart" else None
+    while True:
+        try:
+            return await loop(config, folder, console)
+        except MeshError as error:
+            if limit is None:
+                raise
+            if not limit.allows_another():
+                console.warn(f"the run is not restarted again: {limit}")
+                raise
+            traceback.print_exc()
+            console.warn(f"{error.mesh} failed: {error.reason}")
+            console.phase(f"restarting after the newest checkpoint ({limit})")
+        folder.begin_again()
+
+
+class RestartLimit:
+    """Counts the restarts of a run, of which a time window may hold only so many."""
+
+    def __init__(self, config: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """`config` has the fields `max_restarts` and `restart_window_minutes`; `clock` returns seconds."""
+        self._at_most: int = config.max_restarts
+        self._window_minutes: float = config.restart_window_minutes
+        self._clock = clock
+        self._restarts: deque[float] = deque()
+
+    def __str__(self) -> str:
+        """How many of the allowed restarts were used up."""
+        return f"{len(self._restarts)} of at most {self._at_most} restarts in {self._window_minutes:g} minutes"
+
+    def allows_another(self) -> bool:
+        """Whether the run may be restarted now; if so, the restart is counted."""
+        now = self._clock()
+        while self._restarts and self._restarts[0] <= now - 60 * self._window_minutes:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._at_most:
+            return False
+        self._restarts.append(now)
+        return True
