@@ -130,8 +130,9 @@ class Episode(Protocol):
         """Answers the model's completion with another observation or with the final reward.
 
         A plain function runs in a thread, at the same time as those of other episodes, so it may compute or block. An
-        `async def` runs on the event loop and must not block it. A call that raises, takes longer than the loop's time
-        limit, or returns a reward that is not finite costs this rollout; the failure is reported and the step goes on.
+        `async def` runs on the event loop and must not block it. A call that raises, takes longer than its limit
+        (see `Env`), or returns a reward that is not finite costs this rollout; the failure is reported and the step
+        goes on.
         A thread cannot be stopped: code that may hang or crash belongs in a process of its own (`rl.envs.sandbox`).
         """
         ...
@@ -156,7 +157,11 @@ class Problem(Protocol):
 
 
 class Env(Protocol):
-    """A source of problems. Its training and held-out splits never overlap."""
+    """A source of problems. Its training and held-out splits never overlap.
+
+    An environment may have one more attribute, `call_time_limit_s: float`: the longest that one call of `start` or
+    `reply` may take, 60 s without it. A recipe's `env_time_limit_s` replaces it.
+    """
 
     @property
     def name(self) -> str:

@@ -197,7 +197,8 @@ class AdamParams:
     grad_clip_norm: float = 0.0
     """A gradient with a larger global norm is scaled down to this norm; 0 switches clipping off."""
     learning_rate_multipliers: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Pattern of Hugging Face parameter names (fnmatch) -> factor of the learning rate. The first match counts."""
+    """Pattern of Hugging Face parameter names (fnmatch) -> factor of the learning rate. The first match counts. A
+    pattern that matches no parameter is refused."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

@@ -137,7 +137,8 @@ class TrainerHandle:
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
 
-        Raises ValueError if no gradient was accumulated or `grad_scale` is not finite.
+        Raises ValueError if no gradient was accumulated, `grad_scale` is not finite, or a pattern of
+        `learning_rate_multipliers` matches no parameter.
         """
         outputs = await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks])
         return replace(outputs[0], metrics=merge_metrics([output.metrics for output in outputs]))
@@ -150,7 +151,7 @@ class TrainerHandle:
         """Offloads parameters, gradients or optimizer state to `device` ("cpu"), or moves them back ("cuda").
 
         Offloaded state is moved to the device for each call and back afterwards. A trainer that computes on the CPU
-        moves nothing. Raises ValueError if nothing is chosen, and for a device that the trainer does not have.
+        moves nothing. Raises ValueError if nothing is chosen, and for another device.
         """
         await self._gather([rank.to.call_one(device, model, gradients, optimizer) for rank in self._ranks])
 

@@ -101,6 +101,9 @@ class RolloutLoopConfig(LoopConfig):
     """Rollouts of each problem."""
     eval_samples: int = 1
     """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
+    env_time_limit_s: float | None = None
+    """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
+    says (`call_time_limit_s`), and 60 s if it says nothing."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
@@ -109,6 +112,8 @@ class RolloutLoopConfig(LoopConfig):
         check_at_least(
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
         )
+        if self.env_time_limit_s is not None:
+            check_above_zero(env_time_limit_s=self.env_time_limit_s)
         check_sampled_distribution(self.sampling)
 
 

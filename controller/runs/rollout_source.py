@@ -10,6 +10,7 @@ from controller.runs.preflight import check_prompts_fit
 from rl.protocols import Generator
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
+from rl.rollouts.guard import time_limit_of
 from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.rendering import Renderer
 from rl.types import Group
@@ -32,6 +33,7 @@ class RolloutSource:
         """The held-out problems, always the same."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
         self._config = config
+        self._time_limit_s = config.env_time_limit_s or time_limit_of(config.env)
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
         self._tell = tell
 
@@ -69,9 +71,11 @@ class RolloutSource:
             return self._recording.train_groups(start, count)
         problems = self._config.env.train_problems(self._config.seed, start, count)
         seeded = replace(self.sampling, seed=seed)
-        return await rollout_groups(generator, self.renderer, problems, seeded, num_samples)
+        return await rollout_groups(
+            generator, self.renderer, problems, seeded, num_samples, time_limit_s=self._time_limit_s
+        )
 
     async def evaluate(self, generator: Generator) -> Evaluation:
         """Evaluates on the held-out problems, with `eval_samples` answers to each."""
         attempts = eval_sampling(self.sampling, self._config.eval_samples)
-        return await evaluate(generator, self.renderer, self.eval_problems, *attempts)
+        return await evaluate(generator, self.renderer, self.eval_problems, *attempts, time_limit_s=self._time_limit_s)

@@ -5,6 +5,7 @@ are right.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from rl.envs.check_episodes import check_episodes
 from rl.envs.findings import Findings, message_fault
 from rl.protocols import Env
+from rl.rollouts.guard import time_limit_of
 
 _METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
 _NUM_TRAIN, _NUM_EVAL = 256, 16  # many training problems, because leaks between the splits are found by chance
 _NUM_PLAYED = 4  # problems of each split
+_TIME_LIMIT_S = 10.0  # of a call; shorter than that of a run, because the author waits
 _SLOW_S = 1.0  # seconds of CPU time for one call of train_problems or eval_problems
 
 
@@ -26,11 +29,12 @@ def require_env(env: object) -> None:
         raise ValueError(f"env is a {type(env).__name__}, and {missing[0]}; see rl.protocols.Env")
 
 
-def check_env(env: Env, *, time_limit_s: float = 10.0) -> list[str]:
+def check_env(env: Env, *, time_limit_s: float | None = None) -> list[str]:
     """One sentence for each mistake; an empty list for an environment that loops can use.
 
-    A call of the environment may last `time_limit_s`. The whole check usually takes seconds, and at most about six
-    times the limit. It runs an event loop of its own, so it must not be called from a coroutine.
+    A call of the environment may last `time_limit_s`: by default the environment's own `call_time_limit_s`, or 10 s.
+    The whole check usually takes seconds, and at most about six times the limit. It runs an event loop of its own, so
+    it must not be called from a coroutine.
     """
     missing = _missing(env)
     if missing:
@@ -43,6 +47,8 @@ def check_env(env: Env, *, time_limit_s: float = 10.0) -> list[str]:
     _check_streams(findings, env, train, evals)
     for side, problems in (("training", train), ("held-out", evals)):
         _check_problems(findings, side, problems)
+    if time_limit_s is None:
+        time_limit_s = time_limit_of(env) if hasattr(env, "call_time_limit_s") else _TIME_LIMIT_S
     if not findings.sentences:  # episodes of malformed problems would give the same findings again
         asyncio.run(check_episodes(findings, [*train[:_NUM_PLAYED], *evals[:_NUM_PLAYED]], time_limit_s))
     return findings.sentences
@@ -74,6 +80,9 @@ def _missing(env: object) -> list[str]:
         found.append(f"its name is {name!r}; a text for readers of the metrics is needed")
     if not isinstance(stop, tuple) or not all(isinstance(s, str) and s for s in stop):  # pyright: ignore[reportUnknownVariableType]
         found.append(f"its stop is {stop!r}; a tuple of non-empty strings is needed, () for none")
+    limit = time_limit_of(env)
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - it is the user's
+        found.append(f"its call_time_limit_s is {limit!r}; a finite number of seconds above 0 is needed")
     return found + [
         f"it has no method {method}{arguments}"
         for method, arguments in _METHODS.items()

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.protocols import Done, Episode, Generator, Observation, Problem
-from rl.rollouts.guard import EnvironmentFailedError, call_environment
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import Renderer, prompt_text
 from rl.types import Completion, Datum, Group, Rollout, SamplingParams, Turn
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_TIME_LIMIT_S = 60.0
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ async def rollout_groups(
     sampling: SamplingParams,
     num_samples: int,
     *,
-    time_limit_s: float = _TIME_LIMIT_S,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> list[Group]:
     """The groups of these problems, in order. All are in flight at once; see `rollout_group`.
 
@@ -57,7 +56,7 @@ async def rollout_group(
     sampling: SamplingParams,
     num_samples: int,
     *,
-    time_limit_s: float = _TIME_LIMIT_S,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Group:
     """`num_samples` attempts at one problem, each of as many turns as its episode asks for.
 

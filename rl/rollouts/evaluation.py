@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rl.protocols import Generator, Problem
 from rl.rollouts.episodes import rollout_groups
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.rollouts.rendering import Renderer
 from rl.types import Group, SamplingParams
 
@@ -98,9 +99,18 @@ async def evaluate(
     problems: Sequence[Problem],
     sampling: SamplingParams,
     num_samples: int = 1,
+    *,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Evaluation:
-    """Samples answers to each problem with the generator's current weights. `eval_sampling` makes `sampling`."""
-    return Evaluation(groups=tuple(await rollout_groups(generator, renderer, problems, sampling, num_samples)))
+    """Samples answers to each problem with the generator's current weights. `eval_sampling` makes `sampling`.
+
+    A call of the environment may take `time_limit_s`.
+    """
+    return Evaluation(
+        groups=tuple(
+            await rollout_groups(generator, renderer, problems, sampling, num_samples, time_limit_s=time_limit_s)
+        )
+    )
 
 
 def eval_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:

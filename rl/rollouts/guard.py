@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+DEFAULT_TIME_LIMIT_S = 60.0
+"""Limit of one call of an environment that does not set its own, `call_time_limit_s`."""
 MAX_THREADS = 32
 """Calls that run at the same time. Further calls wait, and waiting does not count towards their time limit."""
 
@@ -22,6 +24,12 @@ _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = W
 
 class EnvironmentFailedError(Exception):
     """The environment raised, took too long or returned something invalid; the message says which."""
+
+
+def time_limit_of(env: object) -> float:
+    """Seconds that one call of this environment may take: its own `call_time_limit_s`, or else the default."""
+    limit: float = getattr(env, "call_time_limit_s", DEFAULT_TIME_LIMIT_S)
+    return limit
 
 
 async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments: Any, time_limit_s: float) -> T:

@@ -57,7 +57,12 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
         results["error"] = f"{type(error).__name__}: {error}"
     results["gradients_after_error"] = whole(engine, gradients=True)
 
-    steps = [engine.optim_step(PARAMS, 0.1)]
+    try:
+        engine.optim_step(replace(PARAMS, learning_rate_multipliers={"model.layers.9.*": 1.0}), 0.1)
+    except ValueError as error:
+        results["unmatched"] = str(error)
+    # Of a pipeline, one rank holds layer 0.
+    steps = [engine.optim_step(replace(PARAMS, learning_rate_multipliers={"model.layers.0.*": 1.0}), 0.1)]
     for _ in range(2):
         engine.forward(local_batch(batch))  # gathers parameters, which must not outlive the step
         engine.forward_backward(local_batch(batch), get_loss("cross_entropy"))

@@ -95,7 +95,8 @@ class Engine(ABC):
         """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
 
         A gradient that is not finite is cleared and changes nothing else. The metrics are those of `memory.take()`.
-        Raises ValueError if no gradient was accumulated.
+        Raises ValueError, with all state as it was, if no gradient was accumulated or a pattern of
+        `learning_rate_multipliers` matches no parameter.
         """
 
     @abstractmethod
@@ -107,7 +108,8 @@ class Engine(ABC):
         """Keeps parameters, gradients or optimizer state on `device` from now on: "cpu", or the accelerator's kind.
 
         Offloaded state is moved to the device for each call and back afterwards; within `train_mode` or `eval_mode` it
-        stays on the device. Raises ValueError if nothing is to be moved, or if this rank has no such device.
+        stays on the device. An engine that computes on the CPU moves nothing. Raises ValueError if nothing is chosen,
+        and for another device.
         """
 
     @abstractmethod

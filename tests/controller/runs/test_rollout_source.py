@@ -1,6 +1,7 @@
 """The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from controller.meshes.offline import OfflineGenerator
 from controller.runs.rollout_source import RolloutSource
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
+from rl.envs.procedural import TextProblem
 from rl.rollouts.recorded import RecordedEnv
 from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
@@ -74,6 +76,43 @@ def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(confi
         assert asyncio.run(source.sample_problems(generator, 2 * step - 2, 2, NUM_SAMPLES)) == expected
         alone = [asyncio.run(source.sample_group(generator, 2 * step - 2 + i, NUM_SAMPLES)) for i in range(2)]
         assert alone == expected
+
+
+class SlowWords(EvenWords):
+    """Takes 0.2 s to score an answer, and allows itself 0.05 s."""
+
+    call_time_limit_s = 0.05
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """As `EvenWords`, slowly."""
+        return [replace(problem, score=_slowly) for problem in EvenWords.train_problems(self, seed, start, count)]
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        """As `EvenWords`, slowly."""
+        return [replace(problem, score=_slowly) for problem in EvenWords.eval_problems(self, count)]
+
+
+def _slowly(answer: str) -> float:
+    time.sleep(0.2)
+    return float(len(answer))
+
+
+def test_the_environments_time_limit_holds_unless_the_recipe_has_one(config: GRPOConfig) -> None:
+    config = replace(config, num_eval=1, env=SlowWords())
+    group, _ = _step(_source(config), 1)
+    assert [failure.partition(": ")[2] for failure in group.failures] == ["it did not answer within 0.05 s"] * 2
+    (group,) = asyncio.run(_source(config).evaluate(_generator())).groups
+    assert (len(group.rollouts), len(group.failures)) == (0, 1)
+    patient = _source(replace(config, env_time_limit_s=30.0))
+    assert [len(group.rollouts) for group in _step(patient, 1)] == [2, 2]
+    (group,) = asyncio.run(patient.evaluate(_generator())).groups
+    assert len(group.rollouts) == 1
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_time_limit_that_is_none_is_refused(config: GRPOConfig, limit: float) -> None:
+    with pytest.raises(ValueError, match=r"env_time_limit_s is .*; it must be above 0 and finite"):
+        replace(config, env_time_limit_s=limit)
 
 
 def _without_text(group: Group) -> Group:

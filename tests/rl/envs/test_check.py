@@ -47,6 +47,31 @@ def test_a_shipped_environment_has_no_findings(name: str, tmp_path: Path) -> Non
     assert check_env(SHIPPED[name](tmp_path)) == []
 
 
+@pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan"), True, "60", None])
+def test_a_time_limit_that_is_none_is_found(limit: Any) -> None:
+    class Env(EvenWords):
+        call_time_limit_s: Any = limit
+
+    assert check_env(Env()) == [f"its call_time_limit_s is {limit!r}; a finite number of seconds above 0 is needed"]
+    with pytest.raises(ValueError, match="call_time_limit_s"):
+        require_env(Env())
+
+
+def test_episodes_are_checked_with_the_environments_own_time_limit() -> None:
+    class Slow(EvenWords):
+        call_time_limit_s = 0.05
+
+        def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
+            return [replace(problem, score=_slowly) for problem in EvenWords.train_problems(self, seed, start, count)]
+
+    assert any("did not answer within 0.05 s" in finding for finding in check_env(Slow()))
+
+
+def _slowly(answer: str) -> float:
+    time.sleep(0.2)
+    return float(len(answer) > 4)
+
+
 def test_every_shipped_environment_is_checked() -> None:
     files = {path.stem for path in (Path(__file__).parents[3] / "rl" / "envs").glob("[a-z]*.py")}
     assert files - MODULES - ELSEWHERE == set(SHIPPED)

@@ -53,6 +53,9 @@ def test_without_an_accelerator_nothing_moves(moves: list[tuple[Part, str]]) -> 
     offload.rest(["model"], "cpu")
     with offload.resident("model"):
         pass
+    offload.rest(["model"], "cuda")
+    with offload.resident("model"):
+        pass
     assert not moves
-    with pytest.raises(ValueError, match="device is 'cuda'; this trainer's state can be on 'cpu'"):
-        offload.rest(["model"], "cuda")
+    with pytest.raises(ValueError, match="device is 'gpu'; it must be 'cpu' or 'cuda'"):
+        offload.rest(["model"], "gpu")

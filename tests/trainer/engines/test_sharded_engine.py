@@ -102,6 +102,11 @@ def test_loss_that_raises_on_one_rank_raises_on_all_and_changes_nothing(results:
     assert worst(many["gradients_after_error"], many["gradients"]) == 0
 
 
+def test_a_multiplier_is_refused_if_it_matches_no_parameter_of_any_rank(results: Results) -> None:
+    _, many, _, _ = results
+    assert "multipliers['model.layers.9.*'] matches no parameter; names are such as" in many["unmatched"]
+
+
 def test_steps_equal_those_of_one_rank(results: Results) -> None:
     config, many, one, _ = results
     np.testing.assert_allclose(many["grad_norms"], one["grad_norms"], rtol=1e-5)

@@ -109,6 +109,7 @@ class TorchEngine(Engine):
             raise ValueError(f"grad_scale is {grad_scale}; it must be finite")
         if not self._gradients.exist:
             raise ValueError("optim_step was called without a gradient; call forward_backward first")
+        self._optimizer.check(params, self._device)
         with self._memory.phase("optim_step"), self._offload.resident(*PARTS):
             grad_norm = self._optimizer.step(params, grad_scale)
             skipped = not math.isfinite(grad_norm)

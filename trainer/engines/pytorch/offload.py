@@ -32,14 +32,17 @@ class Offload:
         return self._place[part]
 
     def rest(self, parts: Sequence[Part], device: str) -> None:
-        """Keeps parts on `device` between uses. Raises ValueError for no parts and for an unknown device."""
-        if device not in (HOST.type, self._device.type):
-            accepted = " or ".join(repr(kind) for kind in dict.fromkeys((HOST.type, self._device.type)))
-            raise ValueError(f"to: device is {device!r}; this trainer's state can be on {accepted}")
+        """Keeps parts on `device` between uses. Raises ValueError for no parts and for an unknown device.
+
+        On the CPU, where nothing moves, "cuda" is accepted as well, so that a loop that offloads runs anywhere.
+        """
+        accelerator = "cuda" if self._device == HOST else self._device.type
+        if device not in (HOST.type, accelerator):
+            raise ValueError(f"to: device is {device!r}; it must be {HOST.type!r} or {accelerator!r}")
         if not parts:
             raise ValueError(f"to: nothing to move; say which of {', '.join(f'{part}=True' for part in PARTS)}")
         for part in parts:
-            self._rests[part] = self._device if device == self._device.type else HOST
+            self._rests[part] = HOST if device == HOST.type else self._device
             self._settle(part)
 
     @contextmanager

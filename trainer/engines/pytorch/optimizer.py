@@ -22,6 +22,26 @@ class Optimizer:
         self._parameters = parameters
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
+    def check(self, params: AdamParams, device: torch.device) -> None:
+        """Raises ValueError, on every rank, for a learning-rate multiplier that matches no parameter of any rank.
+
+        A collective if there are multipliers, because a rank may hold the parameters of a few layers only.
+        """
+        patterns = list(params.learning_rate_multipliers)
+        if not patterns:
+            return
+        found = [any(fnmatchcase(name, pattern) for name in self._parameters) for pattern in patterns]
+        num_ranks = torch.tensor(found, dtype=torch.float32, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(num_ranks)
+        for pattern, ranks in zip(patterns, num_ranks.tolist(), strict=True):
+            if not ranks:
+                names = list(self._parameters)
+                some = ", ".join(dict.fromkeys((names[0], names[len(names) // 2], names[-1])))
+                raise ValueError(
+                    f"AdamParams.learning_rate_multipliers[{pattern!r}] matches no parameter; names are such as {some}"
+                )
+
     def step(self, params: AdamParams, grad_scale: float) -> float:
         """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping."""
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
