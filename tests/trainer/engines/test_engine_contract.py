@@ -170,6 +170,19 @@ def test_loss_that_raises_leaves_the_gradient_as_it_was(build: Build) -> None:
     assert_close(gradients(engine), {name: 2 * grad for name, grad in before.items()}, 1e-6)
 
 
+def test_a_multiplier_that_matches_no_parameter_is_refused_and_changes_nothing(build: Build) -> None:
+    engine = build()
+    engine.forward_backward([BATCH], get_loss("cross_entropy"))
+    before = parameters(engine), gradients(engine)
+    message = r"multipliers\['model.layer.\*'\] matches no parameter; names are such as model.embed_tokens.weight, "
+    with pytest.raises(ValueError, match=message):
+        engine.optim_step(replace(PARAMS, learning_rate_multipliers={"*.q_proj.*": 1.0, "model.layer.*": 0.5}))
+    assert_equal(parameters(engine), before[0])
+    assert_equal(gradients(engine), before[1])
+    multipliers = {"*.q_proj.*": 1.0, "model.layers.*": 0.5}
+    assert not engine.optim_step(replace(PARAMS, learning_rate_multipliers=multipliers)).skipped
+
+
 def test_hooks_change_what_is_computed_and_what_is_returned(build: Build) -> None:
     def reverse(microbatch: Microbatch) -> Microbatch:
         return [replace(datum, tokens=datum.tokens[::-1].copy()) for datum in microbatch]
