@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainer.checkpoint_reader import CheckpointReader
+
 _FILE = "ownloop.json"
 _FORMAT = 1
 Kind = Literal["checkpoint", "export"]
@@ -101,17 +103,23 @@ def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
 def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
     """Fills the tensors of `state` in place. A collective.
 
-    Raises ValueError, before anything is changed, if `read_info` does or if the checkpoint is of another model.
+    Raises ValueError, before anything is changed, if `read_info` does, if the checkpoint is of another model, and if
+    its `.metadata` names code to run; and for a shard that does or that cannot be read.
     """
     info = read_info(path)
     differing = [key for key in model if info.model.get(key) != model[key]]
     if differing:
         details = ", ".join(f"{key} {info.model.get(key)!r} instead of {model[key]!r}" for key in differing)
         raise ValueError(f"{path} is a checkpoint of another model: {details}")
+    reader = CheckpointReader(path)
+    reader.read_metadata()  # here too, because DCP logs its error with a traceback before it goes on to the next file
     try:
-        dcp.load(dict(state), checkpoint_id=path)
+        dcp.load(dict(state), storage_reader=reader)
     except CheckpointException as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+        reasons = dict.fromkeys(
+            str(failure) for failure, _ in error.failures.values()
+        )  # ranks fail for the same reason
+        raise ValueError(f"checkpoint {path} cannot be read: {'; '.join(reasons)}") from error
     return info
 
 
