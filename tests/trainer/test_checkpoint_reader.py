@@ -88,7 +88,7 @@ def test_code_in_a_shard_is_refused_and_not_run(path: Path, tmp_path: Path) -> N
         info.offset, info.length = 0, len(content)
     replace_file(path, name, content)
     replace_file(path, ".metadata", pickle.dumps(planted))
-    with pytest.raises(ValueError, match=rf"{path}/{name} is refused: it would call (builtins|__builtin__)\.exec"):
+    with pytest.raises(ValueError, match=rf"{path}/{name} is refused: it would call exec;"):
         load(path)
     assert not (tmp_path / "was_here").exists()
     torch.load(path / name, weights_only=False)
