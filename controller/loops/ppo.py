@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from controller.meshes.launch import Launcher
 from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
-from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages
+from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
 from rl.losses import get_loss
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import rollout_to_datum, with_tokens
@@ -64,8 +64,8 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                 if rollouts := with_tokens(groups):
                     sampled, rewards = [rollout_to_datum(r, 0.0) for r in rollouts], [r.reward for r in rollouts]
                     with clock("forward"):
-                        judged, frozen = await asyncio.gather(critic.forward(sampled), reference.forward(sampled))
-                    batch, metrics = ppo_advantages(sampled, rewards, judged.values, frozen.logprobs, config.ppo)
+                        sampled, values, frozen = await scored(sampled, trainer, critic, reference, config.loss_config)
+                    batch, metrics = ppo_advantages(sampled, rewards, values, frozen, config.ppo)
                     outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
                     for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
                         with clock("forward_backward"):

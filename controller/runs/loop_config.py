@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from controller.runs.console import Console
 from controller.runs.preflight import check_sampled_distribution
@@ -127,13 +127,15 @@ class GroupLoopConfig(RolloutLoopConfig):
     """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """The loss's options, and those that all policy losses share (`rl.losses.shared`), by name."""
+    loss_inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
+    """What the loop's datums hold for the loss. A loop that adds others, such as `old_logprobs`, names them too."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
         check_at_least(2, group_size=self.group_size)
         check_known("advantage", self.advantage, ADVANTAGES)
-        get_loss(self.loss, self.loss_config)
+        get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 
     @property
     def advantage_function(self) -> Callable[[Rewards], Rewards]:

@@ -3,10 +3,11 @@
 Legend: N scored tokens of one datum, T its positions.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,9 @@ from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scat
 from rl.algorithms.metrics import logprob_mismatch, merge_outputs
 from rl.checks import check_at_least, check_known
 from rl.data.packing import shareable_prefix
+from rl.losses import get_loss
 from rl.losses.shared import KLEstimator
+from rl.protocols import Trainer
 from rl.rollouts.episodes import with_inputs
 from rl.types import Datum, ForwardBackwardOutput
 
@@ -48,6 +51,22 @@ class PPOParams:
         check_at_least(0, kl_coef=self.kl_coef)
         check_at_least(1, num_epochs=self.num_epochs, minibatches_per_epoch=self.minibatches_per_epoch)
         gae(np.zeros(1), np.zeros(1), gamma=self.gamma, gae_lambda=self.gae_lambda)  # checks both factors
+
+
+async def scored(
+    batch: Sequence[Datum], policy: Trainer, critic: Trainer, reference: Trainer, loss_config: Mapping[str, Any]
+) -> tuple[Sequence[Datum], Arrays | None, Arrays]:
+    """The batch, the critic's values and the reference's log-probs, one [T] per datum.
+
+    If `loss_config` has an `importance_cap`, the batch gets `old_logprobs` from the policy: the loss "ppo" then clips
+    the ratio to the policy before the step, and the cap bounds the ratio of that policy to the generator.
+    """
+    calls = [critic.forward(batch), reference.forward(batch)]
+    if "old_logprobs" in get_loss("ppo", loss_config).required_inputs:
+        calls.append(policy.forward(batch))
+    judged, frozen, *old = await asyncio.gather(*calls)
+    ready = with_inputs(batch, old_logprobs=old[0].logprobs) if old else batch
+    return ready, judged.values, frozen.logprobs
 
 
 def ppo_advantages(

@@ -21,11 +21,11 @@ LOSSES: Mapping[str, Loss] = {
     for loss in (
         Loss(name="cross_entropy", function=cross_entropy),
         Loss(name="importance_sampling", function=importance_sampling, required_inputs=_INPUTS, takes=_OPTIONS),
-        Loss(name="ppo", function=ppo, required_inputs=_INPUTS, takes=_OPTIONS),
-        Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS),
+        Loss(name="ppo", function=ppo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
+        Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         # DRO has no importance ratio that a correction could change.
         Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
-        Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS),
+        Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         Loss(name="value", function=value, required_inputs=("old_values", "returns"), head="value"),
     )
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,15 @@ from rl.types import Head
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_NEEDED_FOR = {
+    "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"
+    " importance_cap is above 0 and it clips; leave importance_cap at 0, or choose loss 'importance_sampling', which"
+    " does not clip",
+    "reference_logprobs": " (a reference model's log-probs) because kl_coef is above 0; leave kl_coef at 0",
+}
+"""Loss input -> what a user can do who did not know that an option asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,9 @@ class Loss:
     """Names of the shared options that the loss accepts."""
     shared: SharedOptions = field(default_factory=SharedOptions)
     """Values of the shared options."""
+    clips: bool = False
+    """Whether it clips its importance ratio. With `importance_cap` it then needs `old_logprobs`: without them that
+    ratio would be 1, and never clipped."""
     checks_values: bool = True
     """Whether `with_options` checks the values of options. A user's function checks its own."""
 
@@ -50,6 +62,7 @@ class Loss:
 
         `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
         """
+        self.check_inputs(inputs.arrays)
         function = partial(self.function, **self.options)
         if self.takes:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
@@ -60,6 +73,18 @@ class Loss:
                 f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"
             )
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def check_inputs(self, given: Collection[str]) -> None:
+        """Raises ValueError if the loss needs an input that is not among those given, saying which option asks for it.
+
+        `given` are the names in a datum's `loss_inputs`, or those that a loop will put there.
+        """
+        missing = [name for name in self.required_inputs if name not in given]
+        if missing:
+            raise ValueError(
+                f"loss {self.name!r} needs the input {missing[0]!r}{_NEEDED_FOR.get(missing[0], '')}; there are "
+                f"{', '.join(sorted(given))}"
+            )
 
     def check_head(self, head: Head) -> None:
         """Raises ValueError if the loss needs another head."""
@@ -83,9 +108,10 @@ class Loss:
         options = {**self.options, **{name: value for name, value in config.items() if name in own}}
         changed = replace(self.shared, **{name: value for name, value in config.items() if name in shared})
         _check_thresholds({**own, **options})
+        old_logprobs = ("old_logprobs",) if self.clips and changed.importance_cap > 0 else ()
         return replace(
             self,
-            required_inputs=tuple(dict.fromkeys((*self.required_inputs, *changed.required_inputs))),
+            required_inputs=tuple(dict.fromkeys((*self.required_inputs, *changed.required_inputs, *old_logprobs))),
             needs_entropy=self.needs_entropy or changed.needs_entropy,
             options=options,
             shared=changed,

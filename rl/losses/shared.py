@@ -39,9 +39,9 @@ class SharedOptions:
     gradient, and the loss computes its own ratio to the trainer's old policy instead of the generator's.
 
     With `old_logprobs`, exp(p - q) is split in two: the multiplier is exp(o - q), and the loss's own ratio exp(p - o).
-    Without, p takes the place of o: the multiplier is exp(p - q), and the loss's own ratio is 1 and never clipped. That
-    is LlamaRL's AIPO, https://arxiv.org/abs/2505.24034. It is right if each token is trained on once. With several
-    optimizer steps per rollout and a loss that clips, pass `old_logprobs` from a `forward` before the first step.
+    Without, p takes the place of o: the multiplier is exp(p - q), and the loss's own ratio is 1. That is LlamaRL's
+    AIPO, https://arxiv.org/abs/2505.24034. It is right for a loss that does not clip, if each token is trained on once.
+    A loss that clips needs `old_logprobs`, from a `forward` before the first optimizer step.
     """
     importance_mode: ImportanceMode = "truncate"
     """What happens to a multiplier above the cap. "truncate" sets it to the cap (TIS,

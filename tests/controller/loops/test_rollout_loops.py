@@ -174,6 +174,7 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
         warmup_steps=3,
         critic_learning_rate=5e-3,
         ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=4, num_epochs=2),
+        loss_config={"importance_cap": 2.0},  # with which the loss clips the ratio to the policy before the step
         critic_loss_config={"clip_range": 0.0},
         evaluate_every=12,
     )
@@ -182,6 +183,8 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in steps] == pytest.approx([0.5e-3, 1e-3, 1.5e-3] + [2e-3] * 9)
     assert abs(steps[0]["kl_reference"]) < 1e-6  # policy and reference are one
     assert steps[-1]["kl_reference"] > 0.01
+    assert all(0 < row["clipped_tokens"] < 0.5 for row in steps)
+    assert all(row["capped_tokens"] == 0 for row in steps)
     assert (steps[0]["value_mean"], steps[0]["explained_variance"]) == (0, 0)  # a critic that knows nothing yet
     assert steps[-1]["critic_loss"] < 0.5 * steps[0]["critic_loss"]
     assert steps[-1]["value_mean"] == pytest.approx(steps[-1]["reward_mean"], abs=0.25)
@@ -226,6 +229,8 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         ({"warmup_steps": -1}, r"warmup_steps is -1; it must be at least 0"),
         ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),
         ({"kl_target": -1.0}, r"kl_target is -1.0; it must be above 0"),
+        ({"loss": "ppo", "loss_config": {"importance_cap": 2.0}}, r"'ppo' needs the input 'old_logprobs' .* it clips"),
+        ({"loss_config": {"kl_coef": 0.1}}, r"needs the input 'reference_logprobs' .* leave kl_coef at 0"),
         ({"advantage": "group_men"}, r"advantage is 'group_men', which is not known; did you mean 'group_mean'"),
     ):
         with pytest.raises(ValueError, match=message):

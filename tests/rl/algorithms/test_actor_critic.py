@@ -1,14 +1,17 @@
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 
-from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages
+from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import KLEstimator
 from rl.rollouts.episodes import with_inputs
 from rl.types import Datum, ForwardBackwardOutput
+from tests.trainer.engine_trainer import EngineTrainer
 
 Q = [[-1.0, -0.5, -2.0], [-0.1, -3.0]]
 F = [[-1.5, -0.25, -2.0], [-0.4, -2.0]]
@@ -54,6 +57,34 @@ def test_advantages_are_the_papers_sums(estimator: KLEstimator, gamma: float, ga
     expected = 1 - np.var(np.array(rewards_to_go) - values) / np.var(rewards_to_go)
     assert metrics["explained_variance"] == pytest.approx(expected, rel=1e-5)
     assert metrics["kl_reference"] > 0
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_scores_come_from_whom_they_should_and_old_ones_only_if_they_are_needed(cap: float) -> None:
+    calls: list[str] = []
+    policy, critic, reference = (_Scorer(name, calls) for name in ("policy", "critic", "reference"))
+    batch, values, frozen = asyncio.run(scored(_batch(), policy, critic, reference, {"importance_cap": cap}))
+    assert sorted(calls) == (["critic", "policy", "reference"] if cap else ["critic", "reference"])
+    assert values is not None
+    for datum, value, log_prob in zip(batch, values, frozen, strict=True):
+        assert (value == len("critic")).all()
+        assert (log_prob == -len("reference")).all()
+        assert ("old_logprobs" in datum.loss_inputs) == bool(cap)
+        assert not cap or (datum.loss_inputs["old_logprobs"] == -len("policy")).all()
+
+
+class _Scorer(EngineTrainer):
+    """Gives every position the length of its name as value, and minus that as log-prob."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name = name
+        self._calls = calls
+
+    async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
+        """See `rl.protocols.Trainer`."""
+        self._calls.append(self._name)
+        scores = tuple(np.full(len(datum.tokens), len(self._name), dtype=np.float32) for datum in batch)
+        return ForwardBackwardOutput(logprobs=tuple(-s for s in scores), values=scores, entropy=None, metrics={})
 
 
 def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:

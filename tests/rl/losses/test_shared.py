@@ -113,12 +113,23 @@ def test_ppo_with_truncated_importance_correction_is_the_papers_formula() -> Non
     assert logprobs.grad.numpy() == pytest.approx(slopes(formula, p), rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
-def test_without_old_log_probs_the_correction_is_the_truncated_policy_gradient(name: str) -> None:
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_a_loss_that_clips_refuses_the_correction_without_old_log_probs(name: str) -> None:
+    p, inputs = random_case(size=60)
+    inputs, loss = without(inputs, "old_logprobs"), get_loss(name, {"importance_cap": 1.5})
+    assert loss.required_inputs == ("logprobs", "advantages", "old_logprobs")
+    message = rf"loss '{name}' needs the input 'old_logprobs' .* because importance_cap is above 0 and it clips"
+    with pytest.raises(ValueError, match=message):
+        loss(torch.from_numpy(p), None, inputs)
+    get_loss(name, {"importance_cap": 0.0})(torch.from_numpy(p), None, inputs)
+
+
+def test_without_old_log_probs_the_correction_is_the_truncated_policy_gradient() -> None:
     p, inputs = random_case(size=60)
     w, q, a = (inputs[key].numpy() for key in ("weights", "logprobs", "advantages"))
     logprobs = torch.tensor(p, requires_grad=True)
-    get_loss(name, {"importance_cap": 1.5})(logprobs, None, without(inputs, "old_logprobs"))[0].backward()
+    loss = get_loss("importance_sampling", {"importance_cap": 1.5})
+    loss(logprobs, None, without(inputs, "old_logprobs"))[0].backward()
     assert logprobs.grad is not None
     assert logprobs.grad.numpy() == pytest.approx(-w * np.minimum(np.exp(p - q), 1.5) * a)
 
