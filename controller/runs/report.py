@@ -8,15 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from controller.runs.console import Console
-from rl.algorithms.metrics import PhaseClock, logprob_mismatch, num_completion_tokens, per_token, rollout_metrics
+from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
-# Metrics of the trainer and its loss: sums over the scored tokens, which are divided by their number, and others.
-_PER_TOKEN = ("clipped_tokens", "capped_tokens", "kl_generator", "kl_reference", "entropy")
-_UNCHANGED = ("ratio_max", "seconds_engine_max")
 
 EQUAL_REWARDS = "in every group all rewards were equal"
 """The usual reason why a step of rollouts has nothing to learn from."""
@@ -83,8 +80,7 @@ class Report:
             {
                 **(rollout_metrics(groups) if groups else {}),
                 "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"]),
-                **per_token(output.metrics, _PER_TOKEN),
-                **{name: output.metrics[name] for name in _UNCHANGED if name in output.metrics},
+                **loss_metrics(output.metrics),
                 **update.metrics,
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,

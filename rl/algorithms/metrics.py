@@ -9,6 +9,7 @@ import numpy as np
 
 from rl.advantages.group_relative import has_signal
 from rl.data.batching import merge_metrics
+from rl.losses.base import RESERVED_METRICS
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 
@@ -119,6 +120,15 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOu
     )
 
 
-def per_token(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """The named metrics of a `forward_backward`, which are sums, divided by its number of scored tokens."""
-    return {name: metrics[name] / metrics["num_loss_tokens"] for name in names if name in metrics}
+def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that a loss returned and `seconds_engine_max`, as a run reports them, from a `forward_backward`'s.
+
+    Sums over the scored tokens are divided by the number of these. A metric whose name ends in `_max`, `_min` or `_sum`
+    stays as it is.
+    """
+    num_loss_tokens = metrics["num_loss_tokens"]
+    return {
+        name: value if name.endswith(("_max", "_min", "_sum")) else value / num_loss_tokens
+        for name, value in metrics.items()
+        if name == "seconds_engine_max" or name not in RESERVED_METRICS
+    }

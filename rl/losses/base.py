@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+RESERVED_METRICS = frozenset({"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max"})
+"""What a `forward_backward` reports besides the metrics of its loss."""
 _NEEDED_FOR = {
     "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"
     " importance_cap is above 0 and it clips; leave importance_cap at 0, or choose loss 'importance_sampling', which"
@@ -68,6 +70,10 @@ class Loss:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
         else:
             loss, metrics = function(scores, entropy, inputs)
+        if reserved := sorted(RESERVED_METRICS & metrics.keys()):
+            raise ValueError(
+                f"loss {self.name!r} returned a metric {reserved[0]!r}, which the trainer reports; rename it"
+            )
         if loss.ndim != 0:
             raise ValueError(
                 f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"

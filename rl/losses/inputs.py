@@ -13,7 +13,9 @@ Metrics = dict[str, "Tensor"]
 LossFunction = Callable[..., tuple["Tensor", Metrics]]
 """(logprobs or values [S], entropy [S] or None, inputs, *, options) -> (loss sum, metric sums).
 
-Options are keyword-only parameters with defaults."""
+Options are keyword-only parameters with defaults. A run reports every metric: one whose name ends in `_max` or `_min`
+is merged over micro-batches by maximum or minimum, all others are summed, and the sums are divided by the number of
+scored tokens unless the name ends in `_sum`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ def _report(tmp_path: Path) -> tuple[Report, RunFolder, io.StringIO]:
     return Report(folder, Console(stream), 10), folder, stream
 
 
-def _step(report: Report, step: int, *, skipped: bool = False) -> None:
+def _step(report: Report, step: int, *, skipped: bool = False, **metrics: float) -> None:
     clock = PhaseClock()
     for phase in ("generate", "forward_backward", "optim_step"):
         with clock(phase):
@@ -40,7 +40,7 @@ def _step(report: Report, step: int, *, skipped: bool = False) -> None:
     output = ForwardBackwardOutput(
         logprobs=tuple(np.where(d.weights != 0, -1.25, 0).astype(np.float32) for d in batch),
         entropy=None,
-        metrics={"loss": 6.0, "num_loss_tokens": 4.0, "clipped_tokens": 1.0},
+        metrics={"loss": 6.0, "num_loss_tokens": 4.0, "clipped_tokens": 1.0, **metrics},
     )
     norm = float("nan") if skipped else 1.5
     update = OptimStepOutput(policy_version=step, learning_rate=1e-3, grad_norm=norm, skipped=skipped)
@@ -60,6 +60,18 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
     assert [r["reward"] for r in rollouts] == [1, 0]
     assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
+
+
+def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:
+    report, folder, _ = _report(tmp_path)
+    mine = {"ignored": 3.0, "pull_sum": 3.0, "gap_max": 3.0, "gap_min": -3.0, "ratio_max": 2.0}
+    _step(report, 1, **mine, memory_peak_bytes_max=1e9, seconds_engine_max=0.5)
+    (row,) = folder.metrics()
+    assert row["ignored"] == 0.75  # of four scored tokens
+    assert {name: row[name] for name in mine if name != "ignored"} == {n: v for n, v in mine.items() if n != "ignored"}
+    assert row["seconds_engine_max"] == 0.5
+    assert "memory_peak_bytes_max" not in row
+    assert row["loss"] == 1.5
 
 
 def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:

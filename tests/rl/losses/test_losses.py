@@ -201,3 +201,14 @@ def test_a_loss_that_is_not_a_sum_is_refused() -> None:
 
     with pytest.raises(ValueError, match="must be a scalar sum"):
         get_loss(per_token)(torch.tensor(p), None, inputs)
+
+
+def test_a_metric_with_a_name_of_the_trainers_is_refused() -> None:
+    p, inputs = random_case()
+
+    def proud(logprobs: torch.Tensor, entropy: Any, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+        del entropy, inputs
+        return logprobs.sum(), {"mine": logprobs.sum(), "loss": logprobs.sum()}
+
+    with pytest.raises(ValueError, match="'proud' returned a metric 'loss', which the trainer reports; rename it"):
+        get_loss(proud)(torch.tensor(p), None, inputs)
