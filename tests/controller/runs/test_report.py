@@ -64,7 +64,7 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
 
 def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:
     report, folder, _ = _report(tmp_path)
-    mine = {"ignored": 3.0, "pull_sum": 3.0, "gap_max": 3.0, "gap_min": -3.0, "ratio_max": 2.0}
+    mine: dict[str, Any] = {"ignored": 3.0, "pull_sum": 3.0, "gap_max": 3.0, "gap_min": -3.0, "ratio_max": 2.0}
     _step(report, 1, **mine, memory_peak_bytes_max=1e9, seconds_engine_max=0.5)
     (row,) = folder.metrics()
     assert row["ignored"] == 0.75  # of four scored tokens
