@@ -159,8 +159,9 @@ class Problem(Protocol):
 class Env(Protocol):
     """A source of problems. Its training and held-out splits never overlap.
 
-    An environment may have one more attribute, `call_time_limit_s: float`: the longest that one call of `start` or
-    `reply` may take, 60 s without it. A recipe's `env_time_limit_s` replaces it.
+    An environment may have two more attributes. `call_time_limit_s: float` is the longest that one call of `start` or
+    `reply` may take, 60 s without it; a recipe's `env_time_limit_s` replaces it. `best_reward: float` is the highest
+    reward of an episode, 1.0 without it: a policy that gets it for every problem has nothing left to learn.
     """
 
     @property

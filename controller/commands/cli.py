@@ -7,7 +7,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from controller.commands import check_env, compare, model, parity, run, show
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.flush()
     except BrokenPipeError:
         code = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:  # before a run or a parity test handles signals itself
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 128 + signal.SIGINT
     if code > 128:
         os._exit(code)  # exit handlers would flush to a pipe without reader, or wait for processes that are dead by now
     raise SystemExit(code)
@@ -43,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _command(arguments: Sequence[str]) -> int:
     """Runs one command. Returns the exit status."""
     try:
-        options, overrides = _parser(resuming="--resume" in arguments).parse_known_args(arguments)
+        parser, commands = _parser(resuming="--resume" in arguments)
+        # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields.
+        if len(arguments) > 1 and arguments[0] in commands and arguments[1] in ("-h", "--help"):
+            commands[arguments[0]].print_help()
+            return 0
+        options, overrides = parser.parse_known_args(arguments)
         return options.command(options, overrides)
     except SystemExit as stop:  # argparse has printed the help or a mistake
         return int(stop.code or 0)
@@ -55,14 +63,14 @@ def _command(arguments: Sequence[str]) -> int:
         return USAGE
 
 
-def _parser(*, resuming: bool) -> _Parser:
-    """The parser, with one sub-parser per command. Arguments that it does not know are left for the recipe."""
+def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and its sub-parsers, one per command. Arguments that it does not know are left for the recipe."""
     parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands, resuming=resuming)
     for command in (show, list_recipes, parity, check_env, compare, model):
         command.add_parser(commands)
-    return parser
+    return parser, commands.choices
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ File descriptors are redirected, which catches native libraries too. The process
 (`controller.meshes.mesh`).
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -60,8 +61,9 @@ class CapturedOutput:
         for number, saved in enumerate(self._saved, start=1):
             os.dup2(saved, number)
             os.close(saved)
-        self.terminal.close()
-        self.errors.close()
+        for stream in (self.terminal, self.errors):
+            with contextlib.suppress(OSError):  # what was not written to a terminal that is gone is tried again here
+                stream.close()
         self._log.close()
 
     @staticmethod

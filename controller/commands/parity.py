@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
-from controller.commands.recipes import configuration
+from controller.commands.recipes import check_hardware, configuration, find_recipe
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,6 +23,7 @@ def parity(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the table. Returns 1 if the mismatch is above the limit, or if the processes failed."""
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "parity")
+        check_hardware(find_recipe(options.recipe))
         from controller.runs.mismatch import recipe_parity
 
         adopt_orphans()

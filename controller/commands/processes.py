@@ -1,8 +1,8 @@
-"""Ends a run on SIGINT or SIGTERM, and with it every process that the run started, within a fixed time.
+"""Ends a run on SIGINT, SIGTERM or SIGHUP, and with it every process that the run started, within a fixed time.
 
 A thread of its own consumes the signals; it is woken even while the main thread is inside native code. It cancels the
-run's task, which closes the meshes. If they are not closed by the deadline, it kills the processes that are left and
-ends this process. It knows nothing of Monarch and finds processes in the process table.
+run's task, which saves the last finished step and closes the meshes. If they are not closed by the deadline, it kills
+the processes that are left and ends this process. It knows nothing of Monarch and finds processes in the process table.
 """
 
 import asyncio
@@ -19,8 +19,10 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s, if there is nothing to save
+_SAVE_DEADLINE_S = 25.0  # Slurm and Kubernetes kill a process 30 s after its SIGTERM
+_SAME_SIGNAL_S = 0.3  # a terminal and a wrapper around the command, such as make, may each pass on the same Ctrl-C
 
 T = TypeVar("T")
 
@@ -62,20 +64,26 @@ def end_descendants(grace_s: float) -> int:
 
 
 class StopSignals:
-    """While the block lasts, SIGINT and SIGTERM cancel `run`. A second signal, or a deadline, ends the process.
+    """While the block lasts, SIGINT, SIGTERM and SIGHUP cancel `run`. A second signal, or a deadline, ends the process.
 
         with StopSignals(at_deadline=say_so) as stop:
             stop.run(main())
         if stop.received: ...
 
-    Must be entered in the main thread.
+    The deadline is 8 s, and 25 s for a run that saves. A second SIGHUP does not count: nobody asks for it, since both
+    the kernel and the shell send one when a terminal is closed. Must be entered in the main thread.
     """
 
-    def __init__(self, at_deadline: Callable[[], None]) -> None:
-        """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends."""
+    def __init__(self, at_deadline: Callable[[], None], is_saving: Callable[[], bool] = lambda: False) -> None:
+        """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends.
+
+        `is_saving` says, whenever it is called, whether the run has begun to save because of the signal.
+        """
         self.received: int | None = None
         """The number of the first signal received, if any."""
         self._at_deadline = at_deadline
+        self._is_saving = is_saving
+        self._received_at = 0.0
         self._over = threading.Event()
         self._again = threading.Event()
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
@@ -85,7 +93,9 @@ class StopSignals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._in_main_thread) for number in _SIGNALS}
+        # `nohup` starts a command with SIGHUP ignored, so that it outlives its terminal.
+        numbers = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._in_main_thread) for number in numbers}
         threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
         return self
 
@@ -128,10 +138,11 @@ class StopSignals:
     def _receive(self, number: int, *, from_handler: bool = False) -> None:
         with self._lock:
             if self.received is not None:
-                if not from_handler:  # each signal comes both ways
+                late = time.monotonic() - self._received_at > _SAME_SIGNAL_S
+                if late and number != signal.SIGHUP and not from_handler:  # each signal comes both ways
                     self._again.set()
                 return
-            self.received = number
+            self.received, self._received_at = number, time.monotonic()
             if self._task is not None:
                 loop, task = self._task
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the run has just ended by itself
@@ -140,8 +151,10 @@ class StopSignals:
 
     def _await_end(self) -> None:
         """Ends every process, this one last, unless the block is left in time."""
-        end = time.monotonic() + _STOP_DEADLINE_S
-        while time.monotonic() < end and not self._again.is_set():
+        began = time.monotonic()
+        while not self._again.is_set():
+            if time.monotonic() - began > (_SAVE_DEADLINE_S if self._is_saving() else _STOP_DEADLINE_S):
+                break
             if self._over.wait(0.05):
                 return
         end_descendants(grace_s=0)

@@ -50,7 +50,7 @@ def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Pat
 def add_options(folder: Path, options: Sequence[str]) -> None:
     """Appends the options that a run was resumed with to the saved ones."""
     if options:
-        recipe = _saved_recipe(folder)
+        recipe = saved_recipe(folder)
         write_json(folder / _RECIPE_FILE, {**recipe, "options": [*recipe["options"], options]})
 
 
@@ -60,7 +60,7 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
     recorded configuration, and for a folder of another schema version.
     """
-    recipe, name = _saved_recipe(folder), f"ownloop run --resume {folder}"
+    recipe, name = saved_recipe(folder), f"ownloop run --resume {folder}"
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
@@ -89,7 +89,8 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     return resumed
 
 
-def _saved_recipe(folder: Path) -> dict[str, Any]:
+def saved_recipe(folder: Path) -> dict[str, Any]:
+    """What `save_recipe` wrote. Raises ValueError for a folder without it or of another schema version."""
     file = folder / _RECIPE_FILE
     if not file.is_file():
         raise ValueError(

@@ -6,6 +6,7 @@ configuration has a field `seed`, for the name of the folder.
 """
 
 import argparse
+import contextlib
 import os
 import time
 import traceback
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
-from controller.commands.recipes import configuration, find_recipe
+from controller.commands.recipes import check_hardware, configuration, find_recipe
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = find_recipe(options.recipe)
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
+        check_hardware(file)
         from controller.commands.replay import recording_file, replayed
         from controller.commands.resume import save_recipe
         from rl.runs.folder import RunFolder
@@ -61,10 +63,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
+    from controller.commands.next_command import check_has_checkpoint
     from controller.commands.resume import add_options, find_run, resumed_configuration
     from rl.runs.folder import RunFolder
 
     path = find_run(options.resume, options.runs)
+    check_has_checkpoint(path)
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides)
         loop = _loop(config)
@@ -98,11 +102,12 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
 
     def say_saved() -> None:
         console.close()
-        print(f"interrupted; saved: {_saved(folder)}", file=output.errors, flush=True)
+        with contextlib.suppress(OSError):  # after SIGHUP there is no terminal
+            print(f"interrupted; saved: {_saved(folder)}", file=output.errors, flush=True)
 
     adopt_orphans()
     code = 0
-    with StopSignals(say_saved) as stop:
+    with StopSignals(say_saved, lambda: folder.saving) as stop:
         try:
             stop.run(run_with_restarts(loop, config, folder, console))
         except BaseException as error:  # whatever it is, the processes must end and the user must be told
@@ -123,6 +128,8 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
     """Says in short what ended the run; the traceback is in the log. Returns the exit status."""
     if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
         print(f"error: {error}", file=output.errors)
+        if not folder.resumed:
+            folder.discard()
         return USAGE
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -133,4 +140,6 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
 
 def _saved(folder: "RunFolder") -> str:
     """What the folder holds, and how to go on."""
-    return f"{folder.saved()}\nto go on: ownloop run --resume {folder.path}"
+    from controller.commands.next_command import how_to_go_on
+
+    return f"{folder.saved()}\n{how_to_go_on(folder.path)}"

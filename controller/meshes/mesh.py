@@ -5,6 +5,7 @@ This is the only file that knows how Monarch runs processes. The handles that ar
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Awaitable, Mapping
@@ -42,11 +43,17 @@ class _PidActor(Actor):
         return os.getpid()
 
 
-def _redirect_output() -> None:
-    """Sends this process's standard output and error to its log file.
+def _prepare_process() -> None:
+    """Sends this process's standard output and error to its log file, and leaves signals to the controller.
 
     Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
     """
+    # Slurm and systemd send SIGTERM to every process of a job at once. A process of a mesh has to live until the
+    # controller has saved the run. Python sets handlers in the main thread only, which is not this one.
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        libc.signal(number, int(signal.SIG_IGN))
     log = os.open(os.environ[_LOG_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -97,7 +104,7 @@ class Mesh:
             return default_bootstrap_cmd().with_env({**env, _LOG_FILE: str(log_files[point.rank])})
 
         procs = this_host().spawn_procs(
-            per_host={"gpus": num_ranks}, bootstrap=_redirect_output, bootstrap_command=bootstrap_command, name=name
+            per_host={"gpus": num_ranks}, bootstrap=_prepare_process, bootstrap_command=bootstrap_command, name=name
         )
         pid_actors = procs.spawn(f"{name}_process", _PidActor)
         mesh = cls(name, procs, None, (), log_files)

@@ -7,6 +7,7 @@ to which a resumed run cuts them back, and the loop's own values. Data order, se
 """
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -87,6 +88,7 @@ class Checkpoints:
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         self._folder.cut_back(loop["lengths"])
         self._report.resume()
+        self._end_if_solved(loop["step"])
         # A run that was ended because of these counts may try as often again.
         self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
@@ -98,14 +100,15 @@ class Checkpoints:
         """Saves if a checkpoint is due, in the background except after the last step.
 
         `values` (JSON types) are the loop's own. After too many steps in a row without an update it saves in any case
-        and raises `TrainingStoppedError`.
+        and raises `TrainingStoppedError`, unless there was nothing to learn because the problem is `solved`.
         """
         # Remembered before the first await: whenever the run is stopped, the files have grown by this step or not.
         self._finished = _FinishedStep(step=step, lengths=self._folder.lengths(), values=values)
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
-        why_stop = self._why_stop(step)
-        last = step == self._report.total_steps or why_stop is not None
+        self._end_if_solved(step)
+        why_stop = None if self.solved else self._why_stop(step)
+        last = step == self._report.total_steps or self.solved or why_stop is not None
         if why_stop is not None or (self._every and (last or step % self._every == 0)):
             await self._save(self._finished, asynchronous=not last)
         if why_stop is not None:
@@ -121,16 +124,22 @@ class Checkpoints:
         if finished is None:
             return  # this process has finished no step
         if not self._every:
-            self._report.note(f"step {finished.step} is not saved: checkpoint_every is 0")
+            self._say(f"step {finished.step} is not saved: checkpoint_every is 0")
             return
-        self._report.note(f"saving step {finished.step}; Ctrl-C again to stop at once")
+        self._folder.saving = True
+        self._say(f"saving step {finished.step}; Ctrl-C again to stop at once")
         try:
             why_not = await self._save_unless_changed(finished)
         except Exception as error:  # a trainer that died, a full disk
             why_not = f"{type(error).__name__}: {error}"
-        self._report.note(
-            f"saved step {finished.step}" if why_not is None else f"step {finished.step} is not saved: {why_not}"
-        )
+        if why_not is None:
+            self._say(f"saved step {finished.step}")
+        else:
+            self._say(f"step {finished.step} is not saved: {why_not}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a run that was stopped by SIGHUP has no terminal
+            self._report.note(text)
 
     async def _save_unless_changed(self, finished: _FinishedStep) -> str | None:
         """Saves a step unless it is saved already. Returns why that is too late, if it is."""
@@ -176,6 +185,19 @@ class Checkpoints:
             if path not in kept and _is_checkpoint(path):
                 hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}"))
                 shutil.rmtree(hidden)  # hidden first, so that a half-deleted one never looks complete
+
+    @property
+    def solved(self) -> bool:
+        """Whether the run is over because its policy gets the best reward for every problem."""
+        return self._report.solved_at is not None
+
+    def _end_if_solved(self, step: int) -> None:
+        if self._report.solved_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
+            self._report.solved_at = step
+            self._report.note(
+                f"solved at step {step}: every reward of the last {_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW} steps was "
+                f"{self._report.best_reward:g}, the best there is"
+            )
 
     def _why_stop(self, step: int) -> str | None:
         """Why the run is to be ended after this step, as a sentence; None if it goes on."""

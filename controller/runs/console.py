@@ -4,6 +4,7 @@ On a terminal the bar is live. Elsewhere every event is a plain line. The consol
 computes none.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,8 @@ class Console:
 
     def close(self) -> None:
         """Removes the bar. Later output is plain."""
-        self._progress.stop()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._progress.stop()
 
     def _show(self, description: str, done: int | None = None, total: int | None = None) -> None:
         """Shows the bar with this text; without `done` its position does not change."""

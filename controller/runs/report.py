@@ -4,6 +4,7 @@ Turns the values of a step into metrics and writes them to the console, `metrics
 `reward.png`.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -22,8 +23,8 @@ EQUAL_REWARDS = "in every group all rewards were equal"
 class Report:
     """One run's reporting. Steps count from 1; step 0 is the model before training."""
 
-    def __init__(self, folder: RunFolder, console: Console, total_steps: int) -> None:
-        """`total_steps` is the length of the progress bar."""
+    def __init__(self, folder: RunFolder, console: Console, total_steps: int, best_reward: float = 1.0) -> None:
+        """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`."""
         self.folder = folder
         self.total_steps = total_steps
         self._console = console
@@ -38,12 +39,17 @@ class Report:
         """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
         """Number of latest steps, all in a row, that had nothing to learn from."""
+        self.solved_in_a_row = 0
+        """Number of latest steps, all in a row, that had nothing to learn from because every reward was the best."""
+        self.solved_at: int | None = None
+        """The step that ended the run, because enough such steps were in a row."""
+        self.best_reward = best_reward
         self.why_without_signal = EQUAL_REWARDS
         """The reason given for the latest of them."""
 
     def resume(self) -> None:
         """Restores the counts of a resumed run from the metrics in its folder."""
-        self.skipped_in_a_row = self.without_signal_in_a_row = 0
+        self.skipped_in_a_row = self.without_signal_in_a_row = self.solved_in_a_row = 0
         for row in self.folder.metrics():
             self._count(row)
 
@@ -156,9 +162,10 @@ class Report:
         if first is not None and last is not None:
             size = f"{len(last.groups)} problems"
             changes.append(_change("reward", first.reward, last.reward, last.gain_over(first), size))
+        solved = "" if self.solved_at is None else f"Solved at step {self.solved_at}. "
         # A resumed run only knows the evaluations since it was resumed.
         subject = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"
-        return f"{subject} {'; '.join(changes)} {took}." if changes else f"Finished {took}."
+        return f"{solved}{subject} {'; '.join(changes)} {took}." if changes else f"{solved}Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
@@ -177,10 +184,13 @@ class Report:
         signal, and all others are evaluations.
         """
         if "skipped" in row:
-            self.without_signal_in_a_row = 0
+            self.without_signal_in_a_row = self.solved_in_a_row = 0
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
         elif "seconds_step" in row:
             self.without_signal_in_a_row += 1
+            # No reward is above the best one, so a mean that equals it says that all rewards do.
+            all_best = math.isclose(row.get("reward_mean", math.nan), self.best_reward, rel_tol=1e-9)
+            self.solved_in_a_row = self.solved_in_a_row + 1 if all_best else 0
 
     def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
         """Warns if the environment failed rollouts: how many, and how the first one failed."""

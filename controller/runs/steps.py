@@ -23,7 +23,8 @@ class Steps:
         """The steps to do, if the run does not end early; known once the block is entered."""
 
     async def __aenter__(self) -> Self:
-        self.remaining = range(await self._checkpoints.resume(), self._num_steps + 1)
+        first = await self._checkpoints.resume()
+        self.remaining = range(first, first if self._checkpoints.solved else self._num_steps + 1)
         return self
 
     async def __aexit__(
@@ -33,4 +34,8 @@ class Steps:
             await self._checkpoints.save_last_step()
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.remaining
+        """Ends after the last step, and earlier once the run is solved."""
+        for step in self.remaining:
+            if self._checkpoints.solved:
+                return
+            yield step

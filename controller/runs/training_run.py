@@ -36,7 +36,8 @@ class Run:
 
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
-        self._report = Report(folder, console, config.num_steps)
+        env = getattr(config, "env", None)
+        self._report = Report(folder, console, config.num_steps, best_reward=getattr(env, "best_reward", 1.0))
         self._config = config
         self._checkpoints: Checkpoints | None = None
         self._step = 0
@@ -70,8 +71,9 @@ class Run:
         """The steps still to do, as a block: `async with run.steps(policy=trainer) as steps: for step in steps: ...`.
 
         Entering the block restores the newest checkpoint into these trainers; `checkpoint_if_due` saves the same ones,
-        under these names. If the loop's task is cancelled, leaving the block saves the last finished step. The trainers
-        must live until then. Entering raises ValueError for a checkpoint of another model or of other trainers.
+        under these names. The steps end early, at `last_step`, once ten in a row gave every rollout the best reward. If
+        the loop's task is cancelled, leaving the block saves the last finished step: the trainers must live until then.
+        Entering raises ValueError for a checkpoint of another model or of other trainers.
         """
         self._checkpoints = Checkpoints(self._report, self._config, **trainers)
         return Steps(self._checkpoints, self._config.num_steps)

@@ -14,6 +14,7 @@ resumed. JSON has no NaN, so numbers that are not finite are stored as null. Onl
 folder. Each row of `metrics.jsonl`, and `recipe.json`, has a `schema_version`: see rl/runs/schema.py.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -53,10 +54,14 @@ class RunFolder:
         """Whether the run began earlier, so that its loop goes on after its last checkpoint."""
         is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.saving = False
+        """Whether the run was stopped and its last finished step is being saved."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
             if free < min_free_bytes:
+                _remove_empty([self.logs, *self._made])
                 raise ValueError(
                     f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
                 )
@@ -148,6 +153,15 @@ class RunFolder:
         """All rows logged so far, in order. Numbers that were not finite are NaN."""
         return read_metrics(self.metrics_file)
 
+    def discard(self) -> None:
+        """Removes the folder and its parents as far as this object made them, and everything that is in the folder.
+
+        For a new run that is refused before its first step. A folder that was there, and empty, is left so.
+        """
+        for path in self.path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _remove_empty(self._made)
+
     def saved(self) -> str:
         """The current contents of the folder, in a few words for the user."""
         parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
@@ -228,6 +242,13 @@ def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
         raise ValueError(f"run folder {path} already holds a run; name a new folder")
     if not is_run and path.is_dir() and any(path.iterdir()):
         raise ValueError(f"run folder {path} exists and is not a run's; name a new or empty folder")
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Removes those of the folders that hold nothing; a run beside this one may have begun in the meantime."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -29,6 +29,13 @@ def ownloop(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def add_checkpoint(run: Path) -> None:
+    """A complete checkpoint of step 1, of a loop that has no trainers."""
+    step = run / "checkpoints" / "step-00001"
+    step.mkdir(parents=True)
+    (step / "loop.json").write_text('{"step": 1, "trainers": []}')
+
+
 def start(cwd: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
     """A run that goes on until it is stopped, and the process it started."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -88,6 +95,7 @@ def test_a_recipe_may_define_its_own_configuration(tmp_path: Path) -> None:
     assert config.keys() == {"num_steps", "mode", "optimizer", "seed", "flavour"}
     assert config["flavour"] == "sweet"
     recipe.write_text("")
+    add_checkpoint(tmp_path / "runs" / "a")
     result = ownloop(tmp_path, "run", "--resume", "a")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "That was all."), result.stderr
 

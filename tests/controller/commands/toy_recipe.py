@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from controller.runs import Console, Loop, RunFolder
 
 STUBBORN = (
-    "import signal, time\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(60)"
+    "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(60)"
 )
 
 

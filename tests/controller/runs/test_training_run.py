@@ -20,7 +20,8 @@ CONFIG = LoopConfig(
 )
 
 
-def _end_step(run: Run, step: int, **metrics: float) -> None:
+def end_step(run: Run, step: int, **metrics: float) -> None:
+    """Records a step that learned from one token."""
     tokens = np.array([1])
     batch = [Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})]
     output = ForwardBackwardOutput(logprobs=(), entropy=None, metrics={"loss": 1.0, "num_loss_tokens": 1.0})
@@ -39,7 +40,7 @@ async def _loop(run: Run, trainer: FileTrainer, last: int) -> None:
             with clock("optim_step"):
                 total += step
             trainer.value = total
-            _end_step(run, step, total=total)
+            end_step(run, step, total=total)
             await run.checkpoint_if_due(total=total)
 
 

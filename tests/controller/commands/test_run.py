@@ -1,0 +1,117 @@
+"""What `ownloop run` refuses, and that it then changes nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.commands.cli import main
+from tests.controller.commands.test_cli import RECIPE, ownloop
+
+REFUSING = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True, kw_only=True)
+class RefusingConfig:
+    seed: int = 0
+
+    def loop(self):
+        return train
+
+async def train(config, folder, console):
+    (folder.path / "reference.json").write_text("[]")
+    raise ValueError("no such model")
+
+def recipe():
+    return RefusingConfig()
+"""
+
+
+def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says, in this process."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    output = capfd.readouterr()
+    assert (stop.value.code, output.out) == (2, "")
+    return output.err
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Every file below a folder, with its bytes and the time of its last change."""
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_that_its_loop_refuses_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REFUSING)
+    result = ownloop(tmp_path, "run", "mine.py")
+    assert (result.returncode, result.stderr) == (2, "error: no such model\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "other").mkdir()
+    result = ownloop(tmp_path, "run", "mine.py", "--name", "mine")
+    assert (result.returncode, result.stderr) == (2, "error: no such model\n")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "mine.py", "other", "runs"]
+
+
+def test_a_run_without_a_checkpoint_is_not_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a b", "--optimizer.learning-rate", "0.5").returncode == 0
+    before = contents(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = refused(capfd, "run", "--resume", "a b")
+    assert told == (
+        "error: runs/a b has no checkpoint to go on from; what it holds stays as it is. Start a new run: ownloop run "
+        f"{RECIPE} --optimizer.learning-rate 0.5\n"
+    )
+    assert contents(tmp_path) == before
+
+
+def test_the_name_of_a_recipe_is_enough_to_start_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from controller.commands.recipes import find_recipe, load_recipe
+    from controller.commands.resume import save_recipe
+    from rl.runs.folder import RunFolder
+
+    file = find_recipe("grpo_smollm2_cpu")
+    folder = RunFolder(tmp_path / "a", load_recipe(file))
+    save_recipe(folder.path, file, ["--seed", "3"], Path("/other run/rollouts"))
+    told = refused(capfd, "run", "--resume", str(folder.path))
+    assert told.endswith(": ownloop run grpo_smollm2_cpu --replay '/other run/rollouts' --seed 3\n")
+
+
+@pytest.mark.parametrize("command", ["run", "parity"])
+def test_a_recipe_for_gpus_needs_one(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    told = refused(capfd, command, "grpo_async_qwen3_gpu")
+    assert told == (
+        "error: recipe grpo_async_qwen3_gpu is for GPUs, and no GPU is visible here; run grpo_async_smollm2_cpu "
+        "instead\n"
+    )
+    (tmp_path / "mine_gpu.py").write_text(REFUSING)
+    assert "run a recipe whose name ends in _cpu instead" in refused(capfd, command, "mine_gpu.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine_gpu.py"]
+
+
+@pytest.mark.parametrize("command", ["run", "show", "list", "parity", "check-env", "compare", "model"])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_command_has_a_help(command: str, option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, option])
+    output = capfd.readouterr()
+    assert (stop.value.code, output.err) == (0, "")
+    assert output.out.startswith(f"usage: ownloop {command} ")
+    named = {"run": ["--resume RUN", "--replay RUN", "--name NAME", "--runs RUNS"], "parity": ["--limit LIMIT"]}
+    for expected in named.get(command, []):
+        assert f"  {expected}" in output.out
+
+
+def test_after_a_recipe_help_lists_its_fields(capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "show", "parity"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, str(RECIPE), "--help"])
+        output = capfd.readouterr()
+        assert (stop.value.code, output.err) == (0, "")
+        assert "--optimizer.learning-rate" in output.out
