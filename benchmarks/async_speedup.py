@@ -15,7 +15,6 @@ converged; with fewer steps `grpo_async` has learned less, because its updates l
 
 import asyncio
 import dataclasses
-import json
 import random
 import statistics
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from benchmarks.harness import Bar, parser, print_result
 from controller.commands.output import CapturedOutput
@@ -157,9 +157,8 @@ def _measure(config: GRPOConfig, path: Path, console: Console) -> Measured:
     rows = [row for row in folder.metrics() if "seconds_step" in row]
     assert len(rows) == config.num_steps
     eval_data: dict[int, dict[str, float]] = {0: {}, config.num_steps: {}}
-    for line in folder.rollouts_file.read_text().splitlines():
-        rollout = json.loads(line)
-        if rollout["split"] == "eval":
+    for file in folder.rollouts.glob("eval-*.parquet"):
+        for rollout in pq.read_table(file, columns=["step", "problem_id", "reward"]).to_pylist():
             eval_data[rollout["step"]][rollout["problem_id"]] = rollout["reward"]
     return Measured(
         steps_per_hour=3600 * (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"]),

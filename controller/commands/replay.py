@@ -1,7 +1,8 @@
 """`ownloop run RECIPE --replay RUN`: a loop trains on the recorded rollouts of another run, without a generator."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from controller.meshes.offline import OfflineGeneratorConfig
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.rollouts.recorded import RecordedEnv
+from rl.runs.folder import ROLLOUTS
+from rl.runs.recording import recorded_files
 from rl.types import Group
 
 _NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
@@ -17,8 +20,11 @@ _NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
 def recording_file(run: Path) -> Path:
-    """The rollouts in a run's folder. Any path that is not a folder is taken for such a file."""
-    return run / "rollouts.jsonl" if run.is_dir() else run
+    """The rollouts in a run's folder. Any other path is taken for a recording itself."""
+    if not run.is_dir() or recorded_files(run):
+        return run
+    earlier = run / "rollouts.jsonl"  # what runs of schema version 2 wrote
+    return earlier if earlier.is_file() else run / ROLLOUTS
 
 
 def replayed(config: Any, file: Path) -> Any:
@@ -42,13 +48,13 @@ def replayed(config: Any, file: Path) -> Any:
     return replace(config, env=env, generator=OfflineGeneratorConfig(**options))
 
 
-def _check_tokenizer(file: Path, groups: Sequence[Group], model: Path) -> None:
+def _check_tokenizer(file: Path, groups: Iterable[Group], model: Path) -> None:
     """Raises ValueError unless the model's tokenizer decodes the recorded tokens to the recorded text."""
     from transformers import AutoTokenizer  # takes a second to import
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
-    completions = [turn.completion for turn in turns if turn.completion.text.strip()][:_NUM_CHECKED]
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    completions = list(islice((turn.completion for turn in turns if turn.completion.text.strip()), _NUM_CHECKED))
     different: list[tuple[str, str]] = []
     for completion in completions:
         here = str(tokenizer.decode(completion.tokens, skip_special_tokens=True))

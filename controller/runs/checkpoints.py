@@ -3,7 +3,8 @@
 A checkpoint is one directory, `checkpoints/step-00010`. It holds `loop.json` and a directory per trainer, under the
 trainer's name. `loop.json` is written first, and a trainer's directory appears only when it is complete. So a
 checkpoint is complete if all its parts exist; any other is ignored. `loop.json` holds the lengths of the run's files,
-to which a resumed run cuts them back, and the loop's own values. Data order, seeds and schedules follow from the step.
+to which a resumed run cuts them back, and the loop's own values. Groups of rollouts among those are in Parquet files
+beside it, which are written before it. Data order, seeds and schedules follow from the step.
 """
 
 import asyncio
@@ -12,14 +13,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from controller.meshes.errors import TrainingStoppedError
 from controller.runs.loop_config import LoopConfig
 from controller.runs.report import EQUAL_REWARDS, Report
 from rl.protocols import Trainer
+from rl.rollouts.columns import read_groups
 from rl.runs.folder import LOOP_FILE, write_json
+from rl.runs.recording import write_rollouts
+from rl.types import Group
 
 _MAX_SKIPS_IN_A_ROW = 3
 _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
@@ -64,7 +69,7 @@ class Checkpoints:
         self.last_step = 0
         """The last finished step, in this process or before the run was resumed."""
         self.values: Mapping[str, Any] = {}
-        """The values that the loop gave to `after_step` with the checkpoint that `resume` restored; JSON types."""
+        """The values that the loop gave to `after_step` with the checkpoint that `resume` restored."""
 
     async def resume(self) -> int:
         """Returns the first step to do: 1 in a new run, the step after the newest checkpoint in a resumed one.
@@ -93,19 +98,22 @@ class Checkpoints:
         self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
         self._prune(self._keep)
-        self.values, self.last_step = loop["values"], loop["step"]
+        groups = {name: read_groups(path / f"{name}.parquet") for name in loop["groups"]}
+        self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
         return self.last_step + 1
 
     async def after_step(self, step: int, **values: Any) -> None:
         """Saves if a checkpoint is due, in the background except after the last step.
 
-        `values` (JSON types) are the loop's own. After too many steps in a row without an update it saves in any case
-        and raises `TrainingStoppedError`, unless there was nothing to learn because the problem is `solved`.
+        `values` (JSON types, and lists of groups) are the loop's own. Waits while the recording is behind, and raises
+        `RecordingError` if it failed. After too many steps in a row without an update it saves in any case and raises
+        `TrainingStoppedError`, unless there was nothing to learn because the problem is `solved`.
         """
         # Remembered before the first await: whenever the run is stopped, the files have grown by this step or not.
         self._finished = _FinishedStep(step=step, lengths=self._folder.lengths(), values=values)
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
+        await self._folder.room()
         self._end_if_solved(step)
         why_stop = None if self.solved else self._why_stop(step)
         last = step == self._report.total_steps or self.solved or why_stop is not None
@@ -161,22 +169,31 @@ class Checkpoints:
         self._prune(max(self._keep - 1, 1))
         path = self._folder.checkpoint_path(finished.step)
         path.mkdir(parents=True, exist_ok=True)
-        self._folder.sync()
-        write_json(
-            path / LOOP_FILE,
-            {
-                "step": finished.step,
-                "trainers": [*self._trainers],
-                "lengths": finished.lengths,
-                "values": finished.values,
-            },
-        )
+        await self._write_loop_file(path, finished)
         saves = (
             trainer.save_checkpoint(path / name, asynchronous=asynchronous) for name, trainer in self._trainers.items()
         )
         await asyncio.gather(*saves)
         if not asynchronous:
             self._prune(self._keep)
+
+    async def _write_loop_file(self, path: Path, finished: _FinishedStep) -> None:
+        """Writes `loop.json` once everything is on disk that it speaks of, without blocking the event loop."""
+        groups = {name: value for name, value in finished.values.items() if _are_groups(value)}
+        for name, value in groups.items():
+            self._folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
+        await self._folder.sync()
+        others = {name: value for name, value in finished.values.items() if name not in groups}
+        write_json(
+            path / LOOP_FILE,
+            {
+                "step": finished.step,
+                "trainers": [*self._trainers],
+                "lengths": finished.lengths,
+                "groups": [*groups],
+                "values": others,
+            },
+        )
 
     def _prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` complete checkpoints, and the remains of incomplete ones."""
@@ -213,6 +230,11 @@ class Checkpoints:
                 f"{why}.{_ADVICE if why == EQUAL_REWARDS else ''}"
             )
         return None
+
+
+def _are_groups(value: Any) -> bool:
+    """Whether a loop's value is a list of groups, which a checkpoint holds as a file of rollouts."""
+    return isinstance(value, list) and bool(value) and all(isinstance(g, Group) for g in cast("list[Any]", value))
 
 
 def _is_checkpoint(path: Path) -> bool:

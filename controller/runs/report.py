@@ -1,20 +1,23 @@
 """Reporting of one run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts.jsonl` and
-`reward.png`.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/` and `reward.png`.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from controller.runs.console import Console
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
-from rl.runs.folder import RunFolder
+from rl.runs.folder import RunFolder, read_metrics
+from rl.runs.recording import RecordingError
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
+_SECONDS_BETWEEN_DRAWINGS = 30.0
 
 EQUAL_REWARDS = "in every group all rewards were equal"
 """The usual reason why a step of rollouts has nothing to learn from."""
@@ -35,6 +38,8 @@ class Report:
         self._last_measurements: Mapping[str, Measurement] = {}
         self._first_step: int | None = None  # the step after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
+        self._drawn_at = -math.inf
+        self._curves_are_old = False  # whether there were evaluations since
         self.skipped_in_a_row = 0
         """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
@@ -123,7 +128,8 @@ class Report:
         self._log_intervals(step, evaluation.intervals)
         self.folder.log_rollouts(step, evaluation.groups, split="eval")
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
-        self._plot()
+        self._curves_are_old = True
+        self._draw_if_due()
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
         """Records measurements on held-out data after a number of steps, the most telling first."""
@@ -132,7 +138,8 @@ class Report:
         self._last_measurements = measurements
         self._console.measurements(_label(step), measurements)
         self._log_intervals(step, {name: measurement.interval for name, measurement in measurements.items()})
-        self._plot()
+        self._curves_are_old = True
+        self._draw_if_due()
 
     def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
         row = {"step": float(step)}
@@ -145,8 +152,12 @@ class Report:
         self.folder.log_metrics(row)
 
     def finish(self) -> None:
-        """Draws the curves and prints three samples and the sentence that says what the run achieved."""
-        self._plot()
+        """Draws the curves and prints three samples and the sentence that says what the run achieved.
+
+        Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
+        """
+        self.folder.in_background(self._drawing())
+        self.folder.flush()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())
 
@@ -171,11 +182,11 @@ class Report:
         row = {"step": float(step), **metrics}
         self._count(row)
         self.folder.log_metrics(row)
-        timings = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
-        self.folder.log_rollouts(step, groups, timings=timings)
+        self.folder.log_rollouts(step, groups)
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups
+        self._draw_if_due()
 
     def _count(self, row: Mapping[str, float]) -> None:
         """Updates the counts with a row of the metrics.
@@ -199,14 +210,29 @@ class Report:
             total = len(failures) + sum(len(group.rollouts) for group in groups)
             self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
 
-    def _plot(self) -> None:
-        from rl.runs.plot import plot_curve  # loads matplotlib; a mistake in a recipe should not have to wait for it
+    def _draw_if_due(self) -> None:
+        """Draws the curves in the background, unless that was done shortly before or there is nothing new to see."""
+        if self._curves_are_old and time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
+            self._drawn_at, self._curves_are_old = time.monotonic(), False
+            self.folder.in_background(self._drawing())
 
-        metrics, folder = self.folder.metrics(), self.folder.path
-        if self._first_evaluation is not None:
-            plot_curve(metrics, folder / "reward.png", folder.name)
-        for name in self._last_measurements:
-            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=name)
+    def _drawing(self) -> Callable[[], None]:
+        """The work of drawing the curves that there are now. It reads all metrics and takes most of a second."""
+        curves = {"reward": "reward_mean"} if self._first_evaluation is not None else {}
+        curves |= {name: name for name in self._last_measurements}
+        return partial(_draw, self.folder.metrics_file, curves)
+
+
+def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
+    """Draws held-out metrics, each with its metric in training, to PNGs beside the metrics."""
+    from rl.runs.plot import plot_curve  # loads matplotlib; a mistake in a recipe should not have to wait for it
+
+    folder, metrics = metrics_file.parent, read_metrics(metrics_file) if curves else []
+    for name, training in curves.items():
+        try:
+            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
+        except OSError as error:
+            raise RecordingError(folder / f"{name}.png", error) from error
 
 
 def _label(step: int) -> str:

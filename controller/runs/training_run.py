@@ -105,7 +105,8 @@ class Run:
     async def checkpoint_if_due(self, **values: Any) -> None:
         """Saves a checkpoint if the configuration asks for one after this step.
 
-        `values` (JSON types) are whatever else the loop needs to go on; a resumed run finds them in `restored`. Raises
+        `values` (JSON types, and lists of groups) are whatever else the loop needs to go on; a resumed run finds them
+        in `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full, and
         `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"

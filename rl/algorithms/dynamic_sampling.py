@@ -19,7 +19,7 @@ class SampledGroups:
     with_signal: tuple[Group, ...]
     """Groups to train on: their rewards are not all equal. At most as many as were asked for."""
     all: tuple[Group, ...]
-    """Every sampled group, for the metrics and for rollouts.jsonl."""
+    """Every sampled group, for the metrics and for the recording."""
 
 
 async def sample_with_signal(

@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl.checks import check_at_least
-from rl.rollouts.serialization import group_rows, groups_from_rows
 from rl.types import Group
+
+_LISTS = ("unfinished", "finished", "started", "finished_groups")
 
 
 class RolloutQueue:
@@ -53,14 +54,12 @@ class RolloutQueue:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = steps.start
-        state = state or {"next": (steps.start - 1) * groups_per_step, "unfinished": [], "finished": []}
+        state = state or {"next": (steps.start - 1) * groups_per_step, **dict.fromkeys(_LISTS, ())}
         self._next: int = state["next"]
         self._to_repeat: list[int] = [*state["unfinished"]]  # groups that an earlier queue had started
         self._started: dict[int, int] = {}  # group -> the step in which it started, until it is taken
-        self._finished: dict[int, Group] = {}
-        for waiting in state["finished"]:
-            (self._finished[waiting["number"]],) = groups_from_rows(waiting["rows"])
-            self._started[waiting["number"]] = waiting["started"]
+        self._started |= zip(state["finished"], state["started"], strict=True)
+        self._finished: dict[int, Group] = dict(zip(state["finished"], state["finished_groups"], strict=True))
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -108,19 +107,21 @@ class RolloutQueue:
         self._start()
 
     def state(self) -> dict[str, Any]:
-        """The state from which another queue can continue after the groups last taken, in JSON types.
+        """The state from which another queue can continue after the groups last taken: JSON types, and groups.
 
-        It holds the finished groups, and the numbers of the groups that are being sampled, which will start again.
+        It holds the finished groups themselves, not copies, so that it costs nothing to ask after every step; and the
+        numbers of the groups that are being sampled, which will start again.
         """
-        unfinished = [number for number in self._started if number not in self._finished]
-        waiting = [
-            {"number": number, "started": self._started[number], "rows": group_rows(group)}
-            for number, group in sorted(self._finished.items())
-        ]
-        # A group whose rollouts all failed has no rows to be restored from; it is sampled again.
-        lost = [entry["number"] for entry in waiting if not entry["rows"]]
-        finished = [entry for entry in waiting if entry["rows"]]
-        return {"next": self._next, "unfinished": sorted([*self._to_repeat, *unfinished, *lost]), "finished": finished}
+        # A group whose rollouts all failed leaves nothing on disk to be restored from; it is sampled again.
+        finished = sorted(number for number, group in self._finished.items() if group.rollouts)
+        unfinished = self._started.keys() - set(finished)
+        return {
+            "next": self._next,
+            "unfinished": sorted([*self._to_repeat, *unfinished]),
+            "finished": finished,
+            "started": [self._started[number] for number in finished],
+            "finished_groups": [self._finished[number] for number in finished],
+        }
 
     def _start(self) -> None:
         """Starts every group that the bound allows now."""

@@ -5,46 +5,34 @@ from the recording, with their tokens, log-probs, versions and rewards, instead 
 side of the loop runs as it did in the recorded run, or with another loss.
 """
 
-from collections.abc import Mapping, Sequence
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from rl.data.rows import no_fault, parse_row
 from rl.protocols import Problem
-from rl.rollouts.serialization import groups_from_rows
+from rl.rollouts.columns import count_groups, read_groups
+from rl.rollouts.json_lines import read_lines
+from rl.runs.recording import TRAINING, recorded_files
 from rl.types import Group
-
-_FIELDS = (
-    "step",
-    "split",
-    "problem_id",
-    "sample",
-    "reward",
-    "prompt",
-    "truncated",
-    "group_failures",
-    "metrics",
-    "turns",
-)
 
 
 class RecordedEnv:
-    """The training rollouts of a rollouts.jsonl. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
+    """The training rollouts of a run. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
 
     def __init__(self, file: Path, groups_per_step: int) -> None:
-        """`groups_per_step` is the number of problems that the loop asks for in each step.
+        """`file` is as `read_recording` takes it; `groups_per_step` the number of problems that a step asks for.
 
-        Raises ValueError if the file is not a recording, naming the line, or if a step has more groups than that.
+        Raises ValueError if the file is not a recording, and if a step has more groups than that.
         """
         self.file = file
         self.steps = read_recording(file)
         """Step -> its groups, in the order in which they were trained on."""
         self._groups_per_step = groups_per_step
-        for step, groups in self.steps.items():
-            if len(groups) > groups_per_step:
+        for step, number in _num_groups(self.steps).items():
+            if number > groups_per_step:
                 raise ValueError(
-                    f"step {step} of the recording {file} has {len(groups)} groups; prompts_per_step is "
-                    f"{groups_per_step}"
+                    f"step {step} of the recording {file} has {number} groups; prompts_per_step is {groups_per_step}"
                 )
 
     def __str__(self) -> str:
@@ -66,9 +54,9 @@ class RecordedEnv:
         """The last step that was recorded."""
         return max(self.steps)
 
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Iterator[Group]:
         """The groups of all steps, in order."""
-        return [group for step in sorted(self.steps) for group in self.steps[step]]
+        return (group for step in sorted(self.steps) for group in self.steps[step])
 
     def train_groups(self, start: int, count: int) -> list[Group]:
         """The groups that problems start to start + count - 1 of the training stream had, all of one step.
@@ -79,7 +67,7 @@ class RecordedEnv:
         step, index = divmod(start, self._groups_per_step)
         if step >= self.num_steps:
             raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
-        return self.steps.get(step + 1, [])[index : index + count]
+        return list(self.steps.get(step + 1, ())[index : index + count])
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Raises ValueError: recorded problems cannot be attempted again, so a loop has to use `train_groups`."""
@@ -95,20 +83,45 @@ class RecordedEnv:
         return []
 
 
-def read_recording(file: Path) -> dict[int, list[Group]]:
-    """Step -> the groups that it trained on. A last line without line break is dropped: the run was killed writing it.
+def read_recording(path: Path) -> Mapping[int, Sequence[Group]]:
+    """Step -> the groups that it trained on, of a run's folder `rollouts`, a file of it, or an earlier rollouts.jsonl.
 
-    Raises ValueError if the file is missing or has no training rollouts, and for a line that is not a recorded rollout.
+    Raises ValueError if the path is missing or has no training rollouts, and for a file that is not a recording.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"the recording {file} cannot be read: {error.strerror}") from None
-    rows: dict[int, list[Mapping[str, Any]]] = {}
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        row = parse_row(line, f"{file}:{number}", dict.fromkeys(_FIELDS, no_fault))
-        if row["split"] == "train":
-            rows.setdefault(row["step"], []).append(row)
-    if not rows:
-        raise ValueError(f"the recording {file} holds no training rollouts")
-    return {step: groups_from_rows(step_rows) for step, step_rows in rows.items()}
+    steps = _Steps(path) if path.is_dir() or path.suffix == ".parquet" else read_lines(path)
+    if not steps:
+        raise ValueError(f"the recording {path} holds no training rollouts")
+    return steps
+
+
+class _Steps(Mapping[int, Sequence[Group]]):
+    """Parquet files by step. Holds the groups of one step at a time: those of a long run may not fit into memory."""
+
+    def __init__(self, path: Path) -> None:
+        found = recorded_files(path if path.is_dir() else path.parent)
+        self._files: dict[int, list[Path]] = {}
+        for kind, step, file in found:
+            if kind == TRAINING and (path.is_dir() or file == path):
+                self._files.setdefault(step, []).append(file)
+        if not self._files and not path.exists():
+            raise ValueError(f"the recording {path} cannot be read: {os.strerror(errno.ENOENT)}")
+        self._last: tuple[int, Sequence[Group]] = (-1, ())
+
+    def __getitem__(self, step: int) -> Sequence[Group]:
+        if self._last[0] != step:
+            self._last = (step, [group for file in self._files[step] for group in read_groups(file)])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def num_groups(self) -> dict[int, int]:
+        """Step -> the number of its groups; reads one small column of every file."""
+        return {step: sum(map(count_groups, files)) for step, files in self._files.items()}
+
+
+def _num_groups(steps: Mapping[int, Sequence[Group]]) -> dict[int, int]:
+    return steps.num_groups() if isinstance(steps, _Steps) else {step: len(steps[step]) for step in steps}

@@ -3,15 +3,16 @@
     runs/<name>/config.json       the configuration, as given
                 recipe.json       the recipe it came from, for `ownloop run --resume`
                 metrics.jsonl     one line per step and per evaluation
-                rollouts.jsonl    one line per rollout
+                rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
                 reward.png        see rl/runs/plot.py
                 checkpoints/      see controller/runs/checkpoints.py
                 model/            the trained model, in Hugging Face's format
                 logs/             the output of processes and libraries
+                cut_off/          what a resumed run had written after its checkpoint, see rl/runs/cut_off.py
 
-Every line is complete when it is written. A line that a killed process left unfinished is dropped when the run is
-resumed. JSON has no NaN, so numbers that are not finite are stored as null. Only one process at a time writes to a
-folder. Each row of `metrics.jsonl`, and `recipe.json`, has a `schema_version`: see rl/runs/schema.py.
+Every line is complete when it is written, and so is every Parquet file. A line that a killed process left unfinished is
+dropped when the run is resumed. JSON has no NaN, so numbers that are not finite are stored as null. Only one process at
+a time writes to a folder. Files of earlier versions are read: see rl/runs/schema.py.
 """
 
 import contextlib
@@ -22,17 +23,23 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from rl.rollouts.serialization import group_rows
+from rl.runs.cut_off import cut_lines, cut_recordings, free_folder
+from rl.runs.lines import append_line, drop_unfinished_line, sync_file
+from rl.runs.recording import BackgroundWriter, free_file, kind_of, last_steps, write_rollouts
 from rl.runs.schema import SCHEMA_VERSION, current_metrics
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts"
+CUT_OFF = "cut_off"
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20
@@ -67,8 +74,7 @@ class RunFolder:
                 )
             self._lock = (self.path / ".lock").open("w")  # released with this object or its process
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for lines in (self.metrics_file, self.rollouts_file):
-                _drop_unfinished_line(lines)
+            drop_unfinished_line(self.metrics_file)
             write_json(self.path / CONFIG_FILE, config)
         except BlockingIOError:
             raise ValueError(
@@ -76,6 +82,8 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
+        self._writer = BackgroundWriter()
+        self._recorded = last_steps(self.rollouts)
 
     @property
     def logs(self) -> Path:
@@ -90,56 +98,78 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         """One JSON object per step and per evaluation."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
-    def rollouts_file(self) -> Path:
-        """One JSON object per rollout, with the tokens, log-probs and versions of each of its turns."""
-        return self.path / "rollouts.jsonl"
+    def rollouts(self) -> Path:
+        """The folder of recorded rollouts. It exists from the first step with rollouts on."""
+        return self.path / ROLLOUTS
 
     def begin_again(self) -> None:
         """The run's loop has failed and begins again after the newest checkpoint, in this process."""
         self.resumed = True
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of a step or an evaluation."""
-        _append(self.metrics_file, [{**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}])
+        """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""
+        self._writer.check()
+        append_line(self.metrics_file, to_json({**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}))
 
-    def log_rollouts(
-        self, step: int, groups: Sequence[Group], *, split: str = "train", timings: Mapping[str, float] | None = None
-    ) -> None:
-        """Appends every rollout of these groups. `timings` holds the seconds of each phase of the step."""
-        _append(
-            self.rollouts_file,
-            [
-                {"step": step, "split": split, **row, "timings": {**(timings or {}), **row["timings"]}}
-                for group in groups
-                for row in group_rows(group)
-            ],
-        )
+    def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
+        """Has every rollout of these groups written, in the background: `flush` waits for it.
+
+        Raises `RecordingError` if an earlier write failed.
+        """
+        directory, groups = self.rollouts, tuple(groups)
+        self.in_background(lambda: write_rollouts(free_file(directory, step, split), groups, step=step, split=split))
+        kind = f"{ROLLOUTS}/{kind_of(split)}"
+        self._recorded[kind] = max(step, self._recorded.get(kind, step))
+
+    def in_background(self, work: Callable[[], None]) -> None:
+        """Has a file of the run written by another thread, after all that was handed over before.
+
+        Raises the error of earlier work; `RecordingError` if the disk is full.
+        """
+        self._writer.submit(work)
+
+    async def room(self) -> None:
+        """Waits while too much waits for the disk. Raises the error of earlier work."""
+        await self._writer.room()
+
+    async def sync(self) -> None:
+        """Returns once everything logged so far is on the disk. Raises the error of earlier work."""
+        self._writer.submit(partial(sync_file, self.metrics_file))
+        await self._writer.flush()
+
+    def flush(self) -> None:
+        """Blocks until everything handed over is on disk. Raises the error of earlier work."""
+        self._writer.finish()
+
+    def close(self) -> None:
+        """Lets another `RunFolder` go on with the run, after everything handed over. Raises the error of that work."""
+        try:
+            self._writer.finish()
+        finally:
+            self._lock.close()
 
     def lengths(self) -> dict[str, int]:
-        """Size in bytes of every file that grows by lines."""
-        return {file.name: file.stat().st_size for file in self._line_files if file.exists()}
+        """How far every file that grows has got: what `cut_back` takes.
 
-    def sync(self) -> None:
-        """Returns once every line logged so far is on the disk."""
-        for file in self._line_files:
-            with file.open("a") as stream:
-                os.fsync(stream.fileno())
-
-    def cut_back(self, lengths: Mapping[str, int]) -> None:
-        """Drops every line that was written after `lengths` was taken. A file that `lengths` does not name is emptied.
-
-        Raises ValueError if a file is shorter than it was, so that it was changed from outside.
+        `metrics.jsonl` is a number of bytes; `rollouts/step` and `rollouts/eval` are the last steps handed over.
         """
-        for file in self._line_files:
-            length = lengths.get(file.name, 0)
-            size = file.stat().st_size if file.exists() else 0
-            if size < length:
-                raise ValueError(f"{file} has {size} bytes; it had {length} when the last checkpoint was saved")
-            if size > length:
-                os.truncate(file, length)
+        return {METRICS: self.metrics_file.stat().st_size if self.metrics_file.exists() else 0, **self._recorded}
+
+    def cut_back(self, lengths: Mapping[str, int]) -> Path | None:
+        """Moves everything that was written after `lengths` was taken to a new folder in `cut_off/`.
+
+        Returns that folder, or None if there was nothing to move. `{}` stands for the beginning of the run. Raises
+        ValueError if a file is shorter than it was, so that it was changed from outside.
+        """
+        self._writer.finish()
+        into = free_folder(self.path / CUT_OFF)
+        cut_lines(self.metrics_file, lengths.get(METRICS, 0), into)
+        cut_recordings(self.rollouts, lengths, into)
+        self._recorded = last_steps(self.rollouts)
+        return into if into.exists() else None
 
     def checkpoint_path(self, step: int) -> Path:
         """The directory for the checkpoint of a step."""
@@ -171,10 +201,6 @@ class RunFolder:
         else:
             parts.append("no checkpoint")
         return f"{', '.join(parts)} in {self.path}"
-
-    @property
-    def _line_files(self) -> tuple[Path, ...]:
-        return self.metrics_file, self.rollouts_file
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
@@ -249,17 +275,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the rows with one call, so that a reader sees whole lines."""
-    text = "".join(json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows)
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(text)
-
-
-def _drop_unfinished_line(file: Path) -> None:
-    """Cuts off everything after the last newline."""
-    if file.exists():
-        with file.open("rb+") as stream:
-            stream.truncate(stream.read().rfind(b"\n") + 1)

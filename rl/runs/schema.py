@@ -1,13 +1,14 @@
 """The version of the names in a run's files, and how files of an earlier version are read.
 
 1: up to the renaming of metrics and fields to the words used now. Rows and recipes of this version name no version.
-2: `schema_version` is in every row of `metrics.jsonl` and in `recipe.json`.
+2: `schema_version` is in every row of `metrics.jsonl` and in `recipe.json`. Rollouts are lines of `rollouts.jsonl`.
+3: rollouts are Parquet files, in `rollouts/` and in checkpoints. Metrics and fields are those of version 2.
 """
 
 from collections.abc import Mapping
 from typing import Any, cast
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _METRICS = {
     "logprob_gap_mean": "logprob_mismatch_mean",
@@ -36,7 +37,7 @@ def schema_version(saved: Mapping[str, Any]) -> int:
 def current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of `metrics.jsonl` under the names of the current version, without `schema_version`."""
     metrics = {name: value for name, value in row.items() if name != "schema_version"}
-    if schema_version(row) >= SCHEMA_VERSION:
+    if schema_version(row) >= 2:
         return metrics
     old, new = _EVAL_PREFIXES
     return {

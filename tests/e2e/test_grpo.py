@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.rl.recordings import recorded_rows
+
 pytestmark = pytest.mark.e2e
 
 SMALL = (
@@ -77,7 +79,7 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     assert steps[0]["logprob_mismatch_mean"] <= 0.045
     assert steps[0]["ratio_mean"] == pytest.approx(1, abs=0.02)
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2]
-    rollouts = _rows(folder / "rollouts.jsonl")
+    rollouts = recorded_rows(folder)
     assert len([r for r in rollouts if r["split"] == "train"]) == 2 * 4 * 4
     turns = [turn for r in rollouts if r["step"] == 2 and r["split"] == "train" for turn in r["turns"]]
     assert {version for turn in turns for version in turn["versions"]} == {1}

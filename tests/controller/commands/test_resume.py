@@ -85,7 +85,7 @@ def test_a_run_from_before_the_renaming_is_refused_in_one_sentence(tmp_path: Pat
     result = ownloop(tmp_path, "run", "--resume", "a")
     assert result.returncode == 2
     assert result.stderr == (
-        "error: runs/a was written by another version of ownloop (schema 1, this is 2): modules that its saved recipe "
+        "error: runs/a was written by another version of ownloop (schema 1, this is 3): modules that its saved recipe "
         "imports have moved and fields were renamed, so it cannot be resumed; start a new run, or resume it with the "
         "version that began it\n"
     )

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import io
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
+from tests.rl.recordings import recorded_rows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
@@ -59,10 +59,10 @@ def _training(folder: RunFolder) -> tuple[list[dict[str, float]], list[dict[str,
     """Metrics of every step but for timings, and the rollouts."""
     aside = ("time", "seconds", "memory", "_per_s")
     rows = [row for row in folder.metrics() if "reward_mean" in row]
-    rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
+    rollouts = recorded_rows(folder.path)
     return (
         [{n: row[n] for n in row if not any(part in n for part in aside)} for row in rows],
-        [{n: r[n] for n in r if n != "timings"} for r in rollouts if r["split"] == "train"],
+        [{n: r[n] for n in r if n != "environment_s"} for r in rollouts if r["split"] == "train"],
     )
 
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import hashlib
 import io
-import json
 import shutil
 import time
 import traceback
@@ -24,6 +23,7 @@ from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
+from tests.rl.recordings import recorded_rows
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
@@ -50,8 +50,8 @@ def _values(folder: RunFolder) -> list[dict[str, float]]:
 
 
 def _rollouts(folder: RunFolder) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "timings"} for row in rows]
+    rows = recorded_rows(folder.path)
+    return [{name: value for name, value in row.items() if name != "environment_s"} for row in rows]
 
 
 def _weights(folder: RunFolder) -> str:
@@ -93,7 +93,7 @@ def test_without_staleness_it_is_grpo(recipe: GRPOConfig, on_policy: RunFolder, 
 
 def _assert_replayed(config: GRPOConfig, recorded: RunFolder, path: Path) -> None:
     """The trainer's side of a loop, fed with what a run recorded, does what that run did."""
-    folder = _run(replayed(config, recorded.rollouts_file), path)
+    folder = _run(replayed(config, recorded.rollouts), path)
     assert [file.name for file in folder.logs.glob("generator*")] == []
     assert _train_rows(folder) == _train_rows(recorded)
     expected = [row for row in _values(recorded) if "grad_norm" in row]
@@ -105,7 +105,7 @@ def _assert_replayed(config: GRPOConfig, recorded: RunFolder, path: Path) -> Non
 def test_a_recording_replays_to_the_same_gradients(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
     _assert_replayed(recipe, on_policy, tmp_path / "run")
     with pytest.raises(ValueError, match=r"num_steps is 7; the recording .* has 6 steps"):
-        replayed(dataclasses.replace(recipe, num_steps=7), on_policy.rollouts_file)
+        replayed(dataclasses.replace(recipe, num_steps=7), on_policy.rollouts)
 
 
 def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_poli
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace('"w', '"v'))
     with pytest.raises(ValueError, match=r"is of another tokenizer than that of .*: what was 'w.* is 'v.* to it"):
-        replayed(dataclasses.replace(recipe, model=str(other)), on_policy.rollouts_file)
+        replayed(dataclasses.replace(recipe, model=str(other)), on_policy.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from rl.data.supervised import text_to_datum
 from rl.envs.even_words import EvenWords
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import group_to_data
+from rl.rollouts.recorded import read_recording
 from rl.runs.folder import RunFolder
 from rl.schedules import adapted_to_kl
 from rl.tiny_models import VOCAB_SIZE
-from rl.types import AdamParams, Completion, Group, Rollout, SamplingParams, Turn
+from rl.types import AdamParams, Group, SamplingParams
 from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer
 from trainer.config import TrainerConfig
@@ -61,26 +63,9 @@ def _run(loop: Any, config: RolloutLoopConfig, path: Path) -> tuple[list[dict[st
     return [row for row in rows if "grad_norm" in row], [row for row in rows if "eval_reward" in row]
 
 
-def _recorded_groups(run: Path, step: int) -> list[Group]:
-    """The groups that a step was trained on, from `rollouts.jsonl`."""
-    groups: list[list[Rollout]] = []
-    for line in (run / "rollouts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if (row["step"], row["split"]) != (step, "train"):
-            continue
-        if row["sample"] == 0:
-            groups.append([])
-        (turn,) = row["turns"]
-        completion = Completion(
-            tokens=tuple(turn["tokens"]),
-            logprobs=tuple(turn["logprobs"]),
-            versions=tuple(turn["versions"]),
-            text="",
-            finish_reason="stop",
-        )
-        turns = (Turn(prompt_tokens=tuple(turn["prompt_tokens"]), completion=completion),)
-        groups[-1].append(Rollout(turns=turns, reward=row["reward"]))
-    return [Group(problem_id="", prompt="", rollouts=tuple(rollouts)) for rollouts in groups]
+def _recorded_groups(run: Path, step: int) -> Sequence[Group]:
+    """The groups that a step was trained on, as they were recorded."""
+    return read_recording(run / "rollouts")[step]
 
 
 def _parameters(trainer: EngineTrainer) -> dict[str, torch.Tensor]:

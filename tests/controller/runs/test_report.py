@@ -1,5 +1,4 @@
 import io
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
 from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
 from tests.rl.fakes import WordRenderer, completion, single_turn
+from tests.rl.recordings import recorded_rows
 
 
 def _group(*rewards: float) -> Group:
@@ -57,7 +57,8 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     assert row["ratio_mean"] == pytest.approx(np.exp(-0.25))
     assert row["reward_mean"] == 0.5
     assert "1/10  reward 0.500" in stream.getvalue()
-    rollouts = [json.loads(line) for line in folder.rollouts_file.read_text().splitlines()]
+    folder.flush()
+    rollouts = recorded_rows(folder.path)
     assert [r["reward"] for r in rollouts] == [1, 0]
     assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
 

@@ -1,5 +1,4 @@
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
+from tests.rl.recordings import recorded_rows
 
 RENDERER = cast(Renderer, WordRenderer())
 
@@ -109,8 +109,9 @@ def test_any_sampled_text_is_scored_and_recorded(tmp_path: Path) -> None:
     assert sorted(seen) == sorted(texts)
     folder = RunFolder(tmp_path / "run", {})
     folder.log_rollouts(1, [group])
-    lines = folder.rollouts_file.read_text().split("\n")[:-1]
-    assert [json.loads(line)["completion"] for line in lines] == texts
+    folder.flush()
+    readable = [text.replace("\ud800", "\\ud800") for text in texts]  # UTF-8 has no half of a surrogate pair
+    assert [row["turns"][0]["text"] for row in recorded_rows(folder.path)] == readable
 
 
 def test_a_prompt_that_the_context_has_no_room_for_costs_its_group() -> None:

@@ -1,14 +1,14 @@
 import asyncio
-import json
+import copy
 import random
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from rl.algorithms.metrics import policy_staleness
 from rl.rollouts.queue import RolloutQueue
-from rl.runs.folder import to_json
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 
@@ -150,19 +150,19 @@ def test_a_cancelled_loop_is_cancelled() -> None:
 
 def test_a_queue_continues_from_the_state_of_another() -> None:
     first, second = range(1, 5), range(5, 11)
-    sampler, states = Sampler(seed=1), list[str]()
+    sampler = Sampler(seed=1)
 
     async def run() -> list[list[int]]:
         queue = RolloutQueue(sampler, range(1, 11), PER_STEP, 3)
         taken: list[list[int]] = []
+        state: dict[str, Any] = {}
         async with queue as rollouts:
             for _ in first:
                 taken.append([int(group.problem_id) for group in await rollouts.take()])
                 await _ticks(60)
                 sampler.version += 1
                 rollouts.advance()
-                states.append(json.dumps(to_json(rollouts.state())))
-        state = json.loads(states[-1])
+                state = rollouts.state()
         assert state["finished"]
         assert state["unfinished"]
         again = Sampler()
@@ -170,12 +170,35 @@ def test_a_queue_continues_from_the_state_of_another() -> None:
         staleness: list[int] = []
         taken += await _loop(again, RolloutQueue(again, second, PER_STEP, 3, state), second, staleness.append)
         assert max(staleness) <= 3
-        recorded = {entry["number"] for entry in state["finished"]}
-        assert recorded.isdisjoint(again.started)  # finished groups are not sampled again
+        assert set(state["finished"]).isdisjoint(again.started)  # finished groups are not sampled again
         return taken
 
     taken = asyncio.run(run())
     assert sorted(number for numbers in taken for number in numbers) == list(range(10 * PER_STEP))
+
+
+def test_the_state_holds_the_groups_themselves_and_is_not_changed_later() -> None:
+    """A loop asks for it after every step, and what it was then is saved when a signal ends a later step."""
+    sampler, given = Sampler(), list[Group]()
+
+    async def sample_group(number: int) -> Group:
+        given.append(await sampler(number))
+        return given[-1]
+
+    async def run() -> None:
+        async with RolloutQueue(sample_group, range(1, 4), PER_STEP, 1) as rollouts:
+            await rollouts.take()
+            rollouts.advance()
+            await _ticks(300)
+            state = rollouts.state()
+            before = copy.deepcopy(state)
+            assert all(any(group is g for g in given) for group in state["finished_groups"])
+            assert [int(group.problem_id) for group in state["finished_groups"]] == state["finished"] != []
+            await rollouts.take()
+            rollouts.advance()
+            assert state == before
+
+    asyncio.run(run())
 
 
 def test_values_out_of_range_are_refused() -> None:

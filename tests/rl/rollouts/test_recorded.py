@@ -6,6 +6,7 @@ import pytest
 from rl.rollouts.recorded import RecordedEnv, read_recording
 from rl.runs.folder import RunFolder
 from rl.types import Group
+from tests.controller.commands.old_runs import old_run
 from tests.rl.fakes import completion, single_turn
 
 
@@ -20,7 +21,8 @@ def _recording(path: Path) -> Path:
     folder.log_rollouts(1, [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)])
     folder.log_rollouts(2, [_group("a", 0.25, 0.5)])  # the environment failed the other group
     folder.log_rollouts(4, [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)])
-    return folder.rollouts_file
+    folder.flush()
+    return folder.rollouts
 
 
 def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
@@ -46,18 +48,38 @@ def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
         RecordedEnv(_recording(tmp_path / "run"), groups_per_step=1)
 
 
-def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
-    file = _recording(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"missing.jsonl cannot be read: No such file"):
-        read_recording(tmp_path / "missing.jsonl")
+def test_one_step_of_a_recording_can_be_named(tmp_path: Path) -> None:
+    steps = read_recording(_recording(tmp_path / "run") / "step-00002.parquet")
+    assert dict(steps) == {2: [_group("a", 0.25, 0.5)]}
+
+
+def test_a_path_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
+    rollouts = _recording(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"missing\.parquet cannot be read: No such file"):
+        read_recording(tmp_path / "missing.parquet")
+    with pytest.raises(ValueError, match=r"eval-00000\.parquet holds no training rollouts"):
+        read_recording(rollouts / "eval-00000.parquet")
+    with pytest.raises(ValueError, match="holds no training rollouts"):
+        read_recording(tmp_path)
+    (rollouts / "step-00002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"step-00002\.parquet is not a recording of rollouts"):
+        RecordedEnv(rollouts, groups_per_step=2)
+
+
+def test_lines_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    file = old_run(tmp_path / "run") / "rollouts.jsonl"
+    env = RecordedEnv(file, groups_per_step=1)
+    (group,) = env.train_groups(1, 1)
+    assert (group.problem_id, group.rewards.tolist()) == ("train 2", [0, 1])
+    assert group.rollouts[0].turns[0].completion.tokens == (10, 11)
     lines = file.read_text().splitlines(keepends=True)
 
     file.write_text("".join([*lines, lines[-1][:50]]))  # a run that was killed while it wrote
-    assert sorted(read_recording(file)) == [1, 2, 4]
+    assert sorted(read_recording(file)) == [1, 2]
     file.write_text("".join([*lines[:3], "{]\n"]))
     with pytest.raises(ValueError, match=r"rollouts.jsonl:4 is"):
         read_recording(file)
-    row = json.loads(lines[1])
+    row = json.loads(lines[2])
     del row["turns"]
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"rollouts.jsonl:1 lacks 'turns'"):
@@ -65,3 +87,5 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
     file.write_text(lines[0])
     with pytest.raises(ValueError, match="holds no training rollouts"):
         read_recording(file)
+    with pytest.raises(ValueError, match=r"missing.jsonl cannot be read: No such file"):
+        read_recording(tmp_path / "missing.jsonl")

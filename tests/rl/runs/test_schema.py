@@ -27,7 +27,7 @@ def test_an_old_row_is_read_under_the_names_of_today(tmp_path: Path) -> None:
 def test_a_new_row_says_its_version_and_keeps_its_names(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     folder.log_metrics({"step": 1.0, "lag_mean": 0.5})  # an environment's own metric
-    assert json.loads(folder.metrics_file.read_text())["schema_version"] == 2
+    assert json.loads(folder.metrics_file.read_text())["schema_version"] == 3
     (row,) = folder.metrics()
     assert row.keys() == {"step", "lag_mean", "time"}
 

@@ -1,31 +1,44 @@
-"""Rollouts to JSON rows and back: all that the trainer learns from, and text for a reader."""
+"""Reads `rollouts.jsonl`, in which runs of schema version 2 and earlier recorded their rollouts, one line each."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rl.data.rows import no_fault, parse_row
 from rl.types import Completion, Group, Rollout, Turn
 
-
-def group_rows(group: Group) -> list[dict[str, Any]]:
-    """One row per rollout. A group without rollouts, because all of them failed, has no rows."""
-    return [
-        {
-            "problem_id": group.problem_id,
-            "sample": sample,
-            "reward": rollout.reward,
-            "prompt": group.prompt,
-            "completion": rollout.text,
-            "truncated": rollout.truncated,
-            "group_failures": group.failures,
-            "metrics": dict(rollout.metrics),
-            "timings": {"seconds_environment": rollout.environment_s},
-            "turns": [_turn_row(turn) for turn in rollout.turns],
-        }
-        for sample, rollout in enumerate(group.rollouts)
-    ]
+_FIELDS = (
+    "step",
+    "split",
+    "problem_id",
+    "sample",
+    "reward",
+    "prompt",
+    "truncated",
+    "group_failures",
+    "metrics",
+    "turns",
+)
 
 
-def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
+def read_lines(file: Path) -> dict[int, list[Group]]:
+    """Step -> the groups that it trained on. A last line without line break is dropped: the run was killed writing it.
+
+    Raises ValueError if the file is missing, and for a line that is not a recorded rollout.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the recording {file} cannot be read: {error.strerror}") from None
+    rows: dict[int, list[Mapping[str, Any]]] = {}
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        row = parse_row(line, f"{file}:{number}", dict.fromkeys(_FIELDS, no_fault))
+        if row["split"] == "train":
+            rows.setdefault(row["step"], []).append(row)
+    return {step: _groups(step_rows) for step, step_rows in rows.items()}
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
     """The groups that the rows were made from, in order. Only the text of the environment's replies is lost."""
     groups: list[list[Mapping[str, Any]]] = []
     for row in rows:
@@ -41,19 +54,6 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
         )
         for rows in groups
     ]
-
-
-def _turn_row(turn: Turn) -> dict[str, Any]:
-    """A turn without its prompt as text, which the tokens contain."""
-    completion = turn.completion
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "tokens": completion.tokens,
-        "logprobs": completion.logprobs,
-        "versions": completion.versions,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-    }
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:

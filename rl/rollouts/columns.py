@@ -1,0 +1,234 @@
+"""Groups of rollouts as the columns of a Parquet file, and back: exact, one row per rollout.
+
+Tokens and versions are int32 and log-probs float32, which is what a generator computes. Text stays readable: the
+problem's `prompt`, and of every turn the environment's `prompt` and the model's `text`. A group without rollouts,
+because all of them failed, has no row and does not come back.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
+
+from rl.types import Completion, Group, Rollout, Turn
+
+_TOKENS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
+_TURN = pa.struct(
+    [
+        ("prompt", pa.string()),
+        ("prompt_tokens", _TOKENS),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("tokens", _TOKENS),
+        ("logprobs", _LOGPROBS),
+        ("versions", _TOKENS),
+        ("prompt_logprobs", _LOGPROBS),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("sample", pa.int32()),
+        ("problem_id", pa.string()),
+        ("prompt", pa.string()),
+        ("reward", pa.float64()),
+        ("truncated", pa.bool_()),
+        ("out_of_context", pa.bool_()),
+        ("environment_s", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("group_failures", pa.list_(pa.string())),
+        ("turns", pa.list_(_TURN)),
+    ]
+)
+"""The columns of every file: `group` and `sample` count from 0 within the file and within the group."""
+_IN_TURN = "turns.list.element."
+# Few different values; a dictionary of tokens or of unique texts would only take time.
+_DICTIONARIES = ["step", "split", "group", "problem_id", "prompt", f"{_IN_TURN}versions.list.element"]
+_LOGPROB_COLUMNS = [f"{_IN_TURN}{name}.list.element" for name in ("logprobs", "prompt_logprobs")]
+_NUMBERS_AT_ONCE = 4096
+
+T = TypeVar("T")
+
+
+def groups_to_table(groups: Sequence[Group]) -> pa.Table:
+    """A table of `SCHEMA`. Takes some 0.1 us a token; other threads can run in between."""
+    rows = [(index, sample, group, r) for index, group in enumerate(groups) for sample, r in enumerate(group.rollouts)]
+    rollouts = [rollout for *_, rollout in rows]
+    metrics = [rollout.metrics for rollout in rollouts]
+    columns = {
+        "group": pa.array([index for index, *_ in rows], pa.int32()),
+        "sample": pa.array([sample for _, sample, *_ in rows], pa.int32()),
+        "problem_id": _texts(group.problem_id for *_, group, _ in rows),
+        "prompt": _texts(group.prompt for *_, group, _ in rows),
+        "reward": pa.array([float(rollout.reward) for rollout in rollouts], pa.float64()),
+        "truncated": pa.array([rollout.truncated for rollout in rollouts], pa.bool_()),
+        "out_of_context": pa.array([rollout.out_of_context for rollout in rollouts], pa.bool_()),
+        "environment_s": pa.array([float(rollout.environment_s) for rollout in rollouts], pa.float64()),
+        "metrics": pa.MapArray.from_arrays(
+            _offsets(metrics),
+            _texts(name for values in metrics for name in values),
+            pa.array([float(value) for values in metrics for value in values.values()], pa.float64()),
+        ),
+        "group_failures": pa.ListArray.from_arrays(
+            _offsets([group.failures for *_, group, _ in rows]),
+            _texts(failure for *_, group, _ in rows for failure in group.failures),
+        ),
+        "turns": pa.ListArray.from_arrays(
+            _offsets([rollout.turns for rollout in rollouts]), _turns([t for r in rollouts for t in r.turns])
+        ),
+    }
+    return pa.table(columns, schema=SCHEMA)
+
+
+def table_to_groups(table: pa.Table) -> list[Group]:
+    """The groups that a table was made from, in order. Raises ValueError for a table without these columns."""
+    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise ValueError(f"it has no column {missing[0]!r}")
+    table = table.select(SCHEMA.names).cast(SCHEMA)
+    turns = table["turns"].combine_chunks()
+    offsets, played = turns.offsets.to_pylist(), _played(turns.values)
+    names = [name for name in SCHEMA.names if name not in ("turns", "truncated")]
+    groups: dict[int, tuple[dict[str, Any], list[Rollout]]] = {}
+    for place, row in enumerate(table.select(names).to_pylist()):
+        _, rollouts = groups.setdefault(row["group"], (row, []))
+        rollouts.append(
+            Rollout(
+                turns=tuple(played[offsets[place] : offsets[place + 1]]),
+                reward=row["reward"],
+                metrics=dict(row["metrics"]),
+                out_of_context=row["out_of_context"],
+                environment_s=row["environment_s"],
+            )
+        )
+    return [
+        Group(
+            problem_id=row["problem_id"],
+            prompt=row["prompt"],
+            rollouts=tuple(rollouts),
+            failures=tuple(row["group_failures"]),
+        )
+        for row, rollouts in groups.values()
+    ]
+
+
+def parquet_bytes(table: pa.Table) -> pa.Buffer:
+    """A table as the contents of a Parquet file."""
+    stream, write = pa.BufferOutputStream(), cast("Any", pq.write_table)  # its stubs know no lists of columns
+    write(
+        table,
+        stream,
+        compression="zstd",
+        use_dictionary=[name for name in _DICTIONARIES if name.partition(".")[0] in table.column_names],
+        use_byte_stream_split=_LOGPROB_COLUMNS,  # the bytes of a float compress better apart from each other
+        write_statistics=["step", "split", "reward"],
+    )
+    return stream.getvalue()
+
+
+def read_groups(file: Path) -> list[Group]:
+    """The groups of a Parquet file. Raises ValueError naming the file if it cannot be read or is of something else."""
+    return _read(file, lambda opened: table_to_groups(opened.read()))
+
+
+def count_groups(file: Path) -> int:
+    """The number of groups in a Parquet file; reads one small column. Raises ValueError like `read_groups`."""
+    return _read(file, lambda opened: len(opened.read(columns=["group"])["group"].unique()))
+
+
+def _read(file: Path, read: Callable[[pq.ParquetFile], T]) -> T:
+    try:
+        with pq.ParquetFile(file) as opened:
+            return read(opened)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ValueError(f"the recording {file} cannot be read: {reason}") from None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is not a recording of rollouts: {error}") from None
+
+
+def _turns(turns: Sequence[Turn]) -> pa.StructArray:
+    completions = [turn.completion for turn in turns]
+    of_prompts = [completion.prompt_logprobs for completion in completions]
+    columns = {
+        "prompt": _texts(turn.prompt for turn in turns),
+        "prompt_tokens": _numbers([turn.prompt_tokens for turn in turns], np.int32),
+        "text": _texts(completion.text for completion in completions),
+        "finish_reason": _texts(completion.finish_reason for completion in completions),
+        "tokens": _numbers([completion.tokens for completion in completions], np.int32),
+        "logprobs": _numbers([completion.logprobs for completion in completions], np.float32),
+        "versions": _numbers([completion.versions for completion in completions], np.int32),
+        "prompt_logprobs": _numbers(of_prompts, np.float32),
+    }
+    return pa.StructArray.from_arrays([columns[field.name] for field in _TURN], fields=list(_TURN))
+
+
+def _played(turns: pa.StructArray) -> list[Turn]:
+    prompts, texts, reasons = (turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason"))
+    names = ("prompt_tokens", "tokens", "logprobs", "versions", "prompt_logprobs")
+    numbers = zip(*(_tuples(turns.field(name)) for name in names), strict=True)
+    return [
+        Turn(
+            prompt_tokens=prompt_tokens or (),
+            completion=Completion(
+                tokens=tokens or (),
+                logprobs=logprobs or (),
+                versions=versions or (),
+                text=text,
+                finish_reason=reason,
+                prompt_logprobs=prompt_logprobs,
+            ),
+            prompt=prompt,
+        )
+        for prompt, text, reason, (prompt_tokens, tokens, logprobs, versions, prompt_logprobs) in zip(
+            prompts, texts, reasons, numbers, strict=True
+        )
+    ]
+
+
+def _numbers(sequences: Sequence[Sequence[float] | None], dtype: DTypeLike) -> pa.ListArray:
+    """One list per sequence, null for None."""
+    parts, since = [np.empty(0, dtype)], 0
+    for sequence in sequences:
+        if sequence is None:
+            continue
+        parts.append(np.fromiter(sequence, dtype, len(sequence)))
+        since += len(sequence)
+        if since >= _NUMBERS_AT_ONCE:
+            since = 0
+            time.sleep(1e-4)  # NumPy holds the interpreter's lock, for which the event loop's thread may be waiting
+    absent = pa.array([sequence is None for sequence in sequences], pa.bool_())
+    return pa.ListArray.from_arrays(
+        _offsets([s or () for s in sequences]), pa.array(np.concatenate(parts)), mask=absent
+    )
+
+
+def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:
+    """One tuple of Python numbers per list, None for null."""
+    values, offsets = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_pylist()
+    valid = lists.is_valid().to_pylist()
+    return [
+        tuple(values[start:end].tolist()) if there else None
+        for start, end, there in zip(offsets[:-1], offsets[1:], valid, strict=True)
+    ]
+
+
+def _offsets(sequences: Sequence[Any]) -> pa.Array:
+    """[len(sequences) + 1] where each sequence begins when all are laid end to end."""
+    return pa.array(np.cumsum([0, *(len(sequence) for sequence in sequences)], dtype=np.int32))
+
+
+def _texts(values: Iterable[str]) -> pa.StringArray:
+    """Half of a surrogate pair, which UTF-8 cannot hold, becomes its escape."""
+    texts = list(values)
+    try:
+        return cast("pa.StringArray", pa.array(texts, pa.string()))
+    except UnicodeEncodeError:
+        safe = [text.encode("utf-8", "backslashreplace").decode() for text in texts]
+        return cast("pa.StringArray", pa.array(safe, pa.string()))
