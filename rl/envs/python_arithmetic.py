@@ -6,10 +6,11 @@ because a small model continues a pattern better than it follows an instruction.
 
 import random
 from dataclasses import dataclass
+from typing import get_args
 
-from rl.checks import check_at_least
+from rl.checks import check_at_least, check_known
 from rl.envs.procedural import eval_set, train_stream
-from rl.envs.sandbox import run_python
+from rl.envs.sandbox import Sandbox, find_way, run_python
 from rl.protocols import Done, Observation, Reply
 
 _EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\nOutput: 1207\nAnswer: 1207\n\n"
@@ -25,6 +26,9 @@ class PythonArithmetic:
     """Most lines that the model may write, at least 1."""
     time_limit_s: float = 2.0
     """Most seconds that a line of code may run."""
+    sandbox: Sandbox = "auto"
+    """Where the model's code runs: `auto` takes what works on this host. `none` is no sandbox: the code may do whatever
+    the current user may, and is limited in time, memory and output only."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -32,6 +36,7 @@ class PythonArithmetic:
             raise ValueError(f"PythonArithmetic.num_digits is {self.num_digits}; it must be between 1 and 9")
         check_at_least(1, **{"PythonArithmetic.max_turns": self.max_turns})
         check_at_least(0.1, **{"PythonArithmetic.time_limit_s": self.time_limit_s})
+        check_known("PythonArithmetic.sandbox", self.sandbox, get_args(Sandbox))
 
     @property
     def name(self) -> str:
@@ -44,11 +49,13 @@ class PythonArithmetic:
         return ("\n",)
 
     def train_problems(self, seed: int, start: int, count: int) -> list["Question"]:
-        """See `rl.protocols.Env`."""
+        """See `rl.protocols.Env`. Raises ValueError if this host has no sandbox."""
+        find_way(self.sandbox)
         return train_stream(self._problem, seed, start, count)
 
     def eval_problems(self, count: int) -> list["Question"]:
-        """See `rl.protocols.Env`."""
+        """See `rl.protocols.Env`. Raises ValueError, before a run starts any process, if this host has no sandbox."""
+        find_way(self.sandbox)
         return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> "Question":
@@ -57,7 +64,13 @@ class PythonArithmetic:
         a, b, c = (rng.randint(low, high) for _ in range(3))
         sign, word = rng.choice(((1, "plus"), (-1, "minus")))
         text = f"What is {a} times {b}, {word} {c}?"
-        return Question(text=text, answer=a * b + sign * c, max_turns=self.max_turns, time_limit_s=self.time_limit_s)
+        return Question(
+            text=text,
+            answer=a * b + sign * c,
+            max_turns=self.max_turns,
+            time_limit_s=self.time_limit_s,
+            sandbox=self.sandbox,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +81,7 @@ class Question:
     answer: int
     max_turns: int
     time_limit_s: float
+    sandbox: Sandbox
 
     @property
     def id(self) -> str:
@@ -104,7 +118,12 @@ class Attempt:
         if kind != "Python":
             return Observation(messages="Write a line that begins with Python: or Answer:\n")
         self._num_runs += 1
-        result = await run_python(rest.strip(), time_limit_s=self._question.time_limit_s, max_output_bytes=200)
+        result = await run_python(
+            rest.strip(),
+            sandbox=self._question.sandbox,
+            time_limit_s=self._question.time_limit_s,
+            max_output_bytes=200,
+        )
         return Observation(messages=f"Output: {result.output}\n")
 
     def _done(self, reward: float) -> Done:

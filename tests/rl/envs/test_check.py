@@ -21,7 +21,7 @@ from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 
-MODULES = {"check", "check_episodes", "findings", "procedural", "sandbox"}  # modules of rl/envs without environment
+MODULES = {"check", "check_episodes", "findings", "procedural"}  # modules of rl/envs without environment
 ELSEWHERE = {"verifiers_env"}  # tested where its package is installed
 
 

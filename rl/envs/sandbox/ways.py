@@ -1,0 +1,210 @@
+"""The ways to build a sandbox, and which of them work on this host.
+
+* `bubblewrap`: the program bwrap.
+* `namespaces`: the same namespaces by `unshare` of util-linux, with the mounts made by inner_namespaces.py.
+* `none`: no sandbox, only limits. The code runs as the current user, who can lose files and secrets to it.
+
+Both real ways use new user, PID, mount, network, IPC and UTS namespaces, and need a kernel that lets ordinary users
+make user namespaces. A controller that is root becomes "nobody" first, because limits on processes do not bind root.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from rl.checks import check_known
+
+Sandbox = Literal["auto", "bubblewrap", "namespaces", "none"]
+
+_NOBODY = 65534
+_PROBE_S = 30.0
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+# Lets "nobody" reach a Python in a folder of root's: in mounts of its own, everything beside that Python is hidden.
+_REVEAL = """set -e
+mount -t tmpfs -o size=64k,mode=755 tmpfs /sys
+mkdir /sys/python
+mount --rbind "$1" /sys/python
+mount -t tmpfs -o size=64k,mode=755 tmpfs "$2"
+mkdir -p "$1"
+mount --move /sys/python "$1"
+shift 2
+exec "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What code in a sandbox may use. The time limit is kept from outside."""
+
+    memory_bytes: int
+    """Address space of one process."""
+    cpu_seconds: int
+    """CPU time of one process."""
+    num_processes: int
+    """Processes and threads. Not limited by `none`."""
+    scratch_bytes: int
+    """Size of the scratch folder /tmp, and of a file in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to build a sandbox."""
+
+    name: Sandbox
+    command: Callable[[Limits], list[str]]
+    """The command that reads Python code from its standard input and runs it within limits. It prints a newline before
+    the code's own output. Errors of the sandbox itself go to standard error."""
+
+
+@cache
+def find_way(sandbox: Sandbox = "auto") -> Way:
+    """The way of that name, or for `auto` the first of bubblewrap and namespaces that works here.
+
+    Tries it out, which takes some 0.1 s, and remembers what worked. Raises ValueError for an unknown name and, with the
+    reason and what to do, if it does not work here.
+    """
+    check_known("sandbox", sandbox, (*_WAYS, "auto"))
+    reasons: list[str] = []
+    for way in (_WAYS["bubblewrap"], _WAYS["namespaces"]) if sandbox == "auto" else (_WAYS[sandbox],):
+        reason = _why_not(way)
+        if reason is None:
+            return way
+        reasons.append(f"{way.name}: {reason}")
+    raise ValueError(
+        f"sandbox is {sandbox!r}, and this host cannot run a model's code in one ({'; '.join(reasons)}). Install "
+        "bubblewrap, which is often allowed what others are not, or allow user namespaces to ordinary users: sysctl "
+        f"{_settings()}; a container needs that of its host and a seccomp profile that allows unshare and mount. "
+        "sandbox='none' runs the code without one, as the current user, with all that this user may read, write and "
+        "connect to"
+    )
+
+
+def _why_not(way: Way) -> str | None:
+    """Why a way does not work here; None if it does."""
+    limits = Limits(memory_bytes=256 << 20, cpu_seconds=10, num_processes=4, scratch_bytes=1 << 20)
+    try:
+        tried = subprocess.run(
+            way.command(limits), input=b"print(6 * 7)", capture_output=True, env={}, timeout=_PROBE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if tried.stdout == b"\n42\n":
+        return None
+    lines = tried.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it ended with status {tried.returncode}"
+
+
+def _settings() -> str:
+    """The kernel's settings that decide, with their values here."""
+    names = (
+        "user.max_user_namespaces",
+        "kernel.unprivileged_userns_clone",
+        "kernel.apparmor_restrict_unprivileged_userns",
+    )
+    files = {name: Path("/proc/sys", *name.split(".")) for name in names}
+    found = [f"{name} (here {file.read_text().strip()})" for name, file in files.items() if file.is_file()]
+    return ", ".join(found) or names[0]
+
+
+def _bubblewrap(limits: Limits) -> list[str]:
+    mounts = [argument for path in _shown() for argument in _bubblewrap_mount(path)]
+    return [
+        *as_nobody(),
+        *(program("bwrap"), "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
+        *("--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--uid", str(_NOBODY), "--gid", str(_NOBODY), "--cap-drop", "ALL", "--hostname", "sandbox"),
+        *mounts,
+        *("--symlink", "/tmp", "/dev/shm", "--dir", "/tmp", "--remount-ro", "/"),
+        *("--size", str(limits.scratch_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *_python(_text("inner_run.py"), limits),
+    ]
+
+
+def _bubblewrap_mount(path: str) -> tuple[str, str, str]:
+    if Path(path).is_symlink():
+        return ("--symlink", str(Path(path).readlink()), path)
+    return ("--dev-bind" if path in _DEVICES else "--ro-bind", path, path)
+
+
+def _namespaces(limits: Limits) -> list[str]:
+    return [
+        *as_nobody(),
+        *(program("setpriv"), "--pdeathsig", "KILL"),
+        *(program("unshare"), "--user", f"--map-user={_NOBODY}", f"--map-group={_NOBODY}", "--keep-caps", "--mount"),
+        *("--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child=KILL"),
+        *_python(_text("inner_namespaces.py") + _text("inner_run.py"), limits),
+        *(str(limits.scratch_bytes), *_shown()),
+    ]
+
+
+def _none(limits: Limits) -> list[str]:
+    return _python(_text("inner_run.py"), limits, num_processes=0)  # Linux would count all of the user's processes
+
+
+_WAYS = {way.name: way for way in (Way("bubblewrap", _bubblewrap), Way("namespaces", _namespaces), Way("none", _none))}
+
+
+def _python(program: str, limits: Limits, num_processes: int | None = None) -> list[str]:
+    """The command that runs a Python program without site-packages, with the limits as its arguments."""
+    processes = limits.num_processes if num_processes is None else num_processes
+    numbers = (limits.memory_bytes, limits.cpu_seconds, processes, limits.scratch_bytes)
+    return [_interpreter(), "-I", "-S", "-B", "-c", program, *map(str, numbers)]
+
+
+@cache
+def _text(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+
+
+@cache
+def _interpreter() -> str:
+    """The Python that runs, without its virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+@cache
+def _shown() -> tuple[str, ...]:
+    """The host's files and folders that the sandbox shows."""
+    system = [path for path in _SYSTEM if os.path.lexists(path)]
+    return (*system, *_python_folders(), *_DEVICES)
+
+
+@cache
+def _python_folders() -> tuple[str, ...]:
+    """The folders of the running Python that are not in /usr."""
+    folders = {os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)}
+    return tuple(sorted(folder for folder in folders if Path("/usr") not in (Path(folder), *Path(folder).parents)))
+
+
+def as_nobody() -> Sequence[str]:
+    """What a command begins with so that root runs it as "nobody", who can still reach the running Python."""
+    if os.geteuid() != 0 or not _is_mapped(_NOBODY):
+        return ()
+    reveal: list[str] = []
+    for folder in _python_folders():
+        reveal += [program("sh"), "-c", _REVEAL, "sh", folder, f"/{Path(folder).parts[1]}"]
+    enter = [program("unshare"), "--mount", "--propagation", "private", *reveal] if reveal else []
+    user = f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"
+    return [*enter, program("setpriv"), *user, "--pdeathsig", "KILL", "--"]
+
+
+def _is_mapped(user: int) -> bool:
+    """Whether this process's user namespace has that user: a container may have only a few."""
+    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
+@cache
+def program(name: str) -> str:
+    """The path of a program. Raises FileNotFoundError if it is not installed."""
+    path = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/sbin:/bin")
+    if path is None:
+        raise FileNotFoundError(f"{name} is not installed")
+    return path

@@ -1,0 +1,126 @@
+"""Code runs, and its limits hold, in every kind of sandbox and without one."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.envs.sandbox import Sandbox, SandboxResult, run_python
+from tests.rl.envs.sandbox.here import REAL, need
+
+Run = Callable[..., Awaitable[SandboxResult]]
+
+
+@pytest.fixture(params=(*REAL, "none"))
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    need(request.param)
+    return request.param
+
+
+def run(sandbox: Sandbox, code: str, **limits: Any) -> SandboxResult:
+    return asyncio.run(run_python(code, sandbox=sandbox, **limits))
+
+
+def run_all(sandbox: Sandbox, codes: Sequence[str], **limits: Any) -> list[SandboxResult]:
+    async def main() -> list[SandboxResult]:
+        return await asyncio.gather(*(run_python(code, sandbox=sandbox, **limits) for code in codes))
+
+    return asyncio.run(main())
+
+
+def test_code_runs(sandbox: Sandbox) -> None:
+    code = "import math, statistics\nprint(math.factorial(10), 'é', __name__)"
+    assert run(sandbox, code) == SandboxResult(output="3628800 é __main__", ok=True)
+
+
+def test_code_may_use_its_scratch_folder(sandbox: Sandbox) -> None:
+    code = "import tempfile\nopen('x', 'w').write('a' * 1000)\nwith tempfile.TemporaryFile() as f: f.write(b'b')"
+    assert run(sandbox, code + "\nprint(len(open('x').read()))") == SandboxResult(output="1000", ok=True)
+
+
+def test_code_may_start_processes_and_threads(sandbox: Sandbox) -> None:
+    code = (
+        "import subprocess, threading\n"
+        "thread = threading.Thread(target=print, args=('thread',)); thread.start(); thread.join()\n"
+        "print(subprocess.run(['/bin/echo', 'process'], capture_output=True, text=True).stdout.strip())"
+    )
+    assert run(sandbox, code) == SandboxResult(output="thread\nprocess", ok=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero"),
+        ("(", "SyntaxError: '(' was never closed"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("print(input())", "EOFError: EOF when reading a line"),
+        ("\ud800", "SyntaxError"),
+        ("open('x', 'w').write('a' * 10**8)", "OSError: [Errno 27] File too large"),
+    ],
+)
+def test_code_that_fails_says_why(sandbox: Sandbox, code: str, output: str) -> None:
+    result = run(sandbox, code)
+    assert not result.ok
+    assert result.output.startswith(output) or "No space left" in result.output, result
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "10 ** 10 ** 10"])
+def test_time_is_limited(sandbox: Sandbox, code: str) -> None:
+    start = time.monotonic()
+    result = run(sandbox, f"print('on', flush=True)\n{code}", time_limit_s=0.3)
+    assert time.monotonic() - start < 5
+    assert result == SandboxResult(output="on\nTimeoutError: over 0.3 s", ok=False)
+
+
+@pytest.mark.parametrize("code", ["x = []\nwhile True: x.append(bytearray(1 << 20))", "x = 'a' * (1 << 40)"])
+def test_memory_is_limited(sandbox: Sandbox, code: str) -> None:
+    assert run(sandbox, code) == SandboxResult(output="MemoryError: ", ok=False)
+
+
+def test_endless_output_is_cut_off(sandbox: Sandbox) -> None:
+    # Several, because the amount left in a pipe after a kill differs.
+    for result in run_all(sandbox, ["while True: print('x' * 1000)"] * 10):
+        assert len(result.output) == 4096 + 3
+        assert not result.ok
+
+
+def test_waiting_for_a_core_does_not_count(sandbox: Sandbox) -> None:
+    codes = [f"import time; time.sleep(0.2); print({i})" for i in range(6 * (os.cpu_count() or 1))]
+    assert [result.output for result in run_all(sandbox, codes, time_limit_s=2.0)] == [
+        str(i) for i in range(len(codes))
+    ]
+
+
+@pytest.mark.parametrize("sandbox", REAL)
+def test_nothing_outlives_a_cancelled_call(sandbox: Sandbox) -> None:
+    need(sandbox)
+    seconds = f"600{time.time_ns()}"
+
+    async def give_up() -> None:
+        code = f"import subprocess\nsubprocess.run(['/bin/sleep', '{seconds}'])"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run_python(code, sandbox=sandbox, time_limit_s=50), 1)
+
+    asyncio.run(give_up())
+    assert is_gone(seconds)
+
+
+def is_gone(argument: str) -> bool:
+    """Whether no process of this host has that argument, after a moment for the kernel to end it."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(argument in line for line in map(_command_line, Path("/proc").glob("[0-9]*"))):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
