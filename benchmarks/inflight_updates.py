@@ -107,7 +107,7 @@ class Processes:
 
     async def gaps(self) -> list[tuple[float, float]]:
         """`TimedGenerator.gaps`."""
-        return await self.mesh.answer(self.mesh.rank(0).gaps.call_one())
+        return await self.mesh.answer(self.mesh.rank(0).gaps.call_one(), "gaps")
 
 
 async def measure(model: Path, num_pulls: int, num_streams: int, threads: int, dtype: Any) -> dict[str, Round]:

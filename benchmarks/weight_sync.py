@@ -134,7 +134,7 @@ class Meshes:
 
     async def packs_weights(self) -> bool:
         """`PackingGenerator.packs_weights`."""
-        return await self.generator.mesh.answer(self.generator.mesh.rank(0).packs_weights.call_one())
+        return await self.generator.mesh.answer(self.generator.mesh.rank(0).packs_weights.call_one(), "packs_weights")
 
     async def round(self, version: int, seconds: dict[str, list[float]]) -> None:
         """Does one copy and one update, and appends their times to `seconds`."""
@@ -188,7 +188,7 @@ async def meshes(
         )
         generator = GeneratorHandle(mesh, config, version_records := VersionRecords())
         try:
-            await mesh.answer(mesh.actors.version.call())
+            await mesh.answer(mesh.actors.version.call(), "version")
             yield Meshes(store, trainer, generator, version_records, logs)
         finally:
             await asyncio.gather(store.stop(), trainer.stop(), generator.stop())

@@ -7,8 +7,9 @@ import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
+from generator.engine_status import EngineStatus
 from rl.types import Completion, PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord
+from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.registry import find_record
 
 
@@ -21,6 +22,7 @@ class VLLMGenerator(Actor):
         from generator.engine import GenerationEngine
 
         self._engine = GenerationEngine(config)
+        self._store_timeout_s = config.deadlines.at_least_s
         self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
 
     @concurrent_endpoint
@@ -51,15 +53,24 @@ class VLLMGenerator(Actor):
 
         `record` is the version's. If it is None, TorchStore is asked for it.
         """
-        store = await torchstore.client()
-        if record is None:
-            record = await find_record(store, version)
+        try:
+            async with asyncio.timeout(self._store_timeout_s):
+                store = await torchstore.client()
+                if record is None:
+                    record = await find_record(store, version)
+        except TimeoutError:
+            raise WeightsError(f"TorchStore did not answer within {self._store_timeout_s:g} s") from None
         await self._engine.update_weights(record, store, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     @concurrent_endpoint
     async def version(self) -> int:
         """Policy version of the weights in use; 0 before the first pull."""
         return self._engine.version
+
+    @concurrent_endpoint
+    async def status(self) -> EngineStatus:
+        """`GenerationEngine.status`."""
+        return self._engine.status()
 
     @concurrent_endpoint
     async def num_unfinished(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_gpus
+from rl.deadlines import Deadlines
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 from rl.types import SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
@@ -59,6 +60,8 @@ class GeneratorConfig:
     request_timeout_s: float | None = None
     """The longest time from sending a request to its answer, after which the request raises `DeadlineError`. A replica
     that then does not answer a ping either counts as dead. None waits forever."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """How long calls, and steps of the engine, may take before the replica counts as hung."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's `EngineArgs`, under vLLM's names."""
 

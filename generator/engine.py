@@ -15,10 +15,11 @@ import itertools
 import queue
 import secrets
 import threading
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import vllm
@@ -32,6 +33,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from generator._compat import patch_cpu
 from generator.config import GeneratorConfig, check_request
 from generator.conversion import to_completion, to_vllm
+from generator.engine_commands import Cancel, Close, Command, Generate, Update
+from generator.engine_status import ActivityClock, EngineStatus, EngineStoppedError, describe
 from generator.options import engine_options
 from generator.updates import WeightUpdates
 from rl.checks import check_known
@@ -44,36 +47,6 @@ _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiti
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
 
-@dataclass(frozen=True, slots=True)
-class _Generate:
-    id: str
-    prompt_tokens: tuple[int, ...]
-    sampling: SamplingParams
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    id: str
-    """The id of the request to drop."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    id: str
-    record: VersionRecord
-    mode: PullMode
-    keep_prefix_cache: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    id: str
-
-
-_Command = _Generate | _Cancel | _Update | _Close
-
-
 class GenerationEngine:
     """Samples completions and loads new weights. Safe to call from any number of tasks of one event loop."""
 
@@ -84,13 +57,14 @@ class GenerationEngine:
         raises.
         """
         self._config = config
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}
         self._feeds: dict[str, Feed] = {}  # of updates whose bytes rank 0 has to fetch
-        self._backlog: deque[_Generate | _Update | _Close] = deque()
+        self._backlog: deque[Generate | Update | Close] = deque()
         self._running: set[str] = set()  # ids of the requests in vLLM
         self._ids = itertools.count()
         self._failure: BaseException | None = None
+        self._clock = ActivityClock()
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(built,), name="generation-engine", daemon=True)
         self._thread.start()
@@ -106,6 +80,10 @@ class GenerationEngine:
         """Samples that are running or waiting in vLLM."""
         return self._engine.get_num_unfinished_requests()
 
+    def status(self) -> EngineStatus:
+        """What the engine's thread is doing. Answers at once, whatever the thread does."""
+        return self._clock.status(self.num_unfinished, self._failure)
+
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
     ) -> list[Completion]:
@@ -116,18 +94,18 @@ class GenerationEngine:
         batch.
 
         Raises ValueError if vLLM rejects the request or it exceeds the context, and `WeightsError` if the last update
-        left no usable weights. Other requests go on.
+        left no usable weights; other requests go on. Raises `EngineStoppedError` once the thread has ended.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
         if sampling.seed is None:  # drawn once, so that all tensor-parallel ranks sample the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
-        request = _Generate(self._next_id(), tokens, sampling, num_distinct)
+        request = Generate(self._next_id(), tokens, sampling, num_distinct)
         answer = self._submit(request)
         try:
             return (await asyncio.wrap_future(answer)) * (num_samples // num_distinct)
         except asyncio.CancelledError:
-            self._commands.put(_Cancel(request.id))
+            self._commands.put(Cancel(request.id))
             raise
 
     async def update_weights(
@@ -140,7 +118,7 @@ class GenerationEngine:
         requests raise `WeightsError`, and so do new ones until an update succeeds.
         """
         check_known("mode", mode, PULL_MODES)
-        update = _Update(self._next_id(), record, mode, keep_prefix_cache)
+        update = Update(self._next_id(), record, mode, keep_prefix_cache)
         feed = self._updates.feed(record, store)
         if feed is not None:
             self._feeds[update.id] = feed
@@ -153,17 +131,17 @@ class GenerationEngine:
                 fetching.cancel()
 
     def close(self) -> None:
-        """Ends the thread. Unfinished requests raise `RuntimeError`."""
+        """Ends the thread. Unfinished requests raise `EngineStoppedError`."""
         if self._thread.is_alive():
-            self._commands.put(_Close(self._next_id()))
+            self._commands.put(Close(self._next_id()))
             self._thread.join()
 
     def _next_id(self) -> str:
         return str(next(self._ids))
 
-    def _submit(self, command: _Generate | _Update) -> Future[Any]:
+    def _submit(self, command: Generate | Update) -> Future[Any]:
         if self._failure is not None:
-            raise RuntimeError(f"the generation engine has stopped: {self._failure}")
+            raise _stopped(self._failure)
         answer: Future[Any] = Future()
         self._answers[command.id] = answer
         self._commands.put(command)
@@ -183,9 +161,10 @@ class GenerationEngine:
                 pass
             self._failure = RuntimeError("it was closed")
         except BaseException as error:
+            traceback.print_exc()
             self._failure = error
         for request_id in list(self._answers):
-            self._answer(request_id, error=RuntimeError(f"the generation engine has stopped: {self._failure}"))
+            self._answer(request_id, error=_stopped(self._failure))
 
     def _build(self) -> None:
         if current_platform.is_cpu():
@@ -198,19 +177,19 @@ class GenerationEngine:
     def _serve(self) -> bool:
         """Handles all queued commands, waiting for one if there is nothing to do, and steps once. False to stop."""
         for command in self._receive(wait=not self._engine.has_unfinished_requests() and not self._backlog):
-            if isinstance(command, _Cancel):
+            if isinstance(command, Cancel):
                 self._cancel(command.id)
             else:
                 self._backlog.append(command)
         while self._backlog:
             command = self._backlog[0]
-            if isinstance(command, _Close):
+            if isinstance(command, Close):
                 return False
-            if isinstance(command, _Update) and command.mode == "drain" and self._engine.has_unfinished_requests():
+            if isinstance(command, Update) and command.mode == "drain" and self._engine.has_unfinished_requests():
                 break
             self._backlog.popleft()
             try:
-                if isinstance(command, _Update):
+                if isinstance(command, Update):
                     self._update(command)
                     self._answer(command.id)
                 else:
@@ -222,18 +201,21 @@ class GenerationEngine:
         return True
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        with self._clock.during("step"):
+            outputs = self._engine.step()
+        for output in outputs:
             assert isinstance(output, RequestOutput)
             self._running.discard(output.request_id)
             self._finish(output)
 
-    def _update(self, update: _Update) -> None:
+    def _update(self, update: Update) -> None:
         """Applies an update. If it leaves a mixture of versions, running requests are aborted."""
         self._updates.finish_steps(self._step)
         try:
-            self._updates.apply(
-                update.record, self._feeds.pop(update.id, None), keep_prefix_cache=update.keep_prefix_cache
-            )
+            with self._clock.during("pull"):
+                self._updates.apply(
+                    update.record, self._feeds.pop(update.id, None), keep_prefix_cache=update.keep_prefix_cache
+                )
         finally:
             if self._updates.inconsistent is not None:
                 self._engine.abort_request(list(self._running))
@@ -241,18 +223,20 @@ class GenerationEngine:
                     self._answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.inconsistent)))
                 self._running.clear()
 
-    def _receive(self, *, wait: bool) -> list[_Command]:
+    def _receive(self, *, wait: bool) -> list[Command]:
         """Takes rank 0's commands out of its queue and returns them on every rank."""
-        commands: list[_Command] = []
+        commands: list[Command] = []
         if self._group.rank_in_group == 0:
             with contextlib.suppress(queue.Empty):
                 if wait:
                     commands.append(self._commands.get(timeout=_IDLE_S))
                 while True:
                     commands.append(self._commands.get_nowait())
-        return cast(list[_Command], self._group.broadcast_object(commands))
+            with self._clock.during("broadcast"):
+                return cast(list[Command], self._group.broadcast_object(commands))
+        return cast(list[Command], self._group.broadcast_object())
 
-    def _admit(self, request: _Generate) -> None:
+    def _admit(self, request: Generate) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
@@ -294,3 +278,7 @@ class GenerationEngine:
             answer.set_exception(error)
         else:
             answer.set_result(result)
+
+
+def _stopped(failure: BaseException) -> EngineStoppedError:
+    return EngineStoppedError(f"the generation engine has stopped: {describe(failure)}")

@@ -76,9 +76,17 @@ class InProcessMesh(Mesh):
 
     @classmethod
     async def spawn(
-        cls, name: str, actor: type[Actor], *args: Any, num_ranks: int, env: Mapping[str, str], log_dir: Path
+        cls,
+        name: str,
+        actor: type[Actor],
+        *args: Any,
+        num_ranks: int,
+        env: Mapping[str, str],
+        log_dir: Path,
+        **options: Any,
     ) -> "InProcessMesh":
         """Makes the actor; its log file stays empty."""
+        del options
         assert num_ranks == 1, "in one process there is one rank"
         os.environ.update(env)
         log_dir.mkdir(parents=True, exist_ok=True)

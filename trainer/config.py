@@ -1,10 +1,11 @@
 """The layout of a trainer and how it computes. Learning rate, clip norm and the like come with each step instead."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from rl.checks import check_gpus, check_known
+from rl.deadlines import Deadlines
 from rl.types import Head
 from trainer.engine_table import ENGINES
 
@@ -69,6 +70,8 @@ class TrainerConfig:
     both name. None takes the next free ones."""
     seed: int = 0
     """Seed of each rank's random state."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """How long calls may take before the ranks count as hung."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

@@ -4,19 +4,54 @@ from pathlib import Path
 
 
 class MeshError(RuntimeError):
-    """A process of a mesh died or stopped answering. Its last call may or may not have taken effect."""
+    """A process of a mesh died, hung or failed alone. All processes of the mesh have ended or are being killed.
 
-    def __init__(self, mesh: str, reason: str, log_files: tuple[Path, ...] = (), log_tail: str = "") -> None:
-        """`mesh` is the name of the mesh ("trainer"); `log_tail` holds the last lines of its logs."""
+    If one rank's exception was the cause, it is the error's `__cause__`. The mesh's last call may or may not have taken
+    effect.
+    """
+
+    def __init__(
+        self,
+        mesh: str,
+        reason: str,
+        *,
+        rank: int | None = None,
+        verb: str | None = None,
+        log_files: tuple[Path, ...] = (),
+        details: str = "",
+    ) -> None:
+        """`mesh` is the name of the mesh ("trainer"); `details` are stacks and the last lines of logs."""
         where = f"; logs: {', '.join(map(str, log_files))}" if log_files else ""
-        tail = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
-        super().__init__(f"{mesh}: {reason}{where}{tail}")
+        super().__init__(f"{mesh}: {reason}{where}" + (f"\n{details}" if details else ""))
         self.mesh = mesh
         self.reason = reason
+        self.rank = rank
+        """The rank that died, hung or failed; None if it is not known."""
+        self.verb = verb
+        """The call in which it happened; None outside of calls."""
+        self.log_files = log_files
+        self.details = details
+
+    def again(self, log_files: tuple[Path, ...] = (), details: str = "") -> "MeshError":
+        """The same error for another call that it ends, or with more details."""
+        other = type(self)(
+            self.mesh,
+            self.reason,
+            rank=self.rank,
+            verb=self.verb,
+            log_files=log_files or self.log_files,
+            details=details or self.details,
+        )
+        other.__cause__ = self.__cause__
+        return other
 
 
 class DeadlineError(MeshError):
-    """A process did not answer within the time limit. It may still be running the call."""
+    """A process did not answer in time, or was stopped. It has been killed."""
+
+
+class RequestTimeoutError(RuntimeError):
+    """A request took longer than `GeneratorConfig.request_timeout_s`. The generator is fine."""
 
 
 class TrainingStoppedError(RuntimeError):

@@ -1,31 +1,56 @@
-"""`GeneratorHandle`: a mesh of `VLLMGenerator` ranks as the `Generator` that a controller script sees."""
+"""`GeneratorHandle`: a mesh of `VLLMGenerator` ranks as the `Generator` that a controller script sees.
+
+How long a request takes depends on the others, so no request has a deadline of its own. While any is under way, the
+handle asks every rank's engine for signs of progress: an engine that has ended, or has been in the same step or pull
+for longer than its deadline, ends the mesh.
+"""
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_request
+from generator.engine_status import EngineStatus, EngineStoppedError
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
+T = TypeVar("T")
+
+_PROBE_S = 2.0  # between two looks at the engines
 _ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
+
+
+def _no_meshes() -> Sequence[Mesh]:
+    """For handles that do not know where weights come from."""
+    return ()
 
 
 class GeneratorHandle:
     """Implements `rl.protocols.Generator`."""
 
-    def __init__(self, mesh: Mesh, config: GeneratorConfig, version_records: VersionRecords) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: GeneratorConfig,
+        version_records: VersionRecords,
+        pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
+    ) -> None:
         """Use `launch`."""
         self.mesh = mesh
         self._version_records = version_records
+        self._pulls_from = pulls_from
         self.config = config
+        self._num_watched = 0
+        self._probes: asyncio.Task[None] | None = None
 
     @classmethod
     async def launch(
@@ -36,12 +61,15 @@ class GeneratorHandle:
         name: str = "generator",
         gpus: Sequence[str] | None = None,
         version_records: VersionRecords | None = None,
+        pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
         every rank sees all of them. `version_records` are the trainer's; a version that is not in them is looked up in
-        TorchStore. Raises ValueError, before any process starts, if the model directory cannot be served.
+        TorchStore. `pulls_from` returns the meshes without which no version can be pulled.
+
+        Raises ValueError, before any process starts, if the model directory cannot be served.
         """
         config.check_model()
         check_hardware(config)
@@ -52,13 +80,16 @@ class GeneratorHandle:
             num_ranks=config.tensor_parallel,
             env={**generator_env(config), **gpu_env(gpus)},
             log_dir=log_dir,
+            deadlines=config.deadlines,
         )
+        handle = cls(mesh, config, version_records or VersionRecords(), pulls_from)
         try:
-            await mesh.answer(mesh.actors.version.call())
+            await mesh.answers([mesh.rank(index).version.call_one() for index in range(mesh.num_ranks)], "start")
+            await handle._statuses()
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, config, version_records or VersionRecords())
+        return handle
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
@@ -67,24 +98,26 @@ class GeneratorHandle:
 
         Many calls may be in flight; they are batched continuously. Cancelling a call aborts its requests in vLLM.
 
-        Raises `DeadlineError` after `GeneratorConfig.request_timeout_s`, and `MeshError` if the generator's processes
-        have died or hang.
+        Raises `RequestTimeoutError` after `GeneratorConfig.request_timeout_s`, and `MeshError` if the generator's
+        processes or vLLM in them have died or hang.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self.config)
         rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
+        limit = asyncio.timeout(self.config.request_timeout_s)
         try:
-            return await self.mesh.answer(
-                rank_0.generate.call_one(call_id, tokens, sampling, num_samples),
-                self.config.request_timeout_s,
-            )
+            async with limit:
+                return await self._watched(rank_0.generate.call_one(call_id, tokens, sampling, num_samples), "generate")
         except asyncio.CancelledError:
             rank_0.cancel.broadcast(call_id)
             raise
-        except DeadlineError:
+        except TimeoutError:
+            if not limit.expired():
+                raise
             rank_0.cancel.broadcast(call_id)
             await self._check_alive()
-            reason = f"a request took longer than {self.config.request_timeout_s:g} s (request_timeout_s)"
-            raise DeadlineError(self.mesh.name, reason) from None
+            raise RequestTimeoutError(
+                f"{self.mesh.name}: a request took longer than {self.config.request_timeout_s:g} s (request_timeout_s)"
+            ) from None
 
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
@@ -92,34 +125,71 @@ class GeneratorHandle:
         """Loads exactly this policy version; see `rl.protocols.Generator.pull_model_state_dict`.
 
         Raises ValueError if this version cannot be pulled, naming those that can, and if it does not fit the model; the
-        weights in use then stay as they are. Raises `MeshError` if the generator's processes have died or hang.
+        weights in use then stay as they are. Raises `MeshError` if the generator's processes have died or hang, or
+        those of the trainer or the store.
         """
         check_known("mode", mode, PULL_MODES)
         record = self._version_records.find(version)
         call = self.mesh.rank(0).pull_model_state_dict.call_one(version, record, mode, keep_prefix_cache)
-        pull = asyncio.create_task(self.mesh.answer(call))
-        try:
-            # A pull has no deadline, because it waits for running requests and for a large model's bytes. The process
-            # only has to show now and then that it is alive.
-            while not (await asyncio.wait({pull}, timeout=self.config.request_timeout_s))[0]:
-                await self._check_alive()
-            pull.result()
-        finally:
-            pull.cancel()
+        await self._watched(call, "pull_model_state_dict", needs=self._pulls_from())
 
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
-        return await self.mesh.answer(self.mesh.rank(0).version.call_one())
-
-    async def _check_alive(self) -> None:
-        """Raises `MeshError` unless every rank's process answers."""
-        try:
-            await self.mesh.answer(self.mesh.actors.version.call(), _ALIVE_S)
-        except DeadlineError:
-            raise MeshError(
-                self.mesh.name, f"it hangs: no answer within {_ALIVE_S:g} s", self.mesh.log_files, self.mesh.log_tail()
-            ) from None
+        return await self.mesh.answer(self.mesh.rank(0).version.call_one(), "version", wait="at once")
 
     async def stop(self) -> None:
         """Ends the generator's processes. May be called again."""
         await self.mesh.stop()
+
+    async def _watched(self, call: Awaitable[T], verb: str, needs: Sequence[Mesh] = ()) -> T:
+        """Awaits a call, and looks at the engines as long as there is such a call."""
+        self._num_watched += 1
+        if self._probes is None or self._probes.done():
+            self._probes = asyncio.create_task(self._probe())
+        try:
+            return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
+        except EngineStoppedError as error:
+            failure = MeshError(self.mesh.name, str(error), rank=0, verb=verb)
+            failure.__cause__ = error
+            raise await self.mesh.calls.end(failure, ()) from error
+        finally:
+            self._num_watched -= 1
+            if self._num_watched == 0:
+                self._probes.cancel()
+
+    async def _probe(self) -> None:
+        """Ends the mesh if an engine has stopped or hangs. The calls that wait for it then raise the error."""
+        with contextlib.suppress(MeshError):
+            while True:
+                await asyncio.sleep(_PROBE_S)
+                for rank, status in enumerate(await self._statuses()):
+                    if (failure := self._failure_of(rank, status)) is not None:
+                        raise await self.mesh.calls.end(failure, [rank])
+
+    async def _statuses(self) -> list[EngineStatus]:
+        calls = [self.mesh.rank(index).status.call_one() for index in range(self.mesh.num_ranks)]
+        return await self.mesh.answers(calls, "status", wait="at once")
+
+    def _failure_of(self, rank: int, status: EngineStatus) -> MeshError | None:
+        who, name = self.mesh.calls.processes.name(rank), self.mesh.name
+        if status.failure is not None:
+            return MeshError(name, f"the engine of {who} has stopped: {status.failure}", rank=rank, verb="generate")
+        limit_s = self.config.deadlines.limit_s(status.slowest_s)
+        if status.activity is None or status.seconds < limit_s:
+            return None
+        slowest = "it is the first" if status.slowest_s is None else f"the slowest so far took {status.slowest_s:.1f} s"
+        reason = f"the engine of {who} has been in one {status.activity} for {status.seconds:.0f} s ({slowest}), with "
+        reason += f"{status.num_unfinished} unfinished samples, after {status.num_steps} steps"
+        return DeadlineError(name, reason, rank=rank, verb=status.activity)
+
+    async def _check_alive(self) -> None:
+        """Raises `MeshError` unless every rank's process answers soon."""
+        limit = asyncio.timeout(_ALIVE_S)
+        try:
+            async with limit:
+                await self._statuses()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            failure = DeadlineError(self.mesh.name, f"it hangs: no answer within {_ALIVE_S:g} s", verb="generate")
+            raise await self.mesh.calls.end(failure, range(self.mesh.num_ranks)) from None

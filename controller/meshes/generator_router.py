@@ -4,8 +4,8 @@ A request goes to the replica that answered its prompt before, because its prefi
 otherwise to the replica with the fewest samples in progress. A replica that is pulling or down gets no requests. A
 replica whose process died is restarted, and serves again once it has pulled the current version.
 
-Errors tell the router what happened: a `DeadlineError` means that the replica is slow, any other `MeshError` that its
-process died, and every other error that the caller made a mistake.
+Errors tell the router what happened: a `MeshError` means that the replica died or was killed because it hung, a
+`RequestTimeoutError` that it is slow, and every other error that the caller made a mistake.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.errors import MeshError
 from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.protocols import Generator
@@ -116,8 +116,6 @@ class GeneratorRouter:
             replica.num_samples += num_samples
             try:
                 return await generator.generate(prompt, sampling, num_samples)
-            except DeadlineError:  # the request was too long; the replica is fine
-                raise
             except MeshError:
                 # Several requests notice the death of one generator; only the first restarts it. By the time that a
                 # later one notices, another generator may be in its place.

@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.protocols import Generator, Trainer
-from rl.types import WeightTransport
 from trainer.config import TrainerConfig
+
+if TYPE_CHECKING:  # the import would load torch
+    from controller.meshes.mesh import Mesh
 
 Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
 T = TypeVar("T")
@@ -60,6 +62,8 @@ class Launcher:
         self._starts: list[asyncio.Task[Any]] = []
         self._running: list[_Stoppable] = []
         self._store: asyncio.Task[None] | None = None
+        self._store_mesh: Mesh | None = None
+        self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
 
@@ -105,20 +109,20 @@ class Launcher:
             store, self._pushing_trainer = self._weight_store(), name
 
         async def start() -> Trainer:
-            dtype = None if generator is None else generator.dtype
-            transport: WeightTransport = "auto" if generator is None else generator.weight_transport
             trainer = await TrainerHandle.launch(
                 config,
-                dtype,
+                None if generator is None else generator.dtype,
                 self._log_dir,
                 name=name,
-                transport=transport,
+                transport="auto" if generator is None else generator.weight_transport,
                 gpus=own_gpus,
                 version_records=self._version_records,
                 limits=limits,
+                pushes_to=lambda: _known(self._store_mesh),
             )
             self._running.append(trainer)
             if store is not None:
+                self._pushing_mesh = trainer.mesh
                 await asyncio.shield(store)  # shared: a start that is cancelled must not cancel the store's
             return trainer
 
@@ -153,6 +157,7 @@ class Launcher:
                 name=name if num_replicas == 1 else f"{name}-{index}",
                 gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
                 version_records=self._version_records,
+                pulls_from=lambda: _known(self._store_mesh, self._pushing_mesh),
             )
 
         async def start() -> Generator:
@@ -179,7 +184,9 @@ class Launcher:
         async def start() -> None:
             from controller.meshes.store import WeightStore
 
-            self._running.append(await WeightStore.launch(self._log_dir))
+            running = await WeightStore.launch(self._log_dir)
+            self._running.append(running)
+            self._store_mesh = running.mesh
 
         self._store = self._store or self._begin(start())
         return self._store
@@ -207,6 +214,11 @@ class _Stoppable(Protocol):
     """A handle whose processes the launcher ends."""
 
     async def stop(self) -> None: ...
+
+
+def _known(*meshes: "Mesh | None") -> "list[Mesh]":
+    """The meshes that are running already."""
+    return [mesh for mesh in meshes if mesh is not None]
 
 
 async def _offline() -> Generator:

@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import signal
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,13 +25,16 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, S
 from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.calls import Calls, ProcessDiedError, Wait
+from controller.meshes.errors import DeadlineError
+from controller.meshes.rank_processes import RankProcesses, answer_stack_signal
+from rl.deadlines import Deadlines
 
 T = TypeVar("T")
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _STOP_TIMEOUT_S = 5.0
-_LOG_TAIL_LINES = 20
+_KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
 
 
 class _PidActor(Actor):
@@ -44,7 +46,7 @@ class _PidActor(Actor):
 
 
 def _prepare_process() -> None:
-    """Sends this process's standard output and error to its log file, and leaves signals to the controller.
+    """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
 
     Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
     """
@@ -58,6 +60,7 @@ def _prepare_process() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    answer_stack_signal()
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
@@ -71,24 +74,32 @@ def _ignore_unhandled_fault(failure: MeshFailure) -> None:
 class Mesh:
     """The processes of one role, one actor in each.
 
-    `actors` is the Monarch actor mesh. Every call to it goes through `answer`, which turns Monarch's errors into ours:
+    `actors` is the Monarch actor mesh. Every call to it goes through `answer` or `answers`, which have a deadline and
+    turn Monarch's errors into ours:
 
         mesh = await Mesh.spawn("generator", VLLMGenerator, config, num_ranks=1, env={}, log_dir=run.logs)
-        version = await mesh.answer(mesh.rank(0).version.call_one())
+        version = await mesh.answer(mesh.rank(0).version.call_one(), "version")
     """
 
-    def __init__(self, name: str, procs: Any, actors: Any, pids: tuple[int, ...], log_files: tuple[Path, ...]) -> None:
+    def __init__(self, name: str, procs: Any, actors: Any, pids: Sequence[int], log_files: tuple[Path, ...]) -> None:
         """Use `spawn`."""
         self.name = name
         self.actors = actors
-        self.pids = pids
         self.log_files = log_files
+        self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
         self._procs = procs
         self._stopped = False
 
     @classmethod
     async def spawn(
-        cls, name: str, actor: type[Actor], *args: Any, num_ranks: int, env: Mapping[str, str], log_dir: Path
+        cls,
+        name: str,
+        actor: type[Actor],
+        *args: Any,
+        num_ranks: int,
+        env: Mapping[str, str],
+        log_dir: Path,
+        deadlines: Deadlines | None = None,
     ) -> "Mesh":
         """Starts `num_ranks` processes on this host, each with `actor(*args)` in it.
 
@@ -99,6 +110,7 @@ class Mesh:
         monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
         log_dir.mkdir(parents=True, exist_ok=True)
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
+        deadlines = deadlines or Deadlines()
 
         def bootstrap_command(point: Any) -> BootstrapCommand:
             return default_bootstrap_cmd().with_env({**env, _LOG_FILE: str(log_files[point.rank])})
@@ -108,10 +120,18 @@ class Mesh:
         )
         pid_actors = procs.spawn(f"{name}_process", _PidActor)
         mesh = cls(name, procs, None, (), log_files)
+        mesh.calls = Calls(name, RankProcesses((), log_files), deadlines)
         try:
-            mesh.pids = tuple((await mesh.answer(pid_actors.pid.call())).values())
-            await setup_torch_elastic_env_async(procs)
+            pids = tuple((await mesh.answer(pid_actors.pid.call(), "start")).values())
+            mesh.calls = Calls(name, RankProcesses(pids, log_files), deadlines)
+            async with asyncio.timeout(deadlines.first_s):
+                await setup_torch_elastic_env_async(procs)
             mesh.actors = procs.spawn(name, actor, *args)
+        except TimeoutError:
+            await mesh.stop()
+            raise DeadlineError(
+                name, f"its processes did not start within {deadlines.first_s:g} s", verb="start"
+            ) from None
         except BaseException:
             await mesh.stop()
             raise
@@ -122,51 +142,57 @@ class Mesh:
         """The number of processes."""
         return len(self.log_files)
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids in the order of the ranks."""
+        return self.calls.processes.pids
+
     def rank(self, index: int) -> Any:
         """The actor of one rank. Call its endpoints with `.call_one`."""
         return self.actors.slice(gpus=index)
 
-    async def answer(self, call: Awaitable[T], timeout_s: float | None = None) -> T:
-        """Awaits a call to this mesh's actors.
+    async def answer(
+        self,
+        call: Awaitable[T],
+        verb: str,
+        *,
+        rank: int | None = None,
+        wait: Wait = "queued",
+        needs: "Sequence[Mesh]" = (),
+    ) -> T:
+        """Awaits a call to one rank, or with `.call` to all of them; see `Calls.answers`."""
+        calls = {rank: _unwrapped(call, self.name)}
+        return (await self.calls.answers(calls, verb, wait=wait, needs=[mesh.calls for mesh in needs]))[0]
 
-        Raises the exception that the actor raised, `MeshError` if a process of the mesh has died, and `DeadlineError`
-        if there is no answer within `timeout_s` seconds.
-        """
-        try:
-            return await asyncio.wait_for(_as_coroutine(call), timeout_s)
-        except ActorError as error:
-            error.exception.add_note(f"raised in a process of {self.name!r}:\n{error.exception_formatted}")
-            raise error.exception from None
-        except SupervisionError as error:
-            raise MeshError(self.name, f"a process died: {error}", self.log_files, self.log_tail()) from None
-        except TimeoutError:
-            reason = f"no answer within {timeout_s:g} s"
-            raise DeadlineError(self.name, reason, self.log_files, self.log_tail()) from None
-
-    def log_tail(self, num_lines: int = _LOG_TAIL_LINES) -> str:
-        """The last lines of every process's log."""
-        tails: list[str] = []
-        for path in self.log_files:
-            lines = path.read_text(errors="replace").splitlines()[-num_lines:] if path.exists() else []
-            tails.append("\n".join([f"[{path.name}]", *lines]))
-        return "\n".join(tails)
+    async def answers(
+        self,
+        calls: Sequence[Awaitable[T]],
+        verb: str,
+        *,
+        size: float = 0.0,
+        wait: Wait = "queued",
+        needs: "Sequence[Mesh]" = (),
+    ) -> list[T]:
+        """Awaits a call to each rank, in the order of the ranks; see `Calls.answers`."""
+        by_rank: dict[int | None, Coroutine[Any, Any, T]] = {
+            rank: _unwrapped(call, self.name) for rank, call in enumerate(calls)
+        }
+        return await self.calls.answers(by_rank, verb, size=size, wait=wait, needs=[mesh.calls for mesh in needs])
 
     async def stop(self) -> None:
         """Ends every process: asks them to stop, and kills them if they have not after 5 s. May be called again."""
         if self._stopped:
             return
         self._stopped = True
+        patience_s = _STOP_TIMEOUT_S if self.calls.failure is None else _KILLED_STOP_TIMEOUT_S
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(_as_coroutine(self._procs.stop()), _STOP_TIMEOUT_S)
+            await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
         self.kill()
 
     def kill(self) -> None:
         """Kills every process that is still running."""
         self._stopped = True
-        for pid in self.pids:
-            if _is_child(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        self.calls.processes.kill()
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
@@ -174,10 +200,12 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
-def _is_child(pid: int) -> bool:
-    """Whether `pid` is a child of this process. If not, the child has ended and its id may have been used again."""
+async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
+    """Monarch's answer. Raises the exception that the actor raised, and `ProcessDiedError`, for Monarch's wrappers."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return int(status.rpartition(")")[2].split()[1]) == os.getpid()
+        return await call
+    except ActorError as error:
+        error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
+        raise error.exception from None
+    except SupervisionError as error:
+        raise ProcessDiedError(str(error)) from None

@@ -3,6 +3,7 @@
 Trainer and generator processes look it up through Monarch under TorchStore's default name, so they need no handle.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,11 @@ from torchstore.controller import Controller, StorageInfo
 from torchstore.storage_volume import StorageVolume
 from torchstore.transport.pipe import Request
 
+from controller.meshes.errors import DeadlineError
 from controller.meshes.mesh import Mesh
+
+_START_S = 60.0
+_STOP_S = 5.0
 
 
 class AsyncController(Controller):
@@ -73,10 +78,14 @@ class WeightStore:
         strategy = torchstore.SingletonStrategy()
         mesh = await Mesh.spawn("store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir)
         try:
-            directory = await get_or_spawn_controller(DEFAULT_TORCHSTORE_NAME, AsyncController)
+            async with asyncio.timeout(_START_S):
+                directory = await get_or_spawn_controller(DEFAULT_TORCHSTORE_NAME, AsyncController)
             await mesh.answer(
-                directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors)
+                directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors), "start"
             )
+        except TimeoutError:
+            await mesh.stop()
+            raise DeadlineError("store", f"its directory did not start within {_START_S:g} s", verb="start") from None
         except BaseException:
             await mesh.stop()
             raise
@@ -86,5 +95,6 @@ class WeightStore:
         """Forgets every key and ends the process. May be called again."""
         torchstore.reset_client()
         with contextlib.suppress(Exception):  # its process may have died
-            await self.mesh.answer(self._directory.teardown.call(), timeout_s=5)
+            async with asyncio.timeout(_STOP_S):
+                await self.mesh.answer(self._directory.teardown.call(), "stop")
         await self.mesh.stop()

@@ -4,7 +4,6 @@ The handle checks a call before any rank computes, sends each data-parallel rank
 Calls reach the ranks in the order in which they were issued, so several may be in flight.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,11 @@ from trainer.engines.model_check import ModelLimits, check_model
 T = TypeVar("T")
 
 
+def _no_meshes() -> Sequence[Mesh]:
+    """For handles that do not know where weights go."""
+    return ()
+
+
 class TrainerHandle:
     """Implements `rl.protocols.Trainer`."""
 
@@ -36,14 +40,17 @@ class TrainerHandle:
         *,
         share_prefixes: bool,
         pushes: bool,
+        pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes,
     ) -> None:
         """Use `launch`."""
         self.mesh = mesh
+        mesh.calls.is_consequence = _is_consequence
         self.config = config
         self._limits = limits
         self._version_records = version_records
         self._share_prefixes = share_prefixes
         self._pushes = pushes
+        self._pushes_to = pushes_to
 
     @classmethod
     async def launch(
@@ -57,13 +64,15 @@ class TrainerHandle:
         gpus: Sequence[str] | None = None,
         version_records: VersionRecords | None = None,
         limits: ModelLimits | None = None,
+        pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes,
     ) -> "TrainerHandle":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
         Weights are pushed in `generator_dtype` over `transport`; with a `generator_dtype` of None they cannot be
         pushed. Every push adds to `version_records`. `name` appears in log file names and errors. `gpus` are the GPUs
         of this host to use, one per rank; by default every rank sees all of them. `limits` is the result of
-        `check_model(config)`, for a caller that has checked the model already.
+        `check_model(config)`, for a caller that has checked the model already. `pushes_to` returns the meshes without
+        which no version can be pushed.
 
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
@@ -77,9 +86,11 @@ class TrainerHandle:
             num_ranks=config.num_ranks,
             env={**trainer_env(config), **gpu_env(gpus)},
             log_dir=log_dir,
+            deadlines=config.deadlines,
         )
         try:
-            share_prefixes: list[bool] = list((await mesh.answer(mesh.actors.shares_prefixes.call())).values())
+            calls = [mesh.rank(index).shares_prefixes.call_one() for index in range(config.num_ranks)]
+            share_prefixes: list[bool] = await mesh.answers(calls, "start")
         except BaseException:
             await mesh.stop()
             raise
@@ -90,6 +101,7 @@ class TrainerHandle:
             version_records or VersionRecords(),
             share_prefixes=all(share_prefixes),
             pushes=generator_dtype is not None,
+            pushes_to=pushes_to,
         )
 
     async def stop(self) -> None:
@@ -98,7 +110,7 @@ class TrainerHandle:
 
     async def policy_version(self) -> int:
         """The number of optimizer steps applied so far."""
-        return (await self._gather([rank.policy_version.call_one() for rank in self._ranks]))[0]
+        return (await self._gather("policy_version", [rank.policy_version.call_one() for rank in self._ranks]))[0]
 
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
@@ -115,7 +127,7 @@ class TrainerHandle:
             rank.forward_backward.call_one(local_batch, checked)
             for rank, local_batch in zip(self._ranks, self._local_batches(plan, batch), strict=True)
         ]
-        return self._merge(plan, await self._gather(calls))
+        return self._merge(plan, await self._gather("forward_backward", calls, num_tokens=_num_tokens(batch)))
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         """Computes log-probs of the batch's target tokens, and entropies if asked to, or a critic's values.
@@ -132,7 +144,7 @@ class TrainerHandle:
             rank.forward.call_one(local_batch, entropy)
             for rank, local_batch in zip(self._ranks, self._local_batches(plan, batch), strict=True)
         ]
-        return self._merge(plan, await self._gather(calls))
+        return self._merge(plan, await self._gather("forward", calls, num_tokens=_num_tokens(batch)))
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
@@ -140,12 +152,14 @@ class TrainerHandle:
         Raises ValueError if no gradient was accumulated, `grad_scale` is not finite, or a pattern of
         `learning_rate_multipliers` matches no parameter.
         """
-        outputs = await self._gather([rank.optim_step.call_one(params, grad_scale) for rank in self._ranks])
+        outputs = await self._gather(
+            "optim_step", [rank.optim_step.call_one(params, grad_scale) for rank in self._ranks]
+        )
         return replace(outputs[0], metrics=merge_metrics([output.metrics for output in outputs]))
 
     async def zero_grad(self) -> None:
         """Drops the accumulated gradient."""
-        await self._gather([rank.zero_grad.call_one() for rank in self._ranks])
+        await self._gather("zero_grad", [rank.zero_grad.call_one() for rank in self._ranks])
 
     async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         """Offloads parameters, gradients or optimizer state to `device` ("cpu"), or moves them back ("cuda").
@@ -153,7 +167,7 @@ class TrainerHandle:
         Offloaded state is moved to the device for each call and back afterwards. A trainer that computes on the CPU
         moves nothing. Raises ValueError if nothing is chosen, and for another device.
         """
-        await self._gather([rank.to.call_one(device, model, gradients, optimizer) for rank in self._ranks])
+        await self._gather("to", [rank.to.call_one(device, model, gradients, optimizer) for rank in self._ranks])
 
     async def push_model_state_dict(self) -> int:
         """Publishes the current weights in the generator's dtype and returns their policy version.
@@ -170,7 +184,8 @@ class TrainerHandle:
                 f"push_model_state_dict: {self.mesh.name!r} was started without a generator that could pull; give "
                 "`generator=` when starting it"
             )
-        record = (await self._gather([rank.push_model_state_dict.call_one() for rank in self._ranks]))[0]
+        calls = [rank.push_model_state_dict.call_one() for rank in self._ranks]
+        record = (await self.mesh.answers(calls, "push_model_state_dict", needs=self._pushes_to()))[0]
         assert record is not None
         self._version_records.add(record)
         return record.version
@@ -186,12 +201,13 @@ class TrainerHandle:
         and for a `keep_last` below 1.
         """
         await self._gather(
-            [rank.save_checkpoint.call_one(path.absolute(), asynchronous, keep_last) for rank in self._ranks]
+            "save_checkpoint",
+            [rank.save_checkpoint.call_one(path.absolute(), asynchronous, keep_last) for rank in self._ranks],
         )
 
     async def wait_for_checkpoint(self) -> None:
         """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
-        await self._gather([rank.wait_for_checkpoint.call_one() for rank in self._ranks])
+        await self._gather("wait_for_checkpoint", [rank.wait_for_checkpoint.call_one() for rank in self._ranks])
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """Restores a checkpoint, drops any accumulated gradient and returns the policy version.
@@ -200,7 +216,10 @@ class TrainerHandle:
         Raises ValueError if `path` is missing, damaged, not a checkpoint of ours, or one of another model.
         """
         return (
-            await self._gather([rank.load_checkpoint.call_one(path.absolute(), weights_only) for rank in self._ranks])
+            await self._gather(
+                "load_checkpoint",
+                [rank.load_checkpoint.call_one(path.absolute(), weights_only) for rank in self._ranks],
+            )
         )[0]
 
     async def export_hf(self, path: Path) -> None:
@@ -209,7 +228,7 @@ class TrainerHandle:
         Without a generator, the weights are in the trainer's `compute_dtype`.
         Raises ValueError for the same paths as `save_checkpoint`.
         """
-        await self._gather([rank.export_hf.call_one(path.absolute()) for rank in self._ranks])
+        await self._gather("export_hf", [rank.export_hf.call_one(path.absolute()) for rank in self._ranks])
 
     @property
     def _ranks(self) -> list[Any]:
@@ -250,13 +269,17 @@ class TrainerHandle:
             metrics=merge_metrics([part.metrics for part in parts]),
         )
 
-    async def _gather(self, calls: Sequence[Awaitable[T]]) -> list[T]:
+    async def _gather(self, verb: str, calls: Sequence[Awaitable[T]], num_tokens: int = 0) -> list[T]:
         """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`.
 
         The calls were sent when they were created, before any await, so that all ranks get them in the order of issue.
         """
-        outcomes = await asyncio.gather(*(self.mesh.answer(call) for call in calls), return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, RankFailureError)), errors[0])
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        return await self.mesh.answers(calls, verb, size=num_tokens)
+
+
+def _num_tokens(batch: Sequence[Datum]) -> int:
+    return sum(len(datum.tokens) for datum in batch)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return isinstance(error, RankFailureError)

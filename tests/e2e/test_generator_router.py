@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.processes import descendants
-from controller.meshes.errors import DeadlineError
+from controller.meshes.errors import RequestTimeoutError
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher, launch
@@ -108,7 +108,7 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
             for successor in successors:  # they hold the version that was pulled before they were there
                 again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
                 assert [samples[0].tokens for samples in again] == expected
-            with pytest.raises(DeadlineError, match=r"a request took longer than 15 s \(request_timeout_s\)"):
+            with pytest.raises(RequestTimeoutError, match=r"a request took longer than 15 s \(request_timeout_s\)"):
                 await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
             assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), 10))[0].tokens) > 0
 

@@ -1,6 +1,7 @@
 """Real processes: what they are given, how their errors arrive, and that none of them stays."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from controller.meshes.errors import DeadlineError, MeshError
 from controller.meshes.mesh import Mesh
+from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 
 pytestmark = pytest.mark.e2e
@@ -18,12 +20,13 @@ pytestmark = pytest.mark.e2e
 CONTROLLER = """
 import asyncio, pathlib, sys
 from controller.meshes.mesh import Mesh
+from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 
 async def main():
     env = {"TOY_GREETING": "hello"}
     mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=2, env=env, log_dir=pathlib.Path(sys.argv[1]))
-    await mesh.answer(mesh.rank(0).add.call_one(1))
+    await mesh.answer(mesh.rank(0).add.call_one(1), "add")
     hanging = mesh.rank(1).hang.call_one(600)
     print(*mesh.pids, flush=True)
     await hanging
@@ -32,10 +35,14 @@ asyncio.run(main())
 """
 
 
-def _with_mesh(tmp_path: Path, body: Callable[[Mesh], Awaitable[None]], num_ranks: int = 1) -> tuple[int, ...]:
+def _with_mesh(
+    tmp_path: Path, body: Callable[[Mesh], Awaitable[None]], num_ranks: int = 1, deadlines: Deadlines | None = None
+) -> tuple[int, ...]:
     async def main() -> tuple[int, ...]:
         env = {"TOY_GREETING": "hello"}
-        mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=num_ranks, env=env, log_dir=tmp_path / "logs")
+        mesh = await Mesh.spawn(
+            "toy", Toy, 5, num_ranks=num_ranks, env=env, log_dir=tmp_path / "logs", deadlines=deadlines
+        )
         try:
             await body(mesh)
         finally:
@@ -48,11 +55,11 @@ def _with_mesh(tmp_path: Path, body: Callable[[Mesh], Awaitable[None]], num_rank
 
 def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        assert [await mesh.answer(mesh.rank(r).add.call_one(r)) for r in range(2)] == [5, 6]
+        assert [await mesh.answer(mesh.rank(r).add.call_one(r), "add") for r in range(2)] == [5, 6]
         with pytest.raises(ValueError, match="value is 3; it must be even") as caught:
-            await mesh.answer(mesh.rank(1).complain.call_one(3))
+            await mesh.answer(mesh.rank(1).complain.call_one(3), "complain")
         assert "toy_actor.py" in "".join(caught.value.__notes__)
-        assert await mesh.answer(mesh.rank(1).add.call_one(1)) == 6
+        assert await mesh.answer(mesh.rank(1).add.call_one(1), "add") == 6
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
@@ -63,22 +70,68 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        with pytest.raises(MeshError, match=r"(?s)toy: a process died.*toy-0\.log") as caught:
-            await mesh.answer(mesh.rank(0).die.call_one())
+        with pytest.raises(MeshError, match=r"(?s)toy: rank 0 \(process \d+\) died in die: .*toy-0\.log") as caught:
+            await mesh.answer(mesh.rank(0).die.call_one(), "die")
         assert "says hello" in str(caught.value)
+        assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 0, "die")
 
     _with_mesh(tmp_path, body)
 
 
 def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        with pytest.raises(DeadlineError, match=r"no answer within 0\.5 s"):
-            await mesh.answer(mesh.rank(0).hang.call_one(600), timeout_s=0.5)
+        with pytest.raises(DeadlineError, match=r"did not answer hang within its deadline of 2 s") as caught:
+            await mesh.answer(mesh.rank(0).hang.call_one(600), "hang")
+        stack = str(caught.value).split("--- Python stack of rank 0 ---")[1]
+        assert re.search(r"toy_actor.py\", line \d+ in hang", stack)
+        with pytest.raises(DeadlineError, match="did not answer hang"):  # the mesh has ended
+            await mesh.answer(mesh.rank(0).add.call_one(1), "add")
 
     start = time.monotonic()
-    (pid,) = _with_mesh(tmp_path, body)
+    (pid,) = _with_mesh(tmp_path, body, deadlines=Deadlines(first_s=2))
     assert time.monotonic() - start < 30
     assert not Path(f"/proc/{pid}").exists()
+    assert "[the controller] rank 0" in (tmp_path / "logs" / "toy-0.log").read_text()
+
+
+def test_a_stopped_rank_is_found_whatever_the_deadline(tmp_path: Path) -> None:
+    async def body(mesh: Mesh) -> None:
+        start = time.monotonic()
+        calls = [mesh.rank(0).hang.call_one(600), mesh.rank(1).freeze.call_one()]
+        with pytest.raises(DeadlineError, match=r"rank 1 \(process \d+\) has been stopped \(SIGSTOP\) for 3") as caught:
+            await mesh.answers(calls, "wait")
+        assert time.monotonic() - start < 15
+        assert re.search(r"the controller has waited \d s for wait; rank 0 .*, rank 1 .* did not", str(caught.value))
+        assert re.search(r"(?s)rank 0 ---.* in hang.*rank 1 ---.* in freeze", str(caught.value))
+        assert (caught.value.rank, caught.value.verb) == (1, "wait")
+
+    _with_mesh(tmp_path, body, num_ranks=2, deadlines=Deadlines(stopped_s=3))
+
+
+def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(mesh: Mesh, raising: tuple[int, ...], agreed: bool = False) -> list[Awaitable[float]]:
+        return [mesh.rank(rank).reduce.call_one(raising, agreed) for rank in range(2)]
+
+    async def lone_failure(mesh: Mesh) -> None:
+        assert await mesh.answers(calls(mesh, ()), "reduce") == [1.0, 1.0]
+        with pytest.raises(OSError, match="no space left on the toy"):  # every rank raises, so the mesh is whole
+            await mesh.answers(calls(mesh, (0, 1), agreed=True), "reduce")
+        start = time.monotonic()
+        with pytest.raises(MeshError, match=r"rank 1 \(process \d+\) raised OSError in reduce: .*no space") as caught:
+            await mesh.answers(calls(mesh, (1,)), "reduce")
+        assert time.monotonic() - start < 20
+        assert isinstance(caught.value.__cause__, OSError)
+        assert re.search(r"rank 0 \(process \d+\) did not answer", str(caught.value))
+        assert re.search(r"(?s)rank 0 ---.* in reduce", str(caught.value))
+
+    async def death(mesh: Mesh) -> None:
+        await mesh.answers(calls(mesh, ()), "reduce")
+        with pytest.raises(MeshError, match=r"toy: rank 1 \(process \d+\) died in leave"):
+            await mesh.answers([mesh.rank(rank).leave.call_one(1) for rank in range(2)], "leave")
+
+    monkeypatch.setattr("controller.meshes.calls._GRACE_S", 1.0)
+    _with_mesh(tmp_path, lone_failure, num_ranks=2)
+    _with_mesh(tmp_path, death, num_ranks=2)
 
 
 def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:

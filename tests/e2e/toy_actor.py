@@ -1,7 +1,10 @@
 """An actor that does what a test of processes needs. In a module of its own: the processes import it."""
 
+import errno
 import os
+import signal
 import time
+from datetime import timedelta
 
 from monarch.actor import Actor, endpoint
 
@@ -32,6 +35,39 @@ class Toy(Actor):
         time.sleep(seconds)
 
     @endpoint
+    async def freeze(self) -> None:
+        """Stops the process with SIGSTOP. It hangs if somebody continues it."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+
+    @endpoint
+    async def reduce(self, raising: tuple[int, ...], agreed: bool) -> float:
+        """The sum of the ranks' numbers. Ranks in `raising` give up before it; if `agreed`, all ranks do after it."""
+        import torch  # seconds, which the other tests do not need
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+        number, error = torch.tensor(float(dist.get_rank())), OSError(errno.ENOSPC, "no space left on the toy")
+        if dist.get_rank() in raising and not agreed:
+            raise error
+        dist.all_reduce(number)
+        if agreed:
+            raise error
+        return float(number)
+
+    @endpoint
+    async def leave(self, leaving: int) -> None:
+        """Has one rank die in a collective. The others raise gloo's error, long before the death is known."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_rank() == leaving:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1))
+
+    @endpoint
     async def die(self) -> None:
         """Ends the process the hard way."""
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal.SIGKILL)

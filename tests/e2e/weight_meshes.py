@@ -56,12 +56,12 @@ async def running_generator(
 
 async def publish(mesh: Mesh, version: int, seed: int, drop: tuple[str, ...] = ()) -> None:
     """Every rank of `running_publisher` publishes."""
-    await mesh.answer(mesh.actors.publish.call(version, seed, drop), timeout_s=60)
+    await mesh.answer(mesh.actors.publish.call(version, seed, drop), "publish")
 
 
 async def renew(mesh: Mesh, dtype: str, transport: WeightTransport) -> None:
     """Every rank of `running_publisher` gets a new publisher."""
-    await mesh.answer(mesh.actors.renew.call(getattr(torch, dtype), transport), timeout_s=60)
+    await mesh.answer(mesh.actors.renew.call(getattr(torch, dtype), transport), "renew")
 
 
 async def greedy(generator: GeneratorHandle) -> list[Completion]:

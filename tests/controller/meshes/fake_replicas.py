@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.errors import MeshError, RequestTimeoutError
 from controller.meshes.generator_router import GeneratorRouter
 from rl.types import Completion, PullMode, SamplingParams
 from tests.rl.fakes import completion
@@ -40,7 +40,7 @@ class FakeReplica:
         if self._dead:
             raise MeshError("generator", "a process died")
         if self.late:
-            raise DeadlineError("generator", "a request took longer than 1 s")
+            raise RequestTimeoutError("a request took longer than 1 s")
         return [completion(str(self.index), self.version)] * num_samples
 
     async def pull_model_state_dict(

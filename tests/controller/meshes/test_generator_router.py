@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.errors import MeshError, RequestTimeoutError
 from controller.meshes.generator_router import GeneratorRouter
 from rl.types import Completion
 from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
@@ -182,7 +182,7 @@ def test_a_request_that_takes_too_long_raises_and_its_replica_keeps_serving() ->
         for replica in replicas:
             replica.late = True
             replica.release()
-        with pytest.raises(DeadlineError, match="a request took longer than 1 s"):
+        with pytest.raises(RequestTimeoutError, match="a request took longer than 1 s"):
             await router.generate((1,), SAMPLING)
         assert router.states == ("serving", "serving")
         assert len(replicas) == 2

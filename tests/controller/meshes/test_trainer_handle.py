@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from controller.meshes.mesh import Mesh
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.version_records import VersionRecords
 from rl.losses import get_loss
@@ -52,20 +53,18 @@ class FakeRank:
         return ForwardBackwardOutput(logprobs=arrays, entropy=entropy, metrics=metrics)
 
 
-class FakeMesh:
-    """Stands in for `controller.meshes.mesh.Mesh`."""
+class FakeMesh(Mesh):
+    """A mesh without processes."""
 
     def __init__(self, num_ranks: int) -> None:
+        super().__init__("trainer", None, None, (), ())
         self.ranks = [FakeRank(index) for index in range(num_ranks)]
 
     def rank(self, index: int) -> FakeRank:
         return self.ranks[index]
 
-    async def answer(self, call: Any, timeout_s: float | None = None) -> Any:
-        return await call
-
     @property
-    def calls(self) -> int:
+    def num_calls(self) -> int:
         return sum(len(rank.calls) for rank in self.ranks)
 
 
@@ -77,7 +76,7 @@ def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
 
 def handle_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerHandle:
     limits, records = check_model(config), VersionRecords()
-    return TrainerHandle(mesh, config, limits, records, share_prefixes=False, pushes=True)  # pyright: ignore[reportArgumentType]
+    return TrainerHandle(mesh, config, limits, records, share_prefixes=False, pushes=True)
 
 
 def random_batch(lengths: Sequence[int]) -> list[Datum]:
@@ -172,7 +171,7 @@ def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(data, "ppo"))
-    assert mesh.calls == 0
+    assert mesh.num_calls == 0
 
 
 def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) ->
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(batch, loss, config))
-    assert mesh.calls == 0
+    assert mesh.num_calls == 0
     assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
 
 

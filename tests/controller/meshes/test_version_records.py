@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from controller.meshes.generator_handle import GeneratorHandle
+from controller.meshes.mesh import Mesh
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
@@ -41,32 +42,30 @@ def test_the_newest_record_of_a_version_is_found_until_two_newer_ones_exist() ->
     assert [version_records.find(version) for version in (4, 5, 6)] == [records[2], records[3], None]
 
 
-class FakeMesh:
+class FakeMesh(Mesh):
     """One rank that records its calls and always gives the same answer."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, result: Any) -> None:
+        super().__init__("fake", None, None, (), ())
         self.sent: list[tuple[Any, ...]] = []
-        self._answer = answer
+        self._result = result
 
     def rank(self, index: int) -> Any:
         async def call_one(*args: Any) -> Any:
             self.sent.append(args)
-            return self._answer
+            return self._result
 
         return SimpleNamespace(
             push_model_state_dict=SimpleNamespace(call_one=call_one),
             pull_model_state_dict=SimpleNamespace(call_one=call_one),
         )
 
-    async def answer(self, call: Any, timeout_s: float | None = None) -> Any:
-        return await call
-
 
 def test_a_pull_sends_the_record_of_a_pushed_version_and_none_for_an_unknown_one(tmp_path: Path) -> None:
     model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
-    pushing: Any = FakeMesh(record)
-    pulling: Any = FakeMesh(None)
+    pushing = FakeMesh(record)
+    pulling = FakeMesh(None)
     limits, config = ModelLimits(vocab_size=1, max_seq_len=1), TrainerConfig(model=model)
     trainer = TrainerHandle(pushing, config, limits, version_records, share_prefixes=False, pushes=True)
     generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)

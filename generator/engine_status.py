@@ -1,0 +1,67 @@
+"""What an engine's thread is doing, told to those who wait for it by another thread of the same process."""
+
+import contextlib
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended, in most cases by an exception in vLLM. Nothing can be sampled any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One look at an engine's thread."""
+
+    activity: str | None
+    """What it is doing; None if it waits for something to do."""
+    seconds: float
+    """For how long."""
+    slowest_s: float | None
+    """How long the same activity took at most so far; None if it is the first time."""
+    num_steps: int
+    """Steps taken so far."""
+    num_unfinished: int
+    """Samples that are running or waiting in vLLM."""
+    failure: str | None
+    """Why the thread has ended; None if it runs."""
+
+
+class ActivityClock:
+    """Kept by the thread that does something, and read by any other."""
+
+    def __init__(self) -> None:
+        """Starts without an activity."""
+        self._current: tuple[str, float] | None = None
+        self._slowest_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Generator[None]:
+        """Marks what the thread does within the block."""
+        started = time.monotonic()
+        self._current = (activity, started)
+        try:
+            yield
+        finally:
+            self._current = None
+        self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), time.monotonic() - started)
+        self._counts[activity] = self._counts.get(activity, 0) + 1
+
+    def status(self, num_unfinished: int, failure: BaseException | None) -> EngineStatus:
+        """What the thread does now."""
+        activity, started = self._current or (None, time.monotonic())
+        return EngineStatus(
+            activity=activity,
+            seconds=time.monotonic() - started,
+            slowest_s=None if activity is None else self._slowest_s.get(activity),
+            num_steps=self._counts.get("step", 0),
+            num_unfinished=num_unfinished,
+            failure=None if failure is None else describe(failure),
+        )
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and text."""
+    return f"{type(error).__name__}: {error}"
