@@ -101,8 +101,8 @@ class Processes:
 
     async def publish(self, version: int) -> None:
         """Publishes weights that differ a little from the last ones."""
-        await self.trainer.answer(self.trainer.rank(0).step.call_one())
-        _, record = await self.trainer.answer(self.trainer.rank(0).publish.call_one(version))
+        await self.trainer.answer(self.trainer.rank(0).step.call_one(), "step")
+        _, record = await self.trainer.answer(self.trainer.rank(0).publish.call_one(version), "publish")
         self.version_records.add(record)
 
     async def gaps(self) -> list[tuple[float, float]]:

@@ -106,8 +106,8 @@ async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measur
                 await processes.round(version, seconds)
                 pids, key = (*processes.trainer.pids, *reader.pids, *processes.store.mesh.pids), f"benchmark/{version}"
                 cpu = cpu_seconds(pids)
-                put = await processes.trainer.answer(processes.trainer.rank(0).put.call_one(key))
-                seconds["torchstore"].append(put + await reader.answer(reader.rank(0).get.call_one(key)))
+                put = await processes.trainer.answer(processes.trainer.rank(0).put.call_one(key), "put")
+                seconds["torchstore"].append(put + await reader.answer(reader.rank(0).get.call_one(key), "get"))
                 seconds["torchstore_cpu"].append(cpu_seconds(pids) - cpu)
         finally:
             await reader.stop()
@@ -130,7 +130,7 @@ class Meshes:
 
     async def num_bytes(self) -> int:
         """Size of the published weights."""
-        return await self.trainer.answer(self.trainer.rank(0).num_bytes.call_one())
+        return await self.trainer.answer(self.trainer.rank(0).num_bytes.call_one(), "num_bytes")
 
     async def packs_weights(self) -> bool:
         """`PackingGenerator.packs_weights`."""
@@ -138,11 +138,11 @@ class Meshes:
 
     async def round(self, version: int, seconds: dict[str, list[float]]) -> None:
         """Does one copy and one update, and appends their times to `seconds`."""
-        seconds["copy"].append(await self.trainer.answer(self.trainer.rank(0).copy.call_one()))
-        await self.trainer.answer(self.trainer.actors.step.call())
+        seconds["copy"].append(await self.trainer.answer(self.trainer.rank(0).copy.call_one(), "copy"))
+        await self.trainer.answer(self.trainer.actors.step.call(), "step")
         pids = (os.getpid(), *self.trainer.pids, *self.generator.mesh.pids, *self.store.mesh.pids)
         cpu, begin = cpu_seconds(pids), time.perf_counter()
-        pushes = await self.trainer.answer(self.trainer.actors.publish.call(version))
+        pushes = await self.trainer.answer(self.trainer.actors.publish.call(version), "publish")
         seconds["push"].append(max(took for took, _ in pushes.values()))
         self.version_records.add(next(record for _, record in pushes.values() if record is not None))
         pushed = time.perf_counter()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar

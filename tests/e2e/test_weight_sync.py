@@ -53,7 +53,7 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
             assert {v for c in before for v in c.versions} == {0}
             assert {v for c in after for v in c.versions} == {7}
             async with running_publisher(directory, "bfloat16", "auto", logs) as publisher:
-                await publisher.answer(publisher.actors.limit_shared_memory.call())
+                await publisher.answer(publisher.actors.limit_shared_memory.call(), "limit_shared_memory")
                 for version, seed in ((8, 8), (9, 7)):
                     await publish(publisher, version, seed)
                     await generator.pull_model_state_dict(version)
