@@ -18,6 +18,7 @@ BENCHMARKS = (
     "layouts",
     "split_invariance",
     "async_speedup",
+    "recording",
 )
 """Modules of this package, in the order in which they run by default."""
 ON_REQUEST = ("vs_trl",)

@@ -17,8 +17,13 @@ from benchmarks.harness import REPOSITORY
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
-IN_THIS_PROCESS = {"layouts", "split_invariance"}  # only engines, which other tests import here anyway
-MARKS = {"step": pytest.mark.e2e, "layouts": pytest.mark.ranks, "split_invariance": pytest.mark.ranks}
+IN_THIS_PROCESS = {"layouts", "split_invariance", "recording"}  # only what other tests import here anyway
+MARKS: dict[str, Any] = {
+    "step": pytest.mark.e2e,
+    "layouts": pytest.mark.ranks,
+    "split_invariance": pytest.mark.ranks,
+    "recording": (),
+}
 """Of the scripts that run every time; the others start vLLM or several meshes, and take 30 to 60 s each."""
 FAKE_TRL = Path(__file__).parent / "fake_trl"
 
