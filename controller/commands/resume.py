@@ -14,6 +14,7 @@ from controller.commands.replay import replayed
 from rl.runs.comparison import ABSENT, differences
 from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json, write_json
 from rl.runs.schema import SCHEMA_VERSION, schema_version
+from rl.runs.secret_fields import hide_secrets
 
 _RECIPE_FILE = "recipe.json"
 CHANGEABLE = (
@@ -44,18 +45,18 @@ def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Pat
         "replay": recording,
         "source": file.read_text(encoding="utf-8"),
     }
-    write_json(folder / _RECIPE_FILE, recipe)
+    write_json(folder / _RECIPE_FILE, recipe, private=True)  # source and options may hold secrets
 
 
 def add_options(folder: Path, options: Sequence[str]) -> None:
     """Appends the options that a run was resumed with to the saved ones."""
     if options:
         recipe = saved_recipe(folder)
-        write_json(folder / _RECIPE_FILE, {**recipe, "options": [*recipe["options"], options]})
+        write_json(folder / _RECIPE_FILE, {**recipe, "options": [*recipe["options"], options]}, private=True)
 
 
 def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
-    """The configuration of the run in `folder`, with further options.
+    """The configuration of the run in `folder`, with further options. Secrets come from the recipe and may be new ones.
 
     Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
     recorded configuration, and for a folder of another schema version.
@@ -68,9 +69,10 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     if recipe.get("replay"):
         config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))
     recorded = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    as_begun, as_resumed = (hide_secrets(to_json(made)) for made in (config, resumed))
     changed = {
         field: (before, after)
-        for field, (before, after) in differences(recorded, to_json(config)).items()
+        for field, (before, after) in differences(recorded, as_begun).items()
         if field not in CHANGEABLE and before is not ABSENT  # newer fields have their defaults
     }
     if changed:
@@ -78,7 +80,7 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
             f"the recipe of {folder} now makes another configuration: {_words(changed)}; the code that it imports has "
             "changed since the run began"
         )
-    changed = differences(to_json(config), to_json(resumed))
+    changed = differences(as_begun, as_resumed)
     refused = {field: values for field, values in changed.items() if field not in CHANGEABLE}
     if refused:
         raise ValueError(

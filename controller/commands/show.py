@@ -17,10 +17,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the configuration."""
+    """Prints the configuration without its secrets, as a run would record it."""
     from rl.runs.folder import to_json
+    from rl.runs.secret_fields import hide_secrets
 
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "show")
-        print(json.dumps(to_json(config), indent=2), file=output.terminal)
+        print(json.dumps(hide_secrets(to_json(config)), indent=2), file=output.terminal)
     return 0

@@ -91,7 +91,8 @@ class Checkpoints:
             raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
         self._report.phase(f"going on after step {loop['step']}")
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
-        self._folder.cut_back(loop["lengths"])
+        if moved := self._folder.cut_back(loop["lengths"]):
+            self._report.phase(f"what was recorded after it is kept in {moved}")
         self._report.resume()
         self._end_if_solved(loop["step"])
         # A run that was ended because of these counts may try as often again.

@@ -1,7 +1,7 @@
 """The files of a run: one folder with its configuration, metrics, rollouts and logs, readable while it grows.
 
-    runs/<name>/config.json       the configuration, as given
-                recipe.json       the recipe it came from, for `ownloop run --resume`
+    runs/<name>/config.json       the configuration, as given, without its secrets
+                recipe.json       the recipe it came from, for `ownloop run --resume`; only its owner can read it
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
                 reward.png        see rl/runs/plot.py
@@ -34,6 +34,7 @@ from rl.runs.cut_off import cut_lines, cut_recordings, free_folder
 from rl.runs.lines import append_line, drop_unfinished_line, sync_file
 from rl.runs.recording import BackgroundWriter, free_file, kind_of, last_steps, write_rollouts
 from rl.runs.schema import SCHEMA_VERSION, current_metrics
+from rl.runs.secret_fields import hide_secrets
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
@@ -75,7 +76,7 @@ class RunFolder:
             self._lock = (self.path / ".lock").open("w")  # released with this object or its process
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             drop_unfinished_line(self.metrics_file)
-            write_json(self.path / CONFIG_FILE, config)
+            write_json(self.path / CONFIG_FILE, hide_secrets(to_json(config)))
         except BlockingIOError:
             raise ValueError(
                 f"run folder {path} is in use by another run, in this process or another; end that first"
@@ -188,6 +189,7 @@ class RunFolder:
 
         For a new run that is refused before its first step. A folder that was there, and empty, is left so.
         """
+        self._writer.finish()
         for path in self.path.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         _remove_empty(self._made)
@@ -226,10 +228,15 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return sorted(steps, key=lambda path: steps[path])
 
 
-def write_json(file: Path, value: object) -> None:
-    """Writes a JSON file atomically: a reader, or a run after a crash, finds the old contents or the new."""
+def write_json(file: Path, value: object, *, private: bool = False) -> None:
+    """Writes a JSON file atomically: a reader, or a run after a crash, finds the old contents or the new.
+
+    Only its owner can read a `private` file.
+    """
     partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
+    partial.unlink(missing_ok=True)  # what a killed process left would keep its permissions
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(json.dumps(to_json(value), indent=2) + "\n")
         stream.flush()
         os.fsync(stream.fileno())

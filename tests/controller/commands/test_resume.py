@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.commands.next_command import how_to_go_on
 from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
 from rl.runs.folder import RunFolder, write_json
@@ -63,6 +64,47 @@ def test_fields_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) 
     del config["optimizer"]
     write_json(run / "config.json", config)
     assert resumed_configuration(run, []).optimizer.learning_rate == 1e-3
+
+
+SECRET = """
+import os
+from dataclasses import dataclass, field
+from tests.controller.commands.toy_recipe import ToyConfig
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    api_key: str
+    url: str = "http://judge"
+
+@dataclass(frozen=True, kw_only=True)
+class SecretConfig(ToyConfig):
+    env: Judge = field(default_factory=lambda: Judge(api_key=os.environ["JUDGE_KEY"]))
+
+def recipe():
+    return SecretConfig()
+"""
+
+
+def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SECRET)
+    monkeypatch.setenv("JUDGE_KEY", "sk-first")
+    folder = RunFolder(tmp_path / "a", override(load_recipe(file), [], "ownloop")).path
+    save_recipe(folder, file, [])
+    assert json.loads((folder / "config.json").read_text())["env"] == {"api_key": "***", "url": "http://judge"}
+    assert not any(b"sk-first" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    monkeypatch.setenv("JUDGE_KEY", "sk-second")  # a key may be replaced while a run waits
+    assert resumed_configuration(folder, []).env.api_key == "sk-second"
+    with pytest.raises(ValueError, match=r"env\.url was 'http://judge' and is now 'http://other'"):
+        resumed_configuration(folder, ["--env.url", "http://other"])
+
+    # Whoever gives a secret on the command line has it in a file that nobody else can read.
+    add_options(folder, ["--env.api-key", "sk-third", "--seed", "0"])
+    assert resumed_configuration(folder, []).env.api_key == "sk-third"
+    assert (folder / "recipe.json").stat().st_mode & 0o077 == 0
+    assert how_to_go_on(folder).endswith(f"ownloop run {file} --env.api-key '***' --seed 0")
 
 
 def test_runs_are_found_by_path_and_by_name(tmp_path: Path) -> None:
