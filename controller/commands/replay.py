@@ -10,7 +10,7 @@ from controller.meshes.offline import OfflineGeneratorConfig
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.rollouts.recorded import RecordedEnv
-from rl.runs.folder import ROLLOUTS
+from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
 from rl.runs.recording import recorded_files
 from rl.types import Group
 
@@ -23,7 +23,7 @@ def recording_file(run: Path) -> Path:
     """The rollouts in a run's folder. Any other path is taken for a recording itself."""
     if not run.is_dir() or recorded_files(run):
         return run
-    earlier = run / "rollouts.jsonl"  # what runs of schema version 2 wrote
+    earlier = run / EARLIER_ROLLOUTS
     return earlier if earlier.is_file() else run / ROLLOUTS
 
 

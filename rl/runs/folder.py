@@ -41,6 +41,8 @@ CONFIG_FILE = "config.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
 CUT_OFF = "cut_off"
+EARLIER_ROLLOUTS = "rollouts.jsonl"
+"""The rollouts of runs of schema version 2 and earlier."""
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20

@@ -11,6 +11,7 @@ from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
 """Programs whose arguments are not checked."""
+_RUNS = "runs/"  # how the path of a run begins
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -23,7 +24,8 @@ def commands_of(text: str) -> list[list[str]]:
 def is_cheap(words: Sequence[str]) -> bool:
     """Whether a command of `ownloop` only prints something."""
     program, *arguments = words
-    return program.endswith("ownloop") and (arguments[0] in ("list", "show") or "--help" in arguments)
+    shows = arguments[0] in ("list", "show") and not any(word.startswith(_RUNS) for word in arguments)
+    return program.endswith("ownloop") and (shows or "--help" in arguments)
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -53,8 +55,11 @@ def _check_ownloop(arguments: Sequence[str]) -> None:
     cli = importlib.import_module("controller.commands.cli")
     if {"-h", "--help"} & set(arguments):
         arguments = [word for word in arguments if word not in ("-h", "--help")]
-    options, overrides = cli._parser(resuming="--resume" in arguments).parse_known_args(arguments)
-    if hasattr(options, "recipe"):
+    parser, _ = cli._parser(resuming="--resume" in arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    if arguments[0] == "show" and arguments[1].startswith(_RUNS):
+        assert not overrides, f"unexpected {overrides}"
+    elif hasattr(options, "recipe"):
         override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
     else:  # a resumed run has its recipe in its folder
         assert not overrides or options.resume, f"unexpected {overrides}"

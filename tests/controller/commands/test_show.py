@@ -1,0 +1,57 @@
+"""`ownloop show RUN`: rollouts as text."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from controller.commands.show import show
+from rl.runs.folder import RunFolder
+from rl.types import Group
+from tests.controller.commands.old_runs import old_run
+from tests.rl.fakes import completion, single_turn
+
+
+def _show(name: str, runs: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
+    assert show(argparse.Namespace(recipe=name, runs=runs), overrides) == 0
+    return capfd.readouterr().out
+
+
+def _group(name: str, *answers: str) -> Group:
+    rollouts = tuple(single_turn((1, 2), completion(text), reward=len(text) / 4) for text in answers)
+    return Group(problem_id=name, prompt=f"the prompt of {name}", rollouts=rollouts)
+
+
+def test_the_last_evaluation_and_the_last_step_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "runs" / "mine", {})
+    folder.log_rollouts(0, [_group("held out", "so")], split="eval")
+    folder.log_rollouts(1, [_group("earlier", "x")])
+    folder.log_rollouts(2, [_group("a", "yes", "no"), *(_group(f"b{i}", f"answer {i}") for i in range(5))])
+    folder.close()
+    text = _show("mine", tmp_path / "runs", capfd)
+    assert "eval 0: 1 rollouts of 1 problems, mean reward 0.500" in text
+    assert "step 2: 7 rollouts of 6 problems" in text
+    for shown in ("the prompt of held out", "so", "the prompt of a", "yes", "answer 0", "answer 1", "reward 0.75"):
+        assert shown in text
+    assert "earlier" not in text
+    assert "answer 2" not in text
+    assert _show(str(folder.path), Path("elsewhere"), capfd) == text
+    with pytest.raises(ValueError, match="unexpected argument --num-steps"):
+        _show("mine", tmp_path / "runs", capfd, "--num-steps", "3")
+
+
+def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = _show(str(old_run(tmp_path / "old")), tmp_path, capfd)
+    assert "step 2: 2 rollouts of 1 problems, mean reward 0.500" in text
+    assert "w10 w11" in text
+
+
+def test_a_run_without_rollouts_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    RunFolder(tmp_path / "mine", {})
+    with pytest.raises(ValueError, match="mine has recorded no rollouts"):
+        _show("mine", tmp_path, capfd)
+
+
+def test_a_recipe_goes_before_a_run_of_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    RunFolder(tmp_path / "grpo_smollm2_cpu", {})
+    assert '"group_size"' in _show("grpo_smollm2_cpu", tmp_path, capfd)
