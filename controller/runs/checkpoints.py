@@ -104,7 +104,7 @@ class Checkpoints:
         return self.last_step + 1
 
     async def after_step(self, step: int, **values: Any) -> None:
-        """Saves if a checkpoint is due, in the background except after the last step.
+        """Saves in the background if a checkpoint is due: every `checkpoint_every` steps and after the last one.
 
         `values` (JSON types, and lists of groups) are the loop's own. Waits while the recording is behind, and raises
         `RecordingError` if it failed. After too many steps in a row without an update it saves in any case and raises
@@ -119,9 +119,15 @@ class Checkpoints:
         why_stop = None if self.solved else self._why_stop(step)
         last = step == self._report.total_steps or self.solved or why_stop is not None
         if why_stop is not None or (self._every and (last or step % self._every == 0)):
-            await self._save(self._finished, asynchronous=not last)
+            await self._save(self._finished, asynchronous=why_stop is None)
         if why_stop is not None:
             raise TrainingStoppedError(f"{why_stop} The run is saved in {self._folder.checkpoint_path(step)}.")
+
+    async def finish(self) -> None:
+        """Returns once the last checkpoint is on disk. Raises the error of its save, if it failed."""
+        await self._wait_for_saves()
+        if self._every:
+            self._prune(self._keep)
 
     async def save_last_step(self) -> None:
         """Saves the last finished step, if the trainers still have its parameters, and says what came of it.

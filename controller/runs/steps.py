@@ -1,7 +1,7 @@
 """The steps that a run has still to do, as the block around a loop.
 
-Entering the block restores the newest checkpoint. Leaving it because the run was stopped (Ctrl-C, SIGTERM and SIGHUP
-cancel the loop's task) saves the last finished step.
+Entering the block restores the newest checkpoint. Leaving it waits until the last one is on disk. Leaving it because
+the run was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task) saves the last finished step.
 """
 
 import asyncio
@@ -32,6 +32,8 @@ class Steps:
     ) -> None:
         if isinstance(error, asyncio.CancelledError):
             await self._checkpoints.save_last_step()
+        elif error is None:
+            await self._checkpoints.finish()
 
     def __iter__(self) -> Iterator[int]:
         """Ends after the last step, and earlier once the run is solved."""

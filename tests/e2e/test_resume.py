@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rl.runs.comparison import is_timing
-from rl.runs.folder import read_metrics
+from rl.runs.folder import complete_checkpoints, read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -119,6 +119,33 @@ def test_a_run_goes_on_by_itself_without_its_trainer_and_when_told_to_without_it
     assert rows[: len(done)] == done
     assert [row["policy_version"] for row in rows if "policy_version" in row] == list(range(1, 9))
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00006", "step-00008"]
+
+
+def test_a_job_that_is_ended_saves_its_last_step(tmp_path: Path) -> None:
+    """As Slurm and systemd end a job: every process gets SIGTERM, those of the meshes too."""
+    folder = tmp_path / "runs" / "ended"
+    run = _ownloop(tmp_path, RECIPE, "--name", "ended", "--num-steps", "60", "--checkpoint-every", "50")
+    _wait_for_step(run, folder, 2)
+    meshes = [_process_of(folder / "logs" / f"{mesh}-0.log") for mesh in ("trainer", "generator")]
+    for pid in (*meshes, run.pid):
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = run.communicate(timeout=30)
+    assert run.returncode == 128 + signal.SIGTERM, output
+    assert time.monotonic() - began < 25
+    assert not any(_process_of(log) for log in (folder / "logs").iterdir())
+    (saved,) = complete_checkpoints(folder / "checkpoints")
+    done = int(saved.name.removeprefix("step-"))
+    assert f"saving step {done}; Ctrl-C again to stop at once\nsaved step {done}\n" in output
+    assert f"to go on: ownloop run --resume {folder}" in output
+
+    rows = [row for row in _rows(folder) if row["step"] <= done and "policy_version" in row]
+    assert len(rows) == done
+    run = _ownloop(tmp_path, "--resume", "ended", "--num-steps", str(done + 1))
+    output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert [row for row in _rows(folder) if "policy_version" in row][:done] == rows
 
 
 @pytest.mark.slow

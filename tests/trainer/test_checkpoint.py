@@ -1,7 +1,9 @@
 """Checkpoints are complete or not there, and never replace what is not ours."""
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,22 @@ def test_save_in_the_background_is_of_the_moment_of_the_call(engine: Engine, mod
     assert equal(parameters(fresh), before)
     train(fresh, 2)
     assert equal(parameters(fresh), parameters(engine))
+
+
+def test_a_save_in_the_background_leaves_the_processor_to_the_steps(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities, complete = list[int](), checkpoint.complete
+
+    def recorded(*arguments: Any) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        complete(*arguments)
+
+    monkeypatch.setattr(checkpoint, "complete", recorded)
+    engine.save_checkpoint(tmp_path / "step0", asynchronous=True)
+    engine.wait_for_checkpoint()
+    engine.save_checkpoint(tmp_path / "step1")  # as before a run ends, which waits for it
+    assert priorities == [19, os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 def test_failure_in_the_background_is_told_once(

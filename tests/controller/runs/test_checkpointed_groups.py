@@ -48,6 +48,7 @@ def test_groups_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
             folder.log_metrics({"step": float(step)})
             folder.log_rollouts(step, _groups(step))
             await checkpoints.after_step(step, waiting=_groups(step), empty=[], numbers=[step])
+        await checkpoints.finish()
 
     asyncio.run(train())
     path = folder.checkpoint_path(4)

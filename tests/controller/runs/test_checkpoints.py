@@ -98,6 +98,7 @@ def test_a_run_goes_on_behind_its_last_complete_checkpoint(tmp_path: Path) -> No
 
     asyncio.run(_train(checkpoints, report.folder, resumed, range(3, 10)))
     assert [row["step"] for row in report.folder.metrics()] == list(range(1, 10))
+    asyncio.run(checkpoints.finish())
     assert _names(report.folder) == ["step-00008", "step-00009"]  # the last step's is saved whatever its number
 
 
@@ -130,6 +131,7 @@ def test_there_is_always_a_checkpoint_and_never_too_many(keep: int, tmp_path: Pa
 
     asyncio.run(watched())
     asyncio.run(_train(checkpoints, report.folder, trainer, range(9, 10)))
+    asyncio.run(checkpoints.finish())
     assert len(_names(report.folder)) == keep
 
 
@@ -154,6 +156,7 @@ def test_a_file_that_was_shortened_is_refused(tmp_path: Path) -> None:
     trainer = FileTrainer()
     checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, total=2, policy=trainer)
     asyncio.run(_train(checkpoints, report.folder, trainer, range(1, 3)))
+    asyncio.run(checkpoints.finish())
     report.folder.metrics_file.write_text('{"step": 1}\n')
     del checkpoints, report
     checkpoints, _, _ = _checkpoints(tmp_path / "a", resume=True, policy=trainer)
