@@ -1,0 +1,88 @@
+"""Kills, stops and fails every process of a run in every phase, and looks at what becomes of the run.
+
+    python -m benchmarks.kill_matrix [--quick | --smoke] [--seed N] [--only TEXT]
+
+A cell is one run of a tiny model with one fault: who is hurt (a trainer's rank, a generator, one of two replicas,
+vLLM's engine thread, the weight store, the controller), how (SIGKILL, SIGSTOP, an exception), in which phase of a step,
+in `grpo` or in `grpo_async`. A covering array makes every two values of different factors meet in some cell; `--seed`
+chooses another. Four more cells have no space left, a read-only folder, little shared memory, or a clock that jumps.
+
+A run may go on by itself, or end within 30 s of the fault with an error that names what failed, and then resume. Either
+way its metrics must be those of a run without the fault, step for step. `grpo_async` is not repeatable: there every
+group must have been trained on exactly once. No process may be left. Bars: nothing hangs, is left, or is unequal.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.harness import Bar, parser, print_result
+from benchmarks.kills.cell import Cell, Outcome, hurt, left_alone
+from benchmarks.kills.fault import Fault, covering_faults, few_faults
+from benchmarks.kills.surroundings import LAYOUT, SURROUNDINGS, Surrounding, endure
+from rl.tiny_models import SERVABLE, tiny_llama
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    options_parser = parser(__doc__, quick="six cells")
+    options_parser.add_argument("--seed", type=int, default=0, help="chooses the covering array")
+    options_parser.add_argument("--only", default="", help="run the cells whose name contains this text")
+    options_parser.add_argument("--keep", type=Path, help="keep the runs of cells that went wrong in this folder")
+    options = options_parser.parse_args()
+    faults = few_faults()[:1] if options.smoke else few_faults() if options.quick else covering_faults(options.seed)
+    faults = [fault for fault in faults if options.only in str(fault)]
+    all_around = () if options.smoke or options.quick else SURROUNDINGS
+    around = [each for each in all_around if options.only in each]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_cells(faults, around, options.keep or Path(folder))
+    goes_on = [outcome for outcome in outcomes if outcome.what == "goes on"]
+    print_result(
+        "kill_matrix",
+        [
+            Bar(name="hangs", value=sum(outcome.hung for outcome in outcomes), limit=0),
+            Bar(name="processes_left", value=sum(outcome.processes_left for outcome in outcomes), limit=0),
+            Bar(name="unequal_resumes", value=sum(outcome.unequal for outcome in outcomes), limit=0),
+        ],
+        {
+            "cells": len(outcomes),
+            "go_on_by_themselves": len(goes_on),
+            "resumed": len(outcomes) - len(goes_on),
+            "seconds_to_error_max": max((o.seconds for o in outcomes if o not in goes_on), default=0.0),
+            "minutes": (time.monotonic() - begin) / 60,
+            "seed": options.seed,
+            **{outcome.name: outcome.what for outcome in outcomes},
+        },
+    )
+
+
+def run_cells(faults: Sequence[Fault], around: Sequence[Surrounding], folder: Path) -> list[Outcome]:
+    """Runs the cells one after the other, each layout once without a fault before."""
+    model = tiny_llama(folder / "model", **SERVABLE)
+    whole: dict[tuple[int, int], Path] = {}
+    outcomes: list[Outcome] = []
+
+    def without_fault(fault: Fault) -> Path:
+        """A run of `grpo` in the fault's layout; `grpo_async` has the same problems, and is not repeatable anyway."""
+        layout = (fault.num_ranks, fault.num_replicas) if fault.loop == "grpo" else (1, 1)
+        if layout not in whole:
+            calm = replace(LAYOUT, victim=fault.victim if fault.loop == "grpo" else LAYOUT.victim)
+            whole[layout] = left_alone(Cell(folder / "whole" / "-".join(map(str, layout)), model, calm))
+        return whole[layout]
+
+    for case in (*faults, *around):
+        place = folder / f"cell-{len(outcomes) + 1:02d}"
+        if isinstance(case, Fault):
+            outcome = hurt(Cell(place, model, case), case, without_fault(case))
+        else:
+            outcome = endure(case, place, model, without_fault(LAYOUT))
+        outcomes.append(outcome)
+        print(f"{len(outcomes):>3}/{len(faults) + len(around)}  {outcome}", flush=True)
+    return outcomes
+
+
+if __name__ == "__main__":
+    main()
