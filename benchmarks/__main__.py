@@ -21,8 +21,8 @@ BENCHMARKS = (
     "recording",
 )
 """Modules of this package, in the order in which they run by default."""
-ON_REQUEST = ("vs_trl",)
-"""Modules that run only when named. vs_trl installs another environment and takes most of an hour on a slow machine."""
+ON_REQUEST = ("kill_matrix", "vs_trl")
+"""Modules that run only when named, since they take most of an hour. vs_trl also installs another environment."""
 
 
 def main() -> None:
