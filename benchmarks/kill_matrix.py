@@ -34,8 +34,7 @@ def main() -> None:
     options = options_parser.parse_args()
     faults = few_faults()[:1] if options.smoke else few_faults() if options.quick else covering_faults(options.seed)
     faults = [fault for fault in faults if options.only in str(fault)]
-    all_around = () if options.smoke or options.quick else SURROUNDINGS
-    around = [each for each in all_around if options.only in each]
+    around = [each for each in SURROUNDINGS if options.only in each and not (options.smoke or options.quick)]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_cells(faults, around, options.keep or Path(folder))

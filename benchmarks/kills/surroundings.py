@@ -7,7 +7,7 @@ machine notices. The namespace lives as long as a process that sleeps; other com
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,7 +17,7 @@ from benchmarks.kills.fault import STRIKE_STEP, Fault
 from rl.runs.folder import read_metrics
 
 Surrounding = Literal["no space left", "read-only run folder", "64 MB of shared memory", "a clock that jumps"]
-SURROUNDINGS: Sequence[Surrounding] = get_args(Surrounding)
+SURROUNDINGS: tuple[Surrounding, ...] = get_args(Surrounding)
 _DISK_MB = 400  # a run asks for 256 MiB before it starts
 LAYOUT = Fault("controller", "exception", "generate", "grpo")
 """The loop and the layout of these runs; they are not told to strike a fault."""
