@@ -34,7 +34,8 @@ def main() -> None:
     options = options_parser.parse_args()
     faults = few_faults()[:1] if options.smoke else few_faults() if options.quick else covering_faults(options.seed)
     faults = [fault for fault in faults if options.only in str(fault)]
-    around = [each for each in SURROUNDINGS if options.only in each and not (options.smoke or options.quick)]
+    surroundings = () if options.smoke or options.quick else SURROUNDINGS
+    around: list[Surrounding] = [each for each in surroundings if str(options.only) in str(each)]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_cells(faults, around, options.keep or Path(folder))
