@@ -201,6 +201,26 @@ def test_the_state_holds_the_groups_themselves_and_is_not_changed_later() -> Non
     asyncio.run(run())
 
 
+def test_a_group_whose_rollouts_all_failed_is_sampled_again() -> None:
+    """A file of rollouts has no row for it."""
+
+    async def sample_group(number: int) -> Group:
+        failed = number == PER_STEP
+        rollouts = () if failed else (single_turn((1, 2), completion("ab"), reward=1.0),)
+        return Group(problem_id=str(number), prompt="", rollouts=rollouts, failures=("hung",) * failed)
+
+    async def run() -> None:
+        async with RolloutQueue(sample_group, range(1, 3), PER_STEP, 1) as rollouts:
+            await rollouts.take()
+            rollouts.advance()
+            await _ticks(50)
+            state = rollouts.state()
+            assert state["unfinished"] == [PER_STEP]
+            assert state["finished"] == list(range(PER_STEP + 1, 2 * PER_STEP))
+
+    asyncio.run(run())
+
+
 def test_values_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_staleness is -1; it must be at least 0"):
         RolloutQueue(Sampler(), range(1, 3), PER_STEP, -1)

@@ -82,7 +82,7 @@ def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
     writer, disk, done = BackgroundWriter(), threading.Event(), list[int]()
 
     def work(number: int) -> None:
-        disk.wait()
+        disk.wait(timeout=20)
         done.append(number)
 
     async def loop() -> int:
@@ -128,7 +128,7 @@ def test_a_cancelled_loop_loses_no_rollouts(tmp_path: Path) -> None:
     writer, disk, file = BackgroundWriter(), threading.Event(), tmp_path / "a.parquet"
 
     def wait() -> None:
-        disk.wait()
+        disk.wait(timeout=20)
 
     async def loop() -> None:
         writer.submit(wait)
