@@ -1,6 +1,7 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for two workers."""
 
 import os
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The key that signs recipes is not the user's own.
+_STATE = tempfile.TemporaryDirectory(prefix="ownloop-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _LONGEST_FIRST = ("vllm", "e2e", "ranks")
 """Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""

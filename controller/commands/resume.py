@@ -11,12 +11,13 @@ from typing import Any
 
 from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
+from controller.commands.trust import check_own, is_own, signed
 from rl.runs.comparison import ABSENT, differences
 from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json, write_json
 from rl.runs.schema import SCHEMA_VERSION, schema_version
 from rl.runs.secret_fields import hide_secrets
 
-_RECIPE_FILE = "recipe.json"
+RECIPE_FILE = "recipe.json"
 CHANGEABLE = (
     "num_steps",
     "checkpoint_every",
@@ -45,23 +46,29 @@ def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Pat
         "replay": recording,
         "source": file.read_text(encoding="utf-8"),
     }
-    write_json(folder / _RECIPE_FILE, recipe, private=True)  # source and options may hold secrets
+    write_json(folder / RECIPE_FILE, signed(recipe), private=True)  # source and options may hold secrets
 
 
-def add_options(folder: Path, options: Sequence[str]) -> None:
-    """Appends the options that a run was resumed with to the saved ones."""
-    if options:
-        recipe = saved_recipe(folder)
-        write_json(folder / _RECIPE_FILE, {**recipe, "options": [*recipe["options"], options]}, private=True)
+def add_options(folder: Path, options: Sequence[str], *, trust: bool = False) -> None:
+    """Appends the options that a run was resumed with to the saved ones. `trust` makes the recipe this user's own."""
+    recipe = saved_recipe(folder)
+    if options or trust:
+        added = {**recipe, "options": [*recipe["options"], *([options] if options else [])]}
+        write_json(folder / RECIPE_FILE, signed(added) if trust or is_own(recipe) else added, private=True)
 
 
-def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
-    """The configuration of the run in `folder`, with further options. Secrets come from the recipe and may be new ones.
+def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool = False) -> Any:
+    """The configuration of the run in `folder`, with further options. Executes the saved recipe.
 
-    Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
-    recorded configuration, and for a folder of another schema version.
+    Secrets come from the recipe and may be new ones.
+
+    Raises ValueError for a recipe that no run of this user wrote, unless `trust` is set, for an option that would
+    change steps already done, for a recipe that no longer returns the recorded configuration, and for a folder of
+    another schema version.
     """
     recipe, name = saved_recipe(folder), f"ownloop run --resume {folder}"
+    if not trust:
+        check_own(recipe, folder / RECIPE_FILE)
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
@@ -73,7 +80,7 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     changed = {
         field: (before, after)
         for field, (before, after) in differences(recorded, as_begun).items()
-        if field not in CHANGEABLE and before is not ABSENT  # newer fields have their defaults
+        if not _may_change(field) and before is not ABSENT  # newer fields have their defaults
     }
     if changed:
         raise ValueError(
@@ -81,11 +88,11 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
             "changed since the run began"
         )
     changed = differences(as_begun, as_resumed)
-    refused = {field: values for field, values in changed.items() if field not in CHANGEABLE}
+    refused = {field: values for field, values in changed.items() if not _may_change(field)}
     if refused:
         raise ValueError(
-            f"a resumed run keeps its configuration except for {', '.join(CHANGEABLE)}: {_words(refused)}; start a new "
-            "run for that"
+            f"a resumed run keeps its configuration except for {', '.join(CHANGEABLE)} and gpus: {_words(refused)}; "
+            "start a new run for that"
         )
     _check_num_steps(folder, resumed)
     return resumed
@@ -93,10 +100,10 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
 
 def saved_recipe(folder: Path) -> dict[str, Any]:
     """What `save_recipe` wrote. Raises ValueError for a folder without it or of another schema version."""
-    file = folder / _RECIPE_FILE
+    file = folder / RECIPE_FILE
     if not file.is_file():
         raise ValueError(
-            f"{folder} holds no {_RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
+            f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
             "on with RunFolder(path, config, resume=True)"
         )
     recipe: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -107,6 +114,11 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
             "run, or resume it with the version that began it"
         )
     return recipe
+
+
+def _may_change(field: str) -> bool:
+    """Whether a resumed run may have another value: a host may have other GPUs, whichever mesh names them."""
+    return field in CHANGEABLE or field.rpartition(".")[2] == "gpus"
 
 
 def _check_num_steps(folder: Path, config: Any) -> None:

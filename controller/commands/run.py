@@ -34,7 +34,11 @@ def add_parser(commands: Commands, *, resuming: bool) -> None:
         )
         parser.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, or its name within --runs")
-    if not resuming:
+    if resuming:
+        parser.add_argument(
+            "--trust", action="store_true", help="execute the folder's recipe even if no run of yours wrote it"
+        )
+    else:
         parser.add_argument(
             "--replay", type=Path, metavar="RUN", help="train on the rollouts of a run, or of a file; sample nothing"
         )
@@ -64,16 +68,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
     from controller.commands.next_command import check_has_checkpoint
-    from controller.commands.resume import add_options, find_run, resumed_configuration
+    from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration
     from rl.runs.folder import RunFolder
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)
     with CapturedOutput() as output:
-        config = resumed_configuration(path, overrides)
+        config = resumed_configuration(path, overrides, trust=options.trust)
+        print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
-        add_options(folder.path, overrides)
+        add_options(folder.path, overrides, trust=options.trust)
         return _until_the_end(loop, config, folder, output)
 
 
