@@ -25,10 +25,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_loop(loop: str, path: Path, **changes: Any) -> None:
+def run_loop(loop: str, path: Path, *, resume: bool = False, **changes: Any) -> None:
     """Runs two steps of a loop's recipe, on a tiny model and an environment that rewards random answers too.
 
-    Call `launch_in_process` first. `changes` replace fields of the recipe.
+    Call `launch_in_process` first. `changes` replace fields of the recipe. With `resume`, `path` holds a run that goes
+    on after its newest checkpoint.
     """
     config = load_recipe(find_recipe(f"{loop}_smollm2_cpu"))
     tiny: dict[str, Any] = {"num_steps": 2, "num_eval": 4, "evaluate_every": 2, **_CHANGES.get(loop, {}), **changes}
@@ -36,4 +37,4 @@ def run_loop(loop: str, path: Path, **changes: Any) -> None:
         tiny = {"env": EvenWords(), "sampling": SamplingParams(max_tokens=8), "prompts_per_step": 4, **tiny}
         tiny["generator"] = replace(config.generator, max_model_len=64)
     config = replace(config, **tiny)
-    asyncio.run(config.loop()(config, RunFolder(path, config), Console(io.StringIO())))
+    asyncio.run(config.loop()(config, RunFolder(path, config, resume=resume), Console(io.StringIO())))

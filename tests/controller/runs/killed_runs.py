@@ -1,0 +1,50 @@
+"""Run folders as a run leaves them that is killed: copied in the midst of a call, while the run itself goes on."""
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.runs.folder import complete_checkpoints, read_metrics
+from tests.docs.in_process import InProcessTrainer
+
+KILLS = ("optim_step", "save_checkpoint")
+"""Calls in whose midst a run is killed: it has a gradient and no step yet, or a part of a checkpoint."""
+
+
+@contextmanager
+def killed_after(step: int, run: Path) -> Generator[dict[str, Path]]:
+    """Within the block, copies of `run` are made as soon as it has recorded this step: one for each of `KILLS`.
+
+    Yields call -> its copy. A copy is made when the last trainer of the loop enters the call, so that those of the
+    others have been carried out.
+    """
+    copies: dict[str, Path] = {}
+
+    def with_copy(call: str) -> Any:
+        inner = getattr(InProcessTrainer, call)
+
+        async def outer(self: InProcessTrainer, *args: Any, **kwargs: Any) -> Any:
+            if any(row["step"] == step and "seconds_step" in row for row in read_metrics(run / "metrics.jsonl")):
+                copy = run.with_name(f"killed in {call}")
+                if call not in copies or (call == "save_checkpoint" and _same_save(copy, run)):
+                    shutil.rmtree(copy, ignore_errors=True)
+                    copies[call] = shutil.copytree(run, copy)
+            return await inner(self, *args, **kwargs)
+
+        return outer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for call in KILLS:
+            patch.setattr(InProcessTrainer, call, with_copy(call))
+        yield copies
+
+
+def _same_save(copy: Path, run: Path) -> bool:
+    """Whether the run is still at the checkpoint that it had begun when the copy was made."""
+    return complete_checkpoints(copy / "checkpoints") == [
+        copy / "checkpoints" / path.name for path in complete_checkpoints(run / "checkpoints")
+    ]
