@@ -61,7 +61,7 @@ def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, tmp_path: Path)
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_a_resumed_grpo_async_trains_on_nothing_twice_and_loses_nothing(max_staleness: int, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    changes = {**STEPS, "max_staleness": max_staleness}
+    changes: dict[str, Any] = {**STEPS, "max_staleness": max_staleness}
     with killed_after(4, whole) as killed:
         run_loop("grpo_async", whole, **changes)
     expected = Counter(problem.id for problem in EvenWords().train_problems(0, 0, 6 * 4))
