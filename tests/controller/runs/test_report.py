@@ -104,6 +104,29 @@ def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
     assert folder.metrics()[0]["groups_with_signal"] == 0
 
 
+def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, folder, _ = _report(tmp_path)
+    image = folder.path / "reward.png"
+
+    def evaluate(step: int) -> None:
+        report.evaluation(step, Evaluation(groups=(_group(1, 0),)))
+        folder.flush()
+
+    evaluate(0)
+    image.unlink()
+    evaluate(1)
+    assert not image.exists()  # it was drawn less than half a minute ago
+    monkeypatch.setattr("controller.runs.report._SECONDS_BETWEEN_DRAWINGS", 0.0)
+    _step(report, 2)
+    folder.flush()
+    image.unlink()  # the evaluation before was still to be drawn
+    _step(report, 3)
+    folder.flush()
+    assert not image.exists()  # nothing new
+    report.finish()
+    assert image.exists()
+
+
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     problems = [TextProblem(id=f"{n} words", prompt="x " * n, score=len) for n in (3, 30)]
     renderer: Any = WordRenderer()
