@@ -29,7 +29,7 @@ MAX_WAITING = 2
 TRAINING = "step"
 """The first word in the names of files with training rollouts."""
 _MAX_SUBMITTED = 8  # more only come from a loop that never awaits `room`
-_FILE_NAME = re.compile(r"(?P<kind>\w+)-(?P<step>\d+)(-\d+)?\.parquet")
+_FILE_NAME = re.compile(r"(?P<kind>\w+)-(?P<step>\d+)(-(?P<number>\d+))?\.parquet")
 
 
 class RecordingError(RuntimeError):
@@ -149,12 +149,12 @@ def free_file(directory: Path, step: int, split: str) -> Path:
 
 
 def recorded_files(directory: Path) -> list[tuple[str, int, Path]]:
-    """(kind, step, file) of every file of rollouts, by kind and step; none if there is no such directory."""
-    found: list[tuple[str, int, Path]] = []
+    """(kind, step, file) of every file of rollouts, in order; none if there is no such directory."""
+    found: list[tuple[str, int, int, Path]] = []
     for file in directory.iterdir() if directory.is_dir() else ():
         if match := _FILE_NAME.fullmatch(file.name):
-            found.append((match["kind"], int(match["step"]), file))
-    return sorted(found)
+            found.append((match["kind"], int(match["step"]), int(match["number"] or 1), file))
+    return [(kind, step, file) for kind, step, _, file in sorted(found)]
 
 
 def last_steps(directory: Path) -> dict[str, int]:

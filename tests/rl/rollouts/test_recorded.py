@@ -48,6 +48,14 @@ def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
         RecordedEnv(_recording(tmp_path / "run"), groups_per_step=1)
 
 
+def test_groups_recorded_in_several_calls_keep_their_order(tmp_path: Path) -> None:
+    folder, names = RunFolder(tmp_path / "run", {}), [f"p{number}" for number in range(12)]
+    for name in names:
+        folder.log_rollouts(1, [_group(name, 1.0)])
+        folder.flush()
+    assert [group.problem_id for group in read_recording(folder.rollouts)[1]] == names
+
+
 def test_one_step_of_a_recording_can_be_named(tmp_path: Path) -> None:
     steps = read_recording(_recording(tmp_path / "run") / "step-00002.parquet")
     assert dict(steps) == {2: [_group("a", 0.25, 0.5)]}
