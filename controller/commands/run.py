@@ -123,10 +123,24 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
         finally:
             console.close()
             end_descendants(grace_s=0.5)
+        if code == 0 and (error := _unwritten(folder)) is not None:
+            code = _explain(error, folder, output)
         if stop.received is not None:
             say_saved()
             code = 128 + stop.received
     return code
+
+
+def _unwritten(folder: "RunFolder") -> Exception | None:
+    """Waits until everything that the run recorded is on disk. Returns why it is not, if it is not.
+
+    A process that a signal ends does not come to the end of its other threads.
+    """
+    try:
+        folder.flush()
+    except Exception as error:
+        return error
+    return None
 
 
 def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) -> int:

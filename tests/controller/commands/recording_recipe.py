@@ -1,6 +1,8 @@
 """Any machine: a loop that only records, until the disk is full."""
 
+import asyncio
 import resource
+import time
 from dataclasses import dataclass
 
 from controller.runs import Console, Loop, RunFolder
@@ -14,6 +16,8 @@ class RecordingConfig:
 
     num_steps: int = 100
     full_after: int = 3
+    stopped: bool = False
+    """Records one step on a slow disk and waits to be stopped."""
     seed: int = 0
 
     def loop(self) -> Loop:
@@ -29,6 +33,11 @@ async def train(config: RecordingConfig, folder: RunFolder, console: Console) ->
     """Records a group a step, as `Run` does."""
     rollout = single_turn((1, 2), completion("".join(map(chr, range(100, 30_000)))), reward=0.5)
     group = Group(problem_id="p", prompt="q", rollouts=(rollout,))
+    if config.stopped:
+        folder.in_background(lambda: time.sleep(1.0))
+        folder.log_rollouts(1, [group])
+        folder.log_metrics({"step": 1.0})
+        await asyncio.sleep(60)
     for step in range(1, config.num_steps + 1):
         if step == config.full_after + 1:
             await folder.sync()
@@ -36,4 +45,3 @@ async def train(config: RecordingConfig, folder: RunFolder, console: Console) ->
         folder.log_metrics({"step": float(step)})
         folder.log_rollouts(step, [group])
         await folder.room()
-    folder.flush()
