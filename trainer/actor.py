@@ -14,6 +14,7 @@ from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Microbatch
+from trainer.heap import Heap
 from trainer.push import WeightPublisher
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
@@ -40,6 +41,7 @@ class PolicyTrainer(Actor):
         self._engine = load_engine(config)
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._publisher = WeightPublisher(self._dtype, transport)
+        self._heap = None if torch.cuda.is_available() else Heap()
 
     @endpoint
     async def policy_version(self) -> int:
@@ -64,7 +66,10 @@ class PolicyTrainer(Actor):
     @endpoint
     async def optim_step(self, params: AdamParams, grad_scale: float) -> OptimStepOutput:
         """`Engine.optim_step`."""
-        return self._engine.optim_step(params, grad_scale)
+        output = self._engine.optim_step(params, grad_scale)
+        if self._heap is not None:
+            self._heap.after_step()
+        return output
 
     @endpoint
     async def zero_grad(self) -> None:
