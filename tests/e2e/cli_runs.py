@@ -1,0 +1,70 @@
+"""Runs of the command line as processes of their own, to be killed."""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl.runs.comparison import is_timing
+from rl.runs.folder import read_metrics
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def ownloop(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Starts `ownloop run` in a folder."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OWNLOOP_TINY_MODEL": str(tmp_path / "model")}
+    command = [sys.executable, "-m", "controller.commands.cli", "run", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def metric_rows(run: Path) -> list[dict[str, float]]:
+    """The metrics, timings aside."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{name: row[name] for name in row if not is_timing(name)} for row in rows]
+
+
+def model_hash(run: Path) -> str:
+    """A hash of the trained model."""
+    (file,) = (run / "model").glob("*.safetensors")
+    return hashlib.blake2b(file.read_bytes()).hexdigest()
+
+
+def process_of(log: Path) -> int | None:
+    """The process whose output goes to a log, if it runs."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "fd" / "1").readlink() == log:
+                return int(entry.name)
+    return None
+
+
+def wait(run: subprocess.Popen[str], until: Callable[[], Any], every_s: float = 0.02) -> None:
+    """Waits for something that comes while the run goes on."""
+    end = time.monotonic() + 400
+    while not until():
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(every_s)
+
+
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Waits until the run has recorded a step."""
+    wait(run, lambda: any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")))
+
+
+def kill_controller(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Kills the run's controller after a step, and waits until its processes have ended too."""
+    wait_for_step(run, folder, step)
+    run.kill()
+    run.wait()
+    end = time.monotonic() + 30  # its processes notice, and end as well
+    while process_of(folder / "logs" / "trainer-0.log") is not None:
+        assert time.monotonic() < end
+        time.sleep(0.1)
