@@ -21,7 +21,7 @@ BENCHMARKS = (
     "recording",
 )
 """Modules of this package, in the order in which they run by default."""
-ON_REQUEST = ("kill_matrix", "vs_trl")
+ON_REQUEST = ("kill_matrix", "memory_growth", "vs_trl")
 """Modules that run only when named, since they take most of an hour. vs_trl also installs another environment."""
 
 

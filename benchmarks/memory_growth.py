@@ -39,14 +39,14 @@ Samples = dict[str, list[tuple[float, float, float]]]
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    options_parser = parser(__doc__, quick="1 minute and 12 steps of 4 prompts")
+    options_parser = parser(__doc__, quick="20 seconds, and 12 steps of 4 prompts")
     options_parser.add_argument("--minutes", type=float, default=10, help="length of the run")
     options_parser.add_argument("--steps", type=int, default=100, help="steps of the trainer")
     options_parser.add_argument("--part", choices=("run", "trainer"), help="only this part")
     options = options_parser.parse_args()
     minutes, steps, prompts = options.minutes, options.steps, 16
     if options.quick or options.smoke:
-        minutes, steps, prompts = (0.05, 4, 2) if options.smoke else (1, 12, 4)
+        minutes, steps, prompts = (0.05, 4, 2) if options.smoke else (1 / 3, 12, 4)
     bars: list[Bar] = []
     figures: dict[str, object] = {}
     if options.part != "trainer":
