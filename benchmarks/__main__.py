@@ -10,6 +10,7 @@ from benchmarks.harness import REPOSITORY, parser
 
 BENCHMARKS = (
     "step",
+    "checkpoint_cost",
     "weight_sync",
     "weight_growth",
     "generation_throughput",

@@ -25,4 +25,5 @@ def recipe() -> AccumulateConfig:
         kl_target=0.02,
         num_eval=128,
         evaluate_every=6,
+        checkpoint_every=6,
     )

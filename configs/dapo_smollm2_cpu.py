@@ -25,4 +25,5 @@ def recipe() -> DAPOConfig:
         loss="ppo",
         loss_config={"clip_high_threshold": 1.28},
         num_eval=256,
+        checkpoint_every=10,
     )

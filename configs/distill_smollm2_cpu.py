@@ -31,4 +31,5 @@ def recipe() -> DistillConfig:
         learning_rate=2e-5,
         num_eval=96,
         evaluate_every=6,
+        checkpoint_every=6,
     )

@@ -19,4 +19,5 @@ def recipe() -> DPOConfig:
         warmup_steps=4,
         num_eval=64,
         evaluate_every=10,
+        checkpoint_every=20,
     )

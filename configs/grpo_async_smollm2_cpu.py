@@ -24,4 +24,5 @@ def recipe() -> GRPOAsyncConfig:
         learning_rate=2e-5,
         num_eval=256,
         evaluate_every=8,
+        checkpoint_every=12,
     )

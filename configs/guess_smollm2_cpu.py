@@ -23,4 +23,5 @@ def recipe() -> GRPOConfig:
         learning_rate=2e-5,
         num_eval=256,
         evaluate_every=10,
+        checkpoint_every=15,
     )

@@ -29,4 +29,5 @@ def recipe() -> PPOConfig:
         critic_loss_config={"clip_range": 0.0},
         num_eval=128,
         evaluate_every=10,
+        checkpoint_every=10,
     )

@@ -19,4 +19,5 @@ def recipe() -> SFTConfig:
         warmup_steps=4,
         num_eval=128,
         evaluate_every=8,
+        checkpoint_every=24,
     )

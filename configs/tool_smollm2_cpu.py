@@ -23,4 +23,5 @@ def recipe() -> GRPOConfig:
         learning_rate=2e-5,
         num_eval=128,
         evaluate_every=4,
+        checkpoint_every=8,
     )

@@ -68,11 +68,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
     from controller.commands.next_command import check_has_checkpoint
-    from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration
+    from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
     from rl.runs.folder import RunFolder
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)
+    check_hardware(Path(saved_recipe(path)["file"]))
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides, trust=options.trust)
         print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)

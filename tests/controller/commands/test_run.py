@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from controller.commands.cli import main
-from tests.controller.commands.test_cli import RECIPE, ownloop
+from controller.commands.recipes import find_recipe, load_recipe
+from controller.commands.resume import save_recipe
+from rl.runs.folder import RunFolder
+from tests.controller.commands.test_cli import RECIPE, add_checkpoint, ownloop
 
 REFUSING = """
 from dataclasses import dataclass
@@ -68,10 +71,6 @@ def test_a_run_without_a_checkpoint_is_not_resumed(
 
 
 def test_the_name_of_a_recipe_is_enough_to_start_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from controller.commands.recipes import find_recipe, load_recipe
-    from controller.commands.resume import save_recipe
-    from rl.runs.folder import RunFolder
-
     file = find_recipe("grpo_smollm2_cpu")
     folder = RunFolder(tmp_path / "a", load_recipe(file))
     save_recipe(folder.path, file, ["--seed", "3"], Path("/other run/rollouts"))
@@ -93,6 +92,20 @@ def test_a_recipe_for_gpus_needs_one(
     (tmp_path / "mine_gpu.py").write_text(REFUSING)
     assert "run a recipe whose name ends in _cpu instead" in refused(capfd, command, "mine_gpu.py")
     assert [path.name for path in tmp_path.iterdir()] == ["mine_gpu.py"]
+
+
+def test_a_run_of_a_recipe_for_gpus_needs_one_to_go_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = find_recipe("guess_smollm2_gpu")
+    folder = RunFolder(tmp_path / "a", load_recipe(file)).path
+    save_recipe(folder, file, [])
+    add_checkpoint(folder)
+    before = contents(tmp_path)
+    told = refused(capfd, "run", "--resume", str(folder))
+    assert told.startswith("error: recipe guess_smollm2_gpu is for GPUs, and no GPU is visible here; run guess_smollm2")
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", ["run", "show", "list", "parity", "check-env", "compare", "model"])

@@ -171,10 +171,12 @@ def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOC
 class EqualWords(EvenWords):
     """Every answer is as good as any other."""
 
+    reward: float
+
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
         """See `rl.protocols.Env`."""
         problems = EvenWords.train_problems(self, seed, start, count)
-        return [dataclasses.replace(problem, score=lambda _: 1.0) for problem in problems]
+        return [dataclasses.replace(problem, score=lambda _: self.reward) for problem in problems]
 
 
 @pytest.mark.slow
@@ -182,7 +184,7 @@ class EqualWords(EvenWords):
 def test_ten_steps_without_signal_end_the_run_with_advice(
     recipe: GRPOConfig, max_staleness: int | None, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(recipe, env=EqualWords(), num_steps=100, evaluate_every=100)
+    config = dataclasses.replace(recipe, env=EqualWords(reward=0.5), num_steps=100, evaluate_every=100)
     if max_staleness is not None:
         config = _asynchronous(config, max_staleness)
     folder = RunFolder(tmp_path / "run", config)
@@ -193,6 +195,21 @@ def test_ten_steps_without_signal_end_the_run_with_advice(
     assert not any("grad_norm" in row for row in steps)  # no update
     assert {version for row in _train_rows(folder) for turn in row["turns"] for version in turn["versions"]} == {0}
     assert [path.name for path in folder.complete_checkpoints()] == ["step-00010"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_a_solved_run_is_evaluated_and_exported(recipe: GRPOConfig, max_staleness: int | None, tmp_path: Path) -> None:
+    config = dataclasses.replace(recipe, env=EqualWords(reward=1.0), num_steps=100, evaluate_every=100)
+    if max_staleness is not None:
+        config = _asynchronous(config, max_staleness)
+    folder = RunFolder(tmp_path / "run", config)
+    _run_in(folder, config)
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == [0, *range(1, 11), 10]
+    assert ["eval_reward" in row for row in rows] == [True, *[False] * 10, True]
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00010"]
+    assert list((folder.path / "model").glob("*.safetensors"))
 
 
 def test_a_staleness_below_zero_is_refused(recipe: GRPOConfig) -> None:
