@@ -33,7 +33,11 @@ def add_parser(commands: Commands, *, resuming: bool) -> None:
             "recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path"
         )
         parser.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
-    parser.add_argument("--resume", metavar="RUN", help="go on with a run: its folder, or its name within --runs")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on with a run: its folder, or its name within --runs; with --trust even if you did not start it",
+    )
     if resuming:
         parser.add_argument(
             "--trust", action="store_true", help="execute the folder's recipe even if no run of yours wrote it"
