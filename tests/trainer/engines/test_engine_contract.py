@@ -154,6 +154,15 @@ def test_calls_accumulate_until_a_step_or_until_dropped(build: Build) -> None:
     assert not gradients(twice)
 
 
+def test_calls_of_one_row_each_add_up_to_the_bits_of_one_call(build: Build) -> None:
+    rows = [BATCH[:3], BATCH[3:6], BATCH[6:]]
+    once, apart = build(), build()
+    once.forward_backward(rows, get_loss("ppo"))
+    for row in rows:
+        apart.forward_backward([row], get_loss("ppo"))
+    assert_equal(gradients(apart), gradients(once))
+
+
 def test_loss_that_raises_leaves_the_gradient_as_it_was(build: Build) -> None:
     def fails_on_the_second(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
         if inputs.num_datums == 2:

@@ -210,7 +210,11 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def _gradient_restored_on_failure(self) -> Generator[None]:
-        """Accumulates the block's gradient apart from the earlier one, and adds the two once the block succeeds."""
+        """Accumulates the block's gradient apart from the earlier one, and adds the two once the block succeeds.
+
+        That is why the second and later calls of a step hold two gradients. A sum in floating point cannot be undone,
+        so the earlier gradient has to be kept until the last backward pass has succeeded.
+        """
         earlier = self._gradients.attached()
         self.zero_grad()
         try:
