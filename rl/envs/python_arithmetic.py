@@ -12,6 +12,7 @@ from rl.checks import check_at_least, check_known
 from rl.envs.procedural import eval_set, train_stream
 from rl.envs.sandbox import Sandbox, find_way, run_python
 from rl.protocols import Done, Observation, Reply
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 
 _EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\nOutput: 1207\nAnswer: 1207\n\n"
 
@@ -47,6 +48,11 @@ class PythonArithmetic:
     def stop(self) -> tuple[str, ...]:
         """A turn of the model is one line."""
         return ("\n",)
+
+    @property
+    def call_time_limit_s(self) -> float:
+        """See `rl.protocols.Env`. The sandbox ends the code at its own limit, and needs time besides."""
+        return DEFAULT_TIME_LIMIT_S + self.time_limit_s
 
     def train_problems(self, seed: int, start: int, count: int) -> list["Question"]:
         """See `rl.protocols.Env`. Raises ValueError if this host has no sandbox."""

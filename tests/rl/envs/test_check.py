@@ -20,6 +20,7 @@ from rl.envs.number_words import NumberWords
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
+from rl.rollouts.guard import time_limit_of
 
 MODULES = {"check", "check_episodes", "findings", "procedural"}  # modules of rl/envs without environment
 ELSEWHERE = {"verifiers_env"}  # tested where its package is installed
@@ -55,6 +56,10 @@ def test_a_time_limit_that_is_none_is_found(limit: Any) -> None:
     assert check_env(Env()) == [f"its call_time_limit_s is {limit!r}; a finite number of seconds above 0 is needed"]
     with pytest.raises(ValueError, match="call_time_limit_s"):
         require_env(Env())
+
+
+def test_code_that_may_run_for_long_has_calls_that_may_last_longer() -> None:
+    assert time_limit_of(PythonArithmetic(time_limit_s=90)) > 90
 
 
 def test_episodes_are_checked_with_the_environments_own_time_limit() -> None:
