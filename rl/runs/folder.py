@@ -20,7 +20,6 @@ import dataclasses
 import fcntl
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,15 @@ import numpy as np
 
 from rl.runs.cut_off import cut_lines, cut_recordings, free_folder
 from rl.runs.lines import append_line, drop_unfinished_line, sync_file
-from rl.runs.recording import BackgroundWriter, free_file, kind_of, last_steps, write_rollouts
+from rl.runs.recording import (
+    BackgroundWriter,
+    RecordingError,
+    free_file,
+    kind_of,
+    last_steps,
+    write_rollouts,
+    write_whole,
+)
 from rl.runs.schema import SCHEMA_VERSION, current_metrics
 from rl.runs.secret_fields import hide_secrets
 from rl.types import Group
@@ -83,6 +90,8 @@ class RunFolder:
             raise ValueError(
                 f"run folder {path} is in use by another run, in this process or another; end that first"
             ) from None
+        except RecordingError as error:
+            raise ValueError(f"run folder {path} cannot be written: {error.reason}") from error
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
         self._writer = BackgroundWriter()
@@ -231,18 +240,11 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def write_json(file: Path, value: object, *, private: bool = False) -> None:
-    """Writes a JSON file atomically: a reader, or a run after a crash, finds the old contents or the new.
+    """Writes a JSON file: a reader, or a run after a crash, finds the old contents or the new.
 
-    Only its owner can read a `private` file.
+    Only its owner can read a `private` file. Raises `RecordingError` if it cannot be written.
     """
-    partial = file.with_name(f".{file.name}.partial")
-    partial.unlink(missing_ok=True)  # what a killed process left would keep its permissions
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(to_json(value), indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    write_whole(file, (json.dumps(to_json(value), indent=2) + "\n").encode(), private=private)
 
 
 def to_json(value: Any) -> Any:

@@ -37,8 +37,8 @@ class RecordingError(RuntimeError):
 
     def __init__(self, file: Path, error: OSError) -> None:
         """`error` is the operating system's."""
-        super().__init__(f"{file} cannot be written: {error.strerror or error}")
-        self.file = file
+        self.file, self.reason = file, error.strerror or str(error)
+        super().__init__(f"{file} cannot be written: {self.reason}")
 
 
 class BackgroundWriter:
@@ -109,12 +109,17 @@ def write_rollouts(file: Path, groups: Sequence[Group], *, step: int | None = No
         write_whole(file, parquet_bytes(table))
 
 
-def write_whole(file: Path, contents: bytes | pa.Buffer) -> None:
-    """Writes a file that other processes and later runs see whole or not at all. Raises `RecordingError`."""
+def write_whole(file: Path, contents: bytes | pa.Buffer, *, private: bool = False) -> None:
+    """Writes a file that other processes and later runs see whole or not at all: they find the old one or the new.
+
+    Only its owner can read a `private` file. Raises `RecordingError`.
+    """
     partial = file.with_name(f".{file.name}.partial")
     try:
         file.parent.mkdir(exist_ok=True)
-        with partial.open("wb") as stream:
+        partial.unlink(missing_ok=True)  # what a killed process left would keep its permissions
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with os.fdopen(descriptor, "wb") as stream:
             stream.write(contents)
             stream.flush()
             os.fsync(stream.fileno())

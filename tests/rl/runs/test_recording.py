@@ -1,6 +1,7 @@
 """The thread that writes rollouts: order, bounds, and a disk that is full."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from rl.rollouts.columns import read_groups
 from rl.runs.folder import RunFolder
-from rl.runs.recording import MAX_WAITING, BackgroundWriter, RecordingError, write_rollouts, write_whole
+from rl.runs.recording import MAX_WAITING, BackgroundWriter, RecordingError, write_rollouts
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 from tests.rl.recordings import disk_of
@@ -19,6 +20,11 @@ from tests.rl.recordings import disk_of
 
 def _group(text: str = "ab", name: str = "p") -> Group:
     return Group(problem_id=name, prompt="q", rollouts=(single_turn((1, 2), completion(text), reward=0.5),))
+
+
+def big_group() -> Group:
+    """A group that takes some 50 KB on disk."""
+    return _group("".join(map(chr, range(100, 30_000))))
 
 
 def _names(path: Path) -> list[str]:
@@ -40,9 +46,8 @@ def test_a_full_disk_ends_the_run_and_leaves_no_half_file(tmp_path: Path) -> Non
     folder = RunFolder(tmp_path / "a", {})
     folder.log_rollouts(1, [_group()])
     folder.flush()
-    words = "".join(map(chr, range(100, 30_000)))
     with disk_of(20_000):
-        folder.log_rollouts(2, [_group(words)])
+        folder.log_rollouts(2, [big_group()])
         folder.log_rollouts(3, [_group()])  # would fit, but then step 2 would be missing in between
         with pytest.raises(RecordingError, match=r"rollouts/step-00002\.parquet cannot be written: File too large"):
             folder.flush()
@@ -70,12 +75,47 @@ def test_a_line_that_does_not_fit_leaves_the_lines_before_it(tmp_path: Path) -> 
     assert [row["step"] for row in folder.metrics()] == [1, 2]
 
 
-def test_a_device_without_space_is_said(tmp_path: Path) -> None:
-    (tmp_path / ".a.parquet.partial").symlink_to("/dev/full")
-    with pytest.raises(RecordingError, match=r"a\.parquet cannot be written: No space left on device") as caught:
-        write_whole(tmp_path / "a.parquet", b"x")
-    assert caught.value.file == tmp_path / "a.parquet"
-    assert _names(tmp_path) == []
+SMALL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from rl.rollouts.columns import read_groups
+from rl.runs.folder import RunFolder, write_json
+from rl.runs.recording import RecordingError
+from tests.rl.runs.test_recording import big_group
+folder, step = RunFolder(Path(sys.argv[1]) / "a", {}, min_free_bytes=0), 0
+try:
+    while True:
+        step += 1
+        folder.log_metrics({"step": float(step)})
+        folder.log_rollouts(step, [big_group()])
+        folder.flush()
+except RecordingError as error:
+    print(error)
+assert step > 2
+assert [file.name for file in folder.rollouts.iterdir() if file.name.startswith(".")] == []
+assert all(read_groups(file) == [big_group()] for file in folder.rollouts.iterdir())
+assert len([*folder.rollouts.iterdir()]) == step - 1
+try:
+    write_json(folder.path / "loop.json", {"values": "x" * 1_000_000})
+except RecordingError as error:
+    print(error)
+assert not (folder.path / "loop.json").exists()
+"""
+
+
+def test_a_disk_without_space_is_said_and_holds_whole_files_only(tmp_path: Path) -> None:
+    # A file system of 1 MB in a mount namespace of its own: the error is the kernel's.
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    done = subprocess.run(
+        [*command, str(tmp_path), sys.executable, SMALL_DISK], capture_output=True, text=True, check=False, timeout=60
+    )
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"this machine has no user namespaces: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert re.fullmatch(r".*/a/(rollouts/step-\d{5}\.parquet|metrics\.jsonl) cannot be written: No space left.*", first)
+    assert second == f"{tmp_path}/a/loop.json cannot be written: No space left on device"
 
 
 def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
