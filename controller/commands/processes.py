@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s, if there is nothing to save
-_SAVE_DEADLINE_S = 25.0  # Slurm and Kubernetes kill a process 30 s after its SIGTERM
+# Slurm and Kubernetes kill a process 30 s after its SIGTERM. Who presses Ctrl-C may press it again.
+_SAVE_DEADLINE_S = {signal.SIGTERM: 25.0, signal.SIGINT: 120.0, signal.SIGHUP: 120.0}
 _SAME_SIGNAL_S = 0.3  # a terminal and a wrapper around the command, such as make, may each pass on the same Ctrl-C
 
 T = TypeVar("T")
@@ -70,14 +71,15 @@ class StopSignals:
             stop.run(main())
         if stop.received: ...
 
-    The deadline is 8 s, and 25 s for a run that saves. A second SIGHUP does not count: nobody asks for it, since both
-    the kernel and the shell send one when a terminal is closed. Must be entered in the main thread.
+    The deadline is 8 s. A run that saves has 25 s after SIGTERM and two minutes after the others. A second SIGHUP does
+    not count: nobody asks for it, since both the kernel and the shell send one when a terminal is closed. Must be
+    entered in the main thread.
     """
 
     def __init__(self, at_deadline: Callable[[], None], is_saving: Callable[[], bool] = lambda: False) -> None:
         """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends.
 
-        `is_saving` says, whenever it is called, whether the run has begun to save because of the signal.
+        `is_saving` says, whenever it is called, whether the run is saving because of the signal.
         """
         self.received: int | None = None
         """The number of the first signal received, if any."""
@@ -151,14 +153,15 @@ class StopSignals:
 
     def _await_end(self) -> None:
         """Ends every process, this one last, unless the block is left in time."""
+        assert self.received is not None
         began = time.monotonic()
-        while not self._again.is_set():
-            if time.monotonic() - began > (_SAVE_DEADLINE_S if self._is_saving() else _STOP_DEADLINE_S):
-                break
+        end, last_end = began + _STOP_DEADLINE_S, began + _SAVE_DEADLINE_S[signal.Signals(self.received)]
+        while time.monotonic() < end and not self._again.is_set():
+            if self._is_saving():
+                end = min(time.monotonic() + _STOP_DEADLINE_S, last_end)  # what comes after has as long as without
             if self._over.wait(0.05):
                 return
         end_descendants(grace_s=0)
-        assert self.received is not None
         try:
             self._at_deadline()
         finally:

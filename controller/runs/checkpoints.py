@@ -147,6 +147,8 @@ class Checkpoints:
             why_not = await self._save_unless_changed(finished)
         except Exception as error:  # a trainer that died, a full disk
             why_not = f"{type(error).__name__}: {error}"
+        finally:
+            self._folder.saving = False
         if why_not is None:
             self._say(f"saved step {finished.step}")
         else:

@@ -31,6 +31,8 @@ async def loop():
         saving = "saving" in sys.argv
         await asyncio.sleep(1)
         print("saved", flush=True)
+        saving = False
+        await asyncio.sleep(0.2 if "hangs" not in sys.argv else 60)
 
 with processes.StopSignals(lambda: print("at once", flush=True), lambda: saving) as stop:
     try:
@@ -53,6 +55,12 @@ def stopped(signals: list[tuple[int, float]], *arguments: str) -> tuple[int, lis
 def test_a_run_that_saves_has_longer(number: int) -> None:
     assert stopped([(number, 0)], "saving") == (128 + number, ["saved"])
     assert stopped([(number, 0)]) == (128 + number, ["at once"])
+
+
+def test_after_its_save_a_run_has_as_long_as_any_other() -> None:
+    began = time.monotonic()
+    assert stopped([(INT, 0)], "saving", "hangs") == (130, ["saved", "at once"])
+    assert time.monotonic() - began < 10
 
 
 def test_a_second_signal_ends_it_at_once_unless_nobody_asked_for_it() -> None:
