@@ -9,12 +9,12 @@ from trainer.heap import Heap
 
 
 def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
-    sizes, handed_back = iter([1000, 1015, 1020, 1021, 2000, 2030, 2050]), list[int]()
+    sizes, handed_back = iter([1000, 1030, 1050, 1051, 2000, 2100, 2101]), list[int]()
     seen = list[int]()
     heap = Heap(lambda: seen.append(next(sizes)) or seen[-1], lambda: handed_back.append(seen[-1]))
     for _ in range(7):
         heap.after_step()
-    assert handed_back == [1021, 2050]  # 2 % above 1000, and then above 2000
+    assert handed_back == [1051, 2101]  # 5 % above 1000, and then above 2000
 
 
 HOLES = """
