@@ -63,6 +63,22 @@ def complete(path: Path, info: CheckpointInfo, group: dist.ProcessGroup | None =
     on_rank_0(lambda: _publish(path, _partial(path), info), group)
 
 
+def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Writes every rank's shards to the hidden directory that `begin` made. A collective of the group.
+
+    If one rank cannot write, every rank raises OSError, which says why.
+    """
+    try:
+        dcp.save(tensors, checkpoint_id=_partial(path), process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"{path} could not be written: rank {rank} raised {type(cause).__name__}: {cause}; "
+            f"{free / 1e9:.2f} GB are free there"
+        ) from cause
+
+
 def keep_newest(directory: Path, count: int) -> None:
     """Deletes ownloop's checkpoints in a directory, except for the `count` with the highest policy versions."""
     found = [path for path in directory.iterdir() if not path.name.startswith(".") and _is_ours(path)]
@@ -164,14 +180,14 @@ def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
 
 
 def on_rank_0(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Runs an action on rank 0 while every rank of the group waits. If it raises ValueError, all of them do."""
-    problem: list[str | None] = [None]
+    """Runs an action on rank 0 while every rank of the group waits. If it raises, all of them raise the same."""
+    problem: list[Exception | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             action()
-        except ValueError as error:
-            problem = [str(error)]
+        except Exception as error:
+            problem = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
-        raise ValueError(problem[0])
+        raise problem[0]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.hf_config import read_config
 from rl.types import Head
+from trainer.checkpoint import on_rank_0
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -22,7 +23,8 @@ def write_hf_directory(
     """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
 
     A model with a value head becomes a sequence classifier of transformers with one label, like reward models.
-    A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them.
+    A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them. What rank 0
+    raises, every rank raises.
     """
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -35,11 +37,12 @@ def write_hf_directory(
             size_bytes = 0
         shards[-1][name] = tensor
         size_bytes += tensor.nbytes
-    if is_writer:
+
+    def write() -> None:
         _write_shards(directory, shards)
         _copy_other_files(directory, source, dtype, head)
-    if dist.is_initialized():
-        dist.barrier()
+
+    on_rank_0(write)
 
 
 def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

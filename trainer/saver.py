@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointInfo
@@ -45,20 +44,21 @@ class CheckpointSaver:
         With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
         `keep_last`, only that many checkpoints, those of the highest policy versions, stay in the directory of `path`.
         Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
-        `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`.
+        `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
+        and OSError, on every rank, if one cannot write.
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; it must be at least 1")
         self.wait()
         path = path.absolute()
-        partial = checkpoint.begin(path, size_bytes)
+        checkpoint.begin(path, size_bytes)
 
         def prune() -> None:
             if keep_last is not None:
                 checkpoint.keep_newest(path.parent, keep_last)
 
         def write(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-            dcp.save(tensors, checkpoint_id=partial, process_group=group)
+            checkpoint.write(path, tensors, group)
             checkpoint.complete(path, info, group)
             checkpoint.on_rank_0(prune, group)
 

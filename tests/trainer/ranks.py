@@ -1,10 +1,14 @@
 """Runs one script on several engine ranks over gloo, without Monarch, and returns what rank 0 saw."""
 
 import asyncio
+import contextlib
+import resource
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rl.losses import LossInputs, get_loss
@@ -74,11 +78,32 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     results["published"] = published(engine)
     results["forward"] = engine.forward(local_batch(batch), entropy=True)
 
+    fail_to_write(engine, rank, config.num_ranks, directory)
     engine.forward_backward(local_batch(batch), get_loss("cross_entropy"))
     engine.optim_step(PARAMS)
     assert engine.load_checkpoint(directory / "checkpoint") == 3
     results["loaded"] = whole(engine)
     return results
+
+
+def fail_to_write(engine: Engine, rank: int, num_ranks: int, directory: Path) -> None:
+    """One rank has no room for its files; every rank raises, and the checkpoint that was there stays."""
+    engine.wait_for_checkpoint()
+    with no_space(rank == num_ranks - 1), pytest.raises(OSError, match="checkpoint could not be written: rank"):
+        engine.save_checkpoint(directory / "checkpoint")
+    with no_space(rank == 0), pytest.raises(Exception, match="File too large"):
+        engine.export_hf(directory / "export", torch.float32)
+
+
+@contextlib.contextmanager
+def no_space(applies: bool) -> Generator[None]:
+    """Within the block, this process cannot write files of more than 100 bytes, if `applies`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 if applies else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def published(engine: Engine) -> dict[str, torch.Tensor]:
