@@ -1,6 +1,7 @@
 """The vLLM worker of a tensor-parallel group on the CPU; vLLM imports `generator._cpu_worker.CPUMeshWorker` by name."""
 
 import os
+from pathlib import Path
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -12,10 +13,16 @@ class CPUMeshWorker(CPUWorker):
     This name is the same for every group on the host, and remains taken after a kill ("create shm in SHMManager failed.
     errno: 17"). An address with a port gives each group a name of its own.
 
-    Remove when vLLM derives the name from MASTER_PORT.
+    vLLM removes the memory's names only in a process that ends in good order, 4 MiB for each rank and group. Once all
+    ranks have mapped the memory nobody needs the names, so they are removed then, and the kernel frees the memory
+    however the processes end.
+
+    Remove when vLLM derives the name from MASTER_PORT and unlinks it.
     """
 
     def init_device(self) -> None:
-        """Sets the rendezvous address, from which vLLM derives the name."""
+        """Sets the rendezvous address, from which vLLM derives the name, and removes the name afterwards."""
         self.distributed_init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         super().init_device()
+        for shared_memory in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
+            shared_memory.unlink(missing_ok=True)  # another rank may be faster

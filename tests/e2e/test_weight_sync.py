@@ -117,13 +117,14 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
     reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    transports = (("shared_memory", 2), ("torchstore", 4))
+    transports, names_before = (("shared_memory", 2), ("torchstore", 4)), _shared_memory_names()
 
     async def main() -> None:
         async with (
             running_store(logs),
             running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
         ):
+            assert _shared_memory_names() <= names_before  # so nothing is left, however the ranks end
             async with running_publisher(directory, "float32", "auto", logs) as publisher:
                 for transport, version in transports:
                     await renew(publisher, "float32", transport)
@@ -148,8 +149,16 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
             unseeded = SamplingParams(max_tokens=8)
             together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
             assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
+            os.kill(generator.mesh.pids[1], signal.SIGKILL)
+            with pytest.raises(MeshError, match=r"generator: rank 1 \(process \d+\) died"):
+                await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), 30)
 
     asyncio.run(main())
+
+
+def _shared_memory_names() -> set[str]:
+    """Of vLLM's groups on this host."""
+    return {path.name for path in Path("/dev/shm").glob("*-cpushm_*")}
 
 
 @pytest.mark.slow
