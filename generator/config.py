@@ -53,13 +53,12 @@ class GeneratorConfig:
     gpus: tuple[int | str, ...] | None = None
     """The GPU of each rank, replica after replica, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes
     may share GPUs that they both name. None takes the next free ones."""
-    on_failure: OnFailure | None = None
-    """What happens to requests in progress when a process dies, or hangs beyond `request_timeout_s`: "retry" sends them
-    again and "raise" makes them raise `MeshError`; both restart the process. None means "retry" if there are several
-    replicas; the failure of a single replica then raises from every call, and nothing is restarted."""
+    on_failure: OnFailure = "retry"
+    """What happens to requests in progress when a replica's process, or vLLM in it, dies or hangs: "retry" sends them
+    again and "raise" makes them raise `MeshError`. Both restart the replica."""
     request_timeout_s: float | None = None
-    """The longest time from sending a request to its answer, after which the request raises `DeadlineError`. A replica
-    that then does not answer a ping either counts as dead. None waits forever."""
+    """The longest time from sending a request to its answer, after which the request raises `RequestTimeoutError`. None
+    sets no limit. A replica that hangs is found without it, see `deadlines`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -77,7 +76,7 @@ class GeneratorConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_replicas)
-        if self.on_failure is not None and self.on_failure not in get_args(OnFailure):
+        if self.on_failure not in get_args(OnFailure):
             raise ValueError(
                 f"GeneratorConfig.on_failure is {self.on_failure!r}; it must be one of {get_args(OnFailure)}"
             )

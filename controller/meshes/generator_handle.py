@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from controller.meshes.calls import is_connection_error
 from controller.meshes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
@@ -91,6 +92,11 @@ class GeneratorHandle:
             raise
         return handle
 
+    @property
+    def name(self) -> str:
+        """The mesh's name."""
+        return self.mesh.name
+
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
     ) -> list[Completion]:
@@ -149,9 +155,8 @@ class GeneratorHandle:
         try:
             return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
         except EngineStoppedError as error:
-            failure = MeshError(self.mesh.name, str(error), rank=0, verb=verb)
-            failure.__cause__ = error
-            raise await self.mesh.calls.end(failure, ()) from error
+            statuses = await self._statuses()  # raises if a process died
+            raise await self.mesh.calls.end(self._stopped(statuses, verb, error), ()) from error
         finally:
             self._num_watched -= 1
             if self._num_watched == 0:
@@ -162,25 +167,37 @@ class GeneratorHandle:
         with contextlib.suppress(MeshError):
             while True:
                 await asyncio.sleep(_PROBE_S)
-                for rank, status in enumerate(await self._statuses()):
-                    if (failure := self._failure_of(rank, status)) is not None:
+                statuses = await self._statuses()
+                if any(status.failure is not None for status in statuses):
+                    raise await self.mesh.calls.end(self._stopped(statuses, "generate"), ())
+                for rank, status in enumerate(statuses):
+                    if (failure := self._hang(rank, status)) is not None:
                         raise await self.mesh.calls.end(failure, [rank])
 
     async def _statuses(self) -> list[EngineStatus]:
         calls = [self.mesh.rank(index).status.call_one() for index in range(self.mesh.num_ranks)]
         return await self.mesh.answers(calls, "status", wait="at once")
 
-    def _failure_of(self, rank: int, status: EngineStatus) -> MeshError | None:
-        who, name = self.mesh.calls.processes.name(rank), self.mesh.name
-        if status.failure is not None:
-            return MeshError(name, f"the engine of {who} has stopped: {status.failure}", rank=rank, verb="generate")
+    def _stopped(
+        self, statuses: Sequence[EngineStatus], verb: str, error: EngineStoppedError | None = None
+    ) -> MeshError:
+        """The failure of the rank whose engine stopped first: the others' connections to it end then."""
+        failures = {rank: status.failure for rank, status in enumerate(statuses) if status.failure is not None}
+        rank = min(failures, key=lambda rank: is_connection_error(RuntimeError(failures[rank])), default=0)
+        reason = f"the engine of {self.mesh.calls.processes.name(rank)} has stopped: {failures.get(rank, error)}"
+        failure = MeshError(self.mesh.name, reason, rank=rank, verb=verb)
+        failure.__cause__ = error
+        return failure
+
+    def _hang(self, rank: int, status: EngineStatus) -> MeshError | None:
         limit_s = self.config.deadlines.limit_s(status.slowest_s)
         if status.activity is None or status.seconds < limit_s:
             return None
+        who = self.mesh.calls.processes.name(rank)
         slowest = "it is the first" if status.slowest_s is None else f"the slowest so far took {status.slowest_s:.1f} s"
         reason = f"the engine of {who} has been in one {status.activity} for {status.seconds:.0f} s ({slowest}), with "
         reason += f"{status.num_unfinished} unfinished samples, after {status.num_steps} steps"
-        return DeadlineError(name, reason, rank=rank, verb=status.activity)
+        return DeadlineError(self.mesh.name, reason, rank=rank, verb=status.activity)
 
     async def _check_alive(self) -> None:
         """Raises `MeshError` unless every rank's process answers soon."""

@@ -1,20 +1,22 @@
-"""`GeneratorRouter`: several generators of one model as the one `Generator` that a controller script sees.
+"""`GeneratorRouter`: generators of one model as the one `Generator` that a controller script sees.
 
-A request goes to the replica that answered its prompt before, because its prefix cache may still hold the prompt, and
-otherwise to the replica with the fewest samples in progress. A replica that is pulling or down gets no requests. A
-replica whose process died is restarted, and serves again once it has pulled the current version.
+A request goes to a replica that knows the beginning of its prompt, such as the earlier turns of a conversation, because
+the replica's prefix cache may still hold it; otherwise, or if that replica has 32 samples more in progress than the
+least busy one, to the replica with the fewest samples in progress. A replica that is pulling or down gets no requests.
+A replica that died is restarted, and serves again once it has pulled the current version. If the restart fails, it is
+tried again after growing pauses, for some 10 minutes.
 
 Errors tell the router what happened: a `MeshError` means that the replica died or was killed because it hung, a
 `RequestTimeoutError` that it is slow, and every other error that the caller made a mistake.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from controller.meshes.errors import MeshError
+from controller.meshes.prefix_affinity import PrefixAffinity
 from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.protocols import Generator
@@ -23,19 +25,25 @@ from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 ReplicaState = Literal["serving", "pulling", "outdated", "down"]
 """`outdated`: the replica was restarted, but could not pull the current version any more; it serves after the next."""
 
-_NUM_REMEMBERED_PROMPTS = 4096
+_MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
 _MAX_FAILURES = 3  # a request whose replicas died so many times is taken for the cause, and not retried again
 
 
 class StoppableGenerator(Generator, Protocol):
     """A generator with processes of its own, such as `GeneratorHandle`."""
 
+    @property
+    def name(self) -> str:
+        """The name of its mesh, which is `MeshError.mesh` if it died."""
+        ...
+
     async def stop(self) -> None:
         """Ends its processes. May be called again, and after they died."""
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Replica:
     """One of the router's generators. After a restart it is another generator in the same place."""
 
@@ -57,13 +65,15 @@ class GeneratorRouter:
         start: Callable[[int], Awaitable[StoppableGenerator]],
         *,
         on_failure: OnFailure = "retry",
+        pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         """Use `launch`."""
         self._replicas = [_Replica(generator) for generator in generators]
         self._start = start
         self._on_failure: OnFailure = on_failure
+        self._pauses_s = tuple(pauses_s)
         self._version: int | None = None
-        self._prompts: OrderedDict[tuple[int, ...], _Replica] = OrderedDict()  # which replica answered a prompt
+        self._affinity = PrefixAffinity()
         self._states_changed = asyncio.Condition()
         self._pull_lock = asyncio.Lock()
         self._pull_task: asyncio.Task[None] | None = None
@@ -75,6 +85,7 @@ class GeneratorRouter:
         num_replicas: int,
         *,
         on_failure: OnFailure = "retry",
+        pauses_s: Sequence[float] = _PAUSES_S,
     ) -> "GeneratorRouter":
         """Starts the replicas side by side. `start(index)` starts one, now and again whenever that replica died.
 
@@ -82,13 +93,14 @@ class GeneratorRouter:
                 return await GeneratorHandle.launch(config, log_dir / f"generator-{index}")
 
         `on_failure` says what happens to requests in progress when their replica dies: "retry" sends them to another
-        replica, "raise" raises `MeshError`.
+        replica, or to its successor, and "raise" raises `MeshError`. `pauses_s` are the pauses between attempts to
+        restart a replica, which is down for good after the last of them.
         """
         check_at_least(1, num_replicas=num_replicas)
         check_known("on_failure", on_failure, get_args(OnFailure))
         starts = [asyncio.ensure_future(start(index)) for index in range(num_replicas)]
         try:
-            return cls(await asyncio.gather(*starts), start, on_failure=on_failure)
+            return cls(await asyncio.gather(*starts), start, on_failure=on_failure, pauses_s=pauses_s)
         except BaseException:
             for each in starts:
                 each.cancel()
@@ -115,7 +127,10 @@ class GeneratorRouter:
             generator = replica.generator
             replica.num_samples += num_samples
             try:
-                return await generator.generate(prompt, sampling, num_samples)
+                completions = await generator.generate(prompt, sampling, num_samples)
+                for completion in completions:
+                    self._affinity.remember(prompt + completion.tokens, self._replicas.index(replica))
+                return completions
             except MeshError:
                 # Several requests notice the death of one generator; only the first restarts it. By the time that a
                 # later one notices, another generator may be in its place.
@@ -134,7 +149,8 @@ class GeneratorRouter:
         """Every replica loads this version. Requests made from now on are answered under it.
 
         If only some replicas cannot load it, they are restarted. If none can, raises their error, and replicas that
-        are alive continue under the old weights.
+        are alive continue under the old weights. If all died, the pull goes to their successors, unless requests are
+        not retried either.
         """
         check_known("mode", mode, PULL_MODES)
         # The pull is shielded from its caller's cancellation: if it ended in the middle, versions would differ.
@@ -157,16 +173,25 @@ class GeneratorRouter:
         await self._notify()
 
     async def _pull(self, version: int, mode: PullMode, keep_prefix_cache: bool) -> None:
-        replicas: list[_Replica] = []
-        while not replicas:  # between the wait and the lock, the only replica that was up may have died
+        num_failures = 0
+        while True:
             await self._wait_for("serving", "outdated")
             async with self._pull_lock:
                 replicas = [replica for replica in self._replicas if replica.state in ("serving", "outdated")]
-                await self._pull_all(replicas, version, mode, keep_prefix_cache)
+                if not replicas:  # between the wait and the lock, the only replica that was up has died
+                    continue
+                all_died = await self._pull_all(replicas, version, mode, keep_prefix_cache)
+            if all_died is None:
+                return
+            num_failures += 1
+            if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
+                raise all_died
 
     async def _pull_all(
         self, replicas: Sequence[_Replica], version: int, mode: PullMode, keep_prefix_cache: bool
-    ) -> None:
+    ) -> MeshError | None:
+        """Returns an error if every replica died. Raises one if none of them could load this version otherwise."""
+        names = [replica.generator.name for replica in replicas]
         states_before: list[ReplicaState] = [replica.state for replica in replicas]
         for replica in replicas:
             replica.state = "pulling"
@@ -181,31 +206,37 @@ class GeneratorRouter:
         if len(errors) < len(replicas):
             self._version = version
             if not keep_prefix_cache:
-                self._prompts.clear()
-        for replica, state_before, outcome in zip(replicas, states_before, outcomes, strict=True):
+                self._affinity.clear()
+        died = [isinstance(o, MeshError) and o.mesh == name for o, name in zip(outcomes, names, strict=True)]
+        for replica, state_before, outcome, has_died in zip(replicas, states_before, outcomes, died, strict=True):
             if replica.state == "down":  # a request noticed its death during the pull and restarted it
                 continue
             if outcome is None:
                 replica.state = "serving"
-            elif len(errors) == len(replicas) and not isinstance(outcome, MeshError):
+            elif len(errors) == len(replicas) and not has_died:
                 replica.state = state_before
             else:
                 self._restart(replica)
         await self._notify()
-        if errors and len(errors) == len(replicas):
-            # A mistake of the caller explains more than the death of a process, so it is raised first.
-            raise min(errors, key=lambda error: isinstance(error, MeshError))
+        if len(errors) < len(replicas):
+            return None
+        if all(died):
+            return next(error for error in errors if isinstance(error, MeshError))
+        # A mistake of the caller, or a failed trainer, explains more than the death of a replica.
+        raise next(error for error, has_died in zip(outcomes, died, strict=True) if error is not None and not has_died)
 
     async def _choose(self, prompt: tuple[int, ...]) -> _Replica:
         """The replica to send a prompt to. Waits until one is serving."""
         serving = await self._wait_for("serving")
-        replica = self._prompts.get(prompt)
-        if replica is None or replica.state != "serving":
-            replica = min(serving, key=lambda each: each.num_samples)
-        self._prompts[prompt] = replica
-        self._prompts.move_to_end(prompt)
-        if len(self._prompts) > _NUM_REMEMBERED_PROMPTS:
-            self._prompts.popitem(last=False)
+        least = min(replica.num_samples for replica in serving)
+        owners = self._affinity.owners(prompt)
+        near = [
+            replica
+            for index, replica in enumerate(self._replicas)
+            if index in owners and replica in serving and replica.num_samples <= least + _MAX_LEAD
+        ]
+        replica = min(near or serving, key=lambda each: each.num_samples)
+        self._affinity.remember(prompt, self._replicas.index(replica))
         return replica
 
     async def _wait_for(self, *states: ReplicaState) -> list[_Replica]:
@@ -224,20 +255,39 @@ class GeneratorRouter:
         replica.restart = asyncio.create_task(self._start_replacement(replica))
 
     async def _start_replacement(self, replica: _Replica) -> None:
-        try:
-            await replica.generator.stop()
-            generator = await self._start(self._replicas.index(replica))
-            replica.generator, replica.num_samples = generator, 0
-            async with self._pull_lock:  # a pull in progress ends first, so that the replacement gets its version
-                replica.state = "pulling"
+        self._affinity.forget(self._replicas.index(replica))
+        for num_failures in range(1, len(self._pauses_s) + 2):
+            try:
+                await self._replace(replica)
+                break
+            except Exception as error:
+                replica.state = "down"
+                if num_failures > len(self._pauses_s):
+                    replica.error = error
+                    print(f"{replica.generator.name} is down for good: {error}", flush=True)
+                    break
+                pause_s, left = self._pauses_s[num_failures - 1], len(self._pauses_s) - num_failures
+                print(
+                    f"{replica.generator.name} could not be restarted: {error}; trying again in {pause_s:g} s"
+                    f" (and {left} more times)",
+                    flush=True,
+                )
+                await asyncio.sleep(pause_s)
+        await self._notify()
+
+    async def _replace(self, replica: _Replica) -> None:
+        """Starts another generator in a replica's place, with the current version."""
+        await replica.generator.stop()
+        generator = await self._start(self._replicas.index(replica))
+        replica.generator, replica.num_samples = generator, 0
+        async with self._pull_lock:  # a pull in progress ends first, so that the replacement gets its version
+            replica.state = "pulling"
+            try:
                 if self._version is not None:
                     await generator.pull_model_state_dict(self._version)
                 replica.state = "serving"
-        except ValueError:  # the current version is gone from the store; the next pull brings a newer one
-            replica.state = "outdated"
-        except Exception as error:
-            replica.state, replica.error = "down", error
-        await self._notify()
+            except ValueError:  # the current version is gone from the store; the next pull brings a newer one
+                replica.state = "outdated"
 
     async def _notify(self) -> None:
         async with self._states_changed:

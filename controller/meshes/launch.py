@@ -129,10 +129,9 @@ class Launcher:
         return self._begin(start())
 
     def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
-        """Starts a generator, or a `GeneratorRouter` over `config.num_replicas` of them.
+        """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts those that die.
 
-        Its GPUs are `config.gpus`, by default the next free. With several replicas, or if `config.on_failure` is set, a
-        replica whose process died is restarted.
+        Their GPUs are `config.gpus`, by default the next free.
 
         Raises ValueError if the model cannot be served, or not on so many ranks, if the name is taken, and for too few
         GPUs.
@@ -161,12 +160,7 @@ class Launcher:
             )
 
         async def start() -> Generator:
-            if num_replicas == 1 and config.on_failure is None:
-                generator = await start_replica(0)
-            else:
-                generator = await GeneratorRouter.launch(
-                    start_replica, num_replicas, on_failure=config.on_failure or "retry"
-                )
+            generator = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
             self._running.append(generator)
             await asyncio.shield(store)
             return generator

@@ -1,6 +1,7 @@
 """What is sampled, with which log-probs, against transformers and plain softmax."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.engine import GenerationEngine
+from generator.engine_status import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
@@ -213,5 +215,30 @@ def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
 def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> None:
     closed = build_engine(model, "float32")
     closed.close()
-    with pytest.raises(RuntimeError, match="the generation engine has stopped: it was closed"):
+    with pytest.raises(EngineStoppedError, match=r"the generation engine has stopped: .*it was closed"):
         _generate(closed, PROMPT, SamplingParams(max_tokens=2))
+
+
+def test_an_exception_in_vllm_ends_the_engine_and_is_told(
+    build_engine: EngineFactory, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(model, "float32")
+    _generate(engine, PROMPT, SamplingParams(max_tokens=3))
+    status = engine.status()
+    assert (status.activity, status.num_unfinished, status.failure) == (None, 0, None)
+    assert status.num_steps >= 3
+    seen: list[EngineStatus] = []
+
+    def step() -> None:
+        time.sleep(0.01)
+        seen.append(engine.status())
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._engine, "step", step)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(2):
+        with pytest.raises(EngineStoppedError, match="has stopped: RuntimeError: CUDA error"):
+            _generate(engine, PROMPT, SamplingParams(max_tokens=2))
+    assert [(s.activity, s.num_unfinished) for s in seen] == [("step", 1)]
+    assert seen[0].seconds >= 0.01
+    assert seen[0].slowest_s is not None
+    assert engine.status().failure == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from controller.meshes.errors import MeshError, RequestTimeoutError
@@ -17,11 +18,13 @@ class FakeReplica:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.name = "generator"
         self.version = 0
         self.prompts: list[tuple[int, ...]] = []
         self.num_cancelled = 0
         self.stopped = False
         self.late = False
+        self.answer_tokens: tuple[int, ...] = ()
         self.pull_error: Exception | None = None
         self.may_pull = asyncio.Event()
         self.may_pull.set()
@@ -41,7 +44,12 @@ class FakeReplica:
             raise MeshError("generator", "a process died")
         if self.late:
             raise RequestTimeoutError("a request took longer than 1 s")
-        return [completion(str(self.index), self.version)] * num_samples
+        answer = completion(str(self.index), self.version)
+        if self.answer_tokens:
+            zeros = (0.0,) * len(self.answer_tokens)
+            versions = (self.version,) * len(zeros)
+            answer = replace(answer, tokens=self.answer_tokens, logprobs=zeros, versions=versions)
+        return [answer] * num_samples
 
     async def pull_model_state_dict(
         self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
@@ -68,9 +76,11 @@ class Replicas(list[FakeReplica]):
     """The replicas in the order in which they were started."""
 
     start_error: Exception | None = None
+    num_start_errors = 10**9
 
     async def start(self, index: int) -> FakeReplica:
-        if self.start_error is not None:
+        if self.start_error is not None and self.num_start_errors > 0:
+            self.num_start_errors -= 1
             raise self.start_error
         self.append(FakeReplica(index))
         return self[-1]
@@ -79,7 +89,7 @@ class Replicas(list[FakeReplica]):
 def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replicas: int = 2, **options: Any) -> None:
     async def main() -> None:
         replicas = Replicas()
-        router = await GeneratorRouter.launch(replicas.start, num_replicas, **options)
+        router = await GeneratorRouter.launch(replicas.start, num_replicas, pauses_s=(0.0, 0.0), **options)
         await asyncio.wait_for(test(router, replicas), 20)
         await router.stop()
         assert all(replica.stopped for replica in replicas)
@@ -89,6 +99,11 @@ def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replic
 
 async def settle() -> None:
     for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
         await asyncio.sleep(0)
 
 

@@ -7,22 +7,47 @@ import pytest
 from controller.meshes.errors import MeshError, RequestTimeoutError
 from controller.meshes.generator_router import GeneratorRouter
 from rl.types import Completion
-from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
+from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle, until
+
+SYSTEM = tuple(range(1000, 1040))
 
 
-def test_requests_go_to_the_least_busy_replica_and_a_known_prompt_to_its_own() -> None:
+def _prompt(number: int, num_tokens: int = 64) -> tuple[int, ...]:
+    return tuple(number * 1000 + position for position in range(num_tokens))
+
+
+def test_requests_go_to_the_least_busy_replica_and_later_turns_to_that_of_the_earlier_ones() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         tasks: list[asyncio.Task[list[Completion]]] = []
-        for prompt, num_samples in ((1, 8), (2, 2), (3, 2), (1, 4), (4, 1)):
-            tasks.append(send(router, prompt, num_samples=num_samples))
+        turn = _prompt(1)
+        for prompt, num_samples in ((turn, 8), (_prompt(2), 2), (_prompt(3), 2), (turn + _prompt(9, 40), 4)):
+            tasks.append(send(router, *prompt, num_samples=num_samples))
             await settle()
-        assert replicas[0].prompts == [(1,), (1,)]
-        assert replicas[1].prompts == [(2,), (3,), (4,)]
+        assert replicas[0].prompts == [turn, turn + _prompt(9, 40)]
+        assert replicas[1].prompts == [_prompt(2), _prompt(3)]
         for replica in replicas:
             replica.release()
-        assert [len(await task) for task in tasks] == [8, 2, 2, 4, 1]
-        await router.generate((5,), SAMPLING)  # nothing is in progress any more
-        assert replicas[0].prompts[-1] == (5,)
+        assert [len(await task) for task in tasks] == [8, 2, 2, 4]
+        replicas[1].answer_tokens = _prompt(5, 96)  # a completion is part of the next turn's prompt
+        (completion,) = await router.generate(_prompt(2), SAMPLING)
+        await router.generate(_prompt(2) + completion.tokens + _prompt(8, 40), SAMPLING)
+        assert len(replicas[1].prompts) == 4
+        await router.generate(_prompt(7), SAMPLING)  # nothing is in progress any more
+        assert replicas[0].prompts[-1] == _prompt(7)
+
+    run(test)
+
+
+def test_a_known_prefix_draws_no_request_if_it_is_short_or_its_replica_too_busy() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for number, num_samples in ((1, 2), (2, 1), (3, 1)):  # with the same system prompt
+            send(router, *SYSTEM, *_prompt(number, 100), num_samples=num_samples)
+            await settle()
+        assert [len(replica.prompts) for replica in replicas] == [1, 2]
+        for _ in range(3):  # 20 + 2 samples, 40 + 2, and then 34 more than the other replica has
+            send(router, *SYSTEM, *_prompt(1, 100), num_samples=20)
+            await settle()
+        assert [len(replica.prompts) for replica in replicas] == [3, 3]
 
     run(test)
 
@@ -139,18 +164,53 @@ def test_a_request_that_kills_replica_after_replica_raises() -> None:
     run(test)
 
 
-def test_calls_raise_when_no_replica_can_be_restarted() -> None:
+def test_a_restart_that_fails_is_tried_again_and_then_the_replica_is_down(capsys: pytest.CaptureFixture[str]) -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         request = send(router, 1)
         await settle()
-        replicas.start_error = MeshError("generator", "the model is gone")
+        replicas.start_error = MeshError("generator", "the GPU is busy")
+        replicas.num_start_errors = 2
         replicas[0].kill()
-        with pytest.raises(MeshError, match="no replica is left: generator: the model is gone"):
-            await request
+        await until(lambda: len(replicas) == 2)
+        replicas[1].release()
+        assert len(await request) == 1
+        assert (
+            "could not be restarted: generator: the GPU is busy; trying again in 0 s (and 1 more"
+            in capsys.readouterr().out
+        )
+
+        replicas.num_start_errors = 3
+        replicas[1].kill()
+        with pytest.raises(MeshError, match="no replica is left: generator: the GPU is busy"):
+            await router.generate((1,), SAMPLING)
         with pytest.raises(MeshError, match="no replica is left"):
             await router.pull_model_state_dict(1)
+        assert "generator is down for good: generator: the GPU is busy" in capsys.readouterr().out
 
     run(test, num_replicas=1)
+
+
+def test_a_pull_in_which_the_only_replica_dies_goes_to_its_successor() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(1)
+        replicas[0].kill()
+        await router.pull_model_state_dict(2)
+        assert len(replicas) == 2
+        assert replicas[1].version == 2
+
+    run(test, num_replicas=1)
+
+
+def test_a_pull_from_a_trainer_that_died_raises_and_restarts_none() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.pull_error = MeshError("trainer", "rank 1 died")
+        with pytest.raises(MeshError, match="trainer: rank 1 died"):
+            await router.pull_model_state_dict(1)
+        await settle()
+        assert len(replicas) == 2
+
+    run(test)
 
 
 def test_a_replacement_whose_version_is_gone_serves_after_the_next_pull() -> None:
