@@ -63,6 +63,10 @@ def meshes_in_process() -> Generator[None]:
 class InProcessStore:
     """Stands for a running TorchStore."""
 
+    def __init__(self) -> None:
+        """Its mesh has no processes that could die."""
+        self.mesh = Mesh("store", None, None, (), ())
+
     async def stop(self) -> None:
         """Nothing runs."""
 
