@@ -1,5 +1,6 @@
 """Signals to the process that runs a loop."""
 
+import json
 import os
 import pty
 import signal
@@ -12,27 +13,29 @@ import pytest
 
 from tests.controller.commands.test_cli import RECIPE, ROOT, command, is_alive
 
-# Sends itself signals while a loop runs that needs a second to save after it was cancelled.
+# Sends itself a signal while a loop runs that then saves for some seconds, and further signals meanwhile.
 SAVING = """
-import asyncio, os, signal, sys, time
+import asyncio, json, os, signal, sys
 from controller.commands import processes
-processes._STOP_DEADLINE_S = 0.4
-signals, saving = eval(sys.argv[1]), False
+processes._STOP_DEADLINE_S = 1.5
+options, saving = json.loads(sys.argv[1]), False
 
 async def loop():
     global saving
-    for number, pause_s in signals:
+    for number in options["signals"]:
         os.kill(os.getpid(), number)
-        time.sleep(pause_s)
     try:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
         print("not stopped", flush=True)
     finally:
-        saving = "saving" in sys.argv
-        await asyncio.sleep(1)
+        saving = options["says_so"]
+        await asyncio.sleep(options["seconds"] / 2)
+        for number in options["later"]:
+            os.kill(os.getpid(), number)
+        await asyncio.sleep(options["seconds"] / 2)
         print("saved", flush=True)
         saving = False
-        await asyncio.sleep(0.2 if "hangs" not in sys.argv else 60)
+        await asyncio.sleep(60 if options["hangs"] else 0)
 
 with processes.StopSignals(lambda: print("at once", flush=True), lambda: saving) as stop:
     try:
@@ -43,36 +46,40 @@ with processes.StopSignals(lambda: print("at once", flush=True), lambda: saving)
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def stopped(signals: list[tuple[int, float]], *arguments: str) -> tuple[int, list[str]]:
-    """The status and the output of the program above, which is sent (signal, seconds until the next) in turn."""
-    code = [sys.executable, "-c", SAVING, str([(int(number), pause_s) for number, pause_s in signals]), *arguments]
-    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+def options(
+    *signals: int, later: tuple[int, ...] = (), seconds: float = 1.4, says_so: bool = True, hangs: bool = False
+) -> str:
+    """What the program above does: `later` signals follow after half of the `seconds` of its save."""
+    return json.dumps({"signals": signals, "later": later, "seconds": seconds, "says_so": says_so, "hangs": hangs})
+
+
+def stopped(what: str) -> tuple[int, list[str]]:
+    """The status and the output of the program above."""
+    code = [sys.executable, "-c", SAVING, what]
+    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert run.stderr == ""
     return run.returncode, run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("number", [INT, TERM, HUP])
 def test_a_run_that_saves_has_longer(number: int) -> None:
-    assert stopped([(number, 0)], "saving") == (128 + number, ["saved"])
-    assert stopped([(number, 0)]) == (128 + number, ["at once"])
+    assert stopped(options(number, seconds=2.5)) == (128 + number, ["saved"])
 
 
-def test_after_its_save_a_run_has_as_long_as_any_other() -> None:
-    began = time.monotonic()
-    assert stopped([(INT, 0)], "saving", "hangs") == (130, ["saved", "at once"])
-    assert time.monotonic() - began < 10
+def test_a_run_that_hangs_does_not_have_longer() -> None:
+    assert stopped(options(INT, seconds=40, says_so=False)) == (130, ["at once"])
+    assert stopped(options(INT, hangs=True)) == (130, ["saved", "at once"])  # after its save
 
 
 def test_a_second_signal_ends_it_at_once_unless_nobody_asked_for_it() -> None:
-    assert stopped([(INT, 0.35), (INT, 0)], "saving") == (130, ["at once"])
-    assert stopped([(INT, 0.05), (INT, 0)], "saving") == (130, ["saved"])  # a wrapper passed the same Ctrl-C on
-    assert stopped([(HUP, 0.35), (HUP, 0)], "saving") == (129, ["saved"])  # the shell's, after the kernel's
-    assert stopped([(TERM, 0.35), (HUP, 0)], "saving") == (143, ["saved"])  # systemd sends both
+    assert stopped(options(INT, later=(INT,), seconds=3)) == (130, ["at once"])
+    assert stopped(options(INT, TERM)) == (130, ["saved"])  # a wrapper passed the same stop on
+    assert stopped(options(HUP, later=(HUP,))) == (129, ["saved"])  # the shell's, after the kernel's
 
 
 def test_a_run_outlives_its_terminal_if_that_was_asked_for() -> None:
     code = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
-    arguments = [sys.executable, "-c", code, sys.executable, "-c", SAVING, str([(int(HUP), 0.0)])]
+    arguments = [sys.executable, "-c", code, sys.executable, "-c", SAVING, options(HUP)]
     run = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
     assert (run.returncode, run.stdout.splitlines()) == (0, ["not stopped", "saved"]), run.stderr
 
@@ -88,7 +95,7 @@ def test_a_terminal_that_is_closed_ends_every_process(tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         os.close(ours)
-        assert process.wait(timeout=7) == 128 + HUP
+        assert process.wait(timeout=15) == 128 + HUP
     assert not is_alive(int(file.read_text()))
 
 
