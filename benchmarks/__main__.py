@@ -20,6 +20,7 @@ BENCHMARKS = (
     "split_invariance",
     "async_speedup",
     "recording",
+    "sandbox",
 )
 """Modules of this package, in the order in which they run by default."""
 ON_REQUEST = ("kill_matrix", "memory_growth", "vs_trl")

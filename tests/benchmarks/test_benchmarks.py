@@ -14,15 +14,17 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import REPOSITORY
+from tests.rl.envs.sandbox.here import need
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
-IN_THIS_PROCESS = {"layouts", "split_invariance", "recording"}  # only what other tests import here anyway
+IN_THIS_PROCESS = {"layouts", "split_invariance", "recording", "sandbox"}  # only what other tests import here anyway
 MARKS: dict[str, Any] = {
     "step": pytest.mark.e2e,
     "layouts": pytest.mark.ranks,
     "split_invariance": pytest.mark.ranks,
     "recording": (),
+    "sandbox": (),
 }
 """Of the scripts that run every time; the others start vLLM or several meshes, and take 30 to 60 s each."""
 FAKE_TRL = Path(__file__).parent / "fake_trl"
@@ -37,6 +39,8 @@ def test_smallest_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--smoke"]
+    if name == "sandbox":
+        need("auto")
     if name == "vs_trl":
         options += ["--trl-python", str(python_with_fake_trl(tmp_path))]
     if name in IN_THIS_PROCESS:
