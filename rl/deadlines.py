@@ -12,7 +12,8 @@ class Deadlines:
     """
 
     first_s: float = 1800.0
-    """Seconds for the first call of a verb, and for one with more than twice the tokens of any before."""
+    """Seconds for the first call of a verb, for one with more than twice the tokens of any before, and for every call
+    that writes or reads a checkpoint."""
     at_least_s: float = 120.0
     """Seconds that any later call may take."""
     times_slowest: float = 10.0

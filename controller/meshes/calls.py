@@ -36,6 +36,7 @@ _DEATH_GRACE_S = 3.0  # within which Monarch says how a process died
 class _Call:
     verb: str
     size: float
+    varies: bool
     wait: Wait
     answers: dict[int | None, asyncio.Future[Any]]
     asked: float = field(default_factory=time.monotonic)
@@ -83,17 +84,20 @@ class Calls:
         verb: str,
         *,
         size: float = 0.0,
+        varies: bool = False,
         wait: Wait = "queued",
         needs: "Sequence[Calls]" = (),
     ) -> list[T]:
         """The answers to one call of each rank; the key None stands for a call of several ranks at a time.
 
-        `size` is any measure of the work in a call. `needs` are meshes without which these ranks cannot answer.
-        The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`. Raises what the module's docstring
-        says.
+        `size` is any measure of the work in a call. A verb that `varies` takes very different times whatever came
+        before, so each of its calls has the deadline of a first one. `needs` are meshes without which these ranks
+        cannot answer. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
+
+        Raises what the module's docstring says.
         """
         answers: dict[int | None, asyncio.Future[Any]] = {rank: asyncio.create_task(c) for rank, c in calls.items()}
-        call = _Call(verb, size, wait, answers)
+        call = _Call(verb, size, varies, wait, answers)
         self._under_way.append(call)
         try:
             while not call.finished():
@@ -115,13 +119,13 @@ class Calls:
             if self._failed is not None and not self._failed.done():
                 self._failed.set_result(None)
 
-    def limit_s(self, verb: str, size: float) -> float:
+    def _limit_s(self, call: _Call) -> float:
         """The deadline of a call."""
-        if verb not in self._slowest:
+        if call.verb not in self._slowest:
             return self.deadlines.first_s
-        slowest_s, largest = self._slowest[verb]
+        slowest_s, largest = self._slowest[call.verb]
         limit_s = self.deadlines.limit_s(slowest_s)
-        return limit_s if size <= 2 * largest else max(limit_s, self.deadlines.first_s)
+        return max(limit_s, self.deadlines.first_s) if call.varies or call.size > 2 * largest else limit_s
 
     async def _tick(self, call: _Call, needs: "Sequence[Calls]") -> None:
         """Waits for an answer, but not for long, and raises if there is a reason not to wait any longer."""
@@ -215,7 +219,7 @@ class Calls:
         return error
 
     def _deadline_failure(self, call: _Call) -> MeshError | None:
-        limit_s = self.limit_s(call.verb, call.size)
+        limit_s = self._limit_s(call)
         if call.wait == "watched" or call.waited_s < limit_s or (call.wait == "queued" and not self._is_next(call)):
             return None
         slowest_s = self._slowest.get(call.verb, (0.0, 0.0))[0]

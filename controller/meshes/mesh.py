@@ -171,6 +171,7 @@ class Mesh:
         verb: str,
         *,
         size: float = 0.0,
+        varies: bool = False,
         wait: Wait = "queued",
         needs: "Sequence[Mesh]" = (),
     ) -> list[T]:
@@ -178,7 +179,8 @@ class Mesh:
         by_rank: dict[int | None, Coroutine[Any, Any, T]] = {
             rank: _unwrapped(call, self.name) for rank, call in enumerate(calls)
         }
-        return await self.calls.answers(by_rank, verb, size=size, wait=wait, needs=[mesh.calls for mesh in needs])
+        needed = [mesh.calls for mesh in needs]
+        return await self.calls.answers(by_rank, verb, size=size, varies=varies, wait=wait, needs=needed)
 
     async def stop(self) -> None:
         """Ends every process: asks them to stop, and kills them if they have not after 5 s. May be called again."""

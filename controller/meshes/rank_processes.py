@@ -115,7 +115,9 @@ class RankProcesses:
                     process.kill()
                     for each in started:
                         with contextlib.suppress(psutil.NoSuchProcess):
-                            each.kill()
+                            # Python's resource tracker ends by itself, and removes the semaphores of its dead parent.
+                            if not any("resource_tracker" in argument for argument in each.cmdline()):
+                                each.kill()
 
 
 def _state(process: psutil.Process | None) -> str | None:

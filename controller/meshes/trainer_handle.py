@@ -203,11 +203,14 @@ class TrainerHandle:
         await self._gather(
             "save_checkpoint",
             [rank.save_checkpoint.call_one(path.absolute(), asynchronous, keep_last) for rank in self._ranks],
+            varies=True,
         )
 
     async def wait_for_checkpoint(self) -> None:
         """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
-        await self._gather("wait_for_checkpoint", [rank.wait_for_checkpoint.call_one() for rank in self._ranks])
+        await self._gather(
+            "wait_for_checkpoint", [rank.wait_for_checkpoint.call_one() for rank in self._ranks], varies=True
+        )
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """Restores a checkpoint, drops any accumulated gradient and returns the policy version.
@@ -219,6 +222,7 @@ class TrainerHandle:
             await self._gather(
                 "load_checkpoint",
                 [rank.load_checkpoint.call_one(path.absolute(), weights_only) for rank in self._ranks],
+                varies=True,
             )
         )[0]
 
@@ -228,7 +232,7 @@ class TrainerHandle:
         Without a generator, the weights are in the trainer's `compute_dtype`.
         Raises ValueError for the same paths as `save_checkpoint`.
         """
-        await self._gather("export_hf", [rank.export_hf.call_one(path.absolute()) for rank in self._ranks])
+        await self._gather("export_hf", [rank.export_hf.call_one(path.absolute()) for rank in self._ranks], varies=True)
 
     @property
     def _ranks(self) -> list[Any]:
@@ -269,12 +273,14 @@ class TrainerHandle:
             metrics=merge_metrics([part.metrics for part in parts]),
         )
 
-    async def _gather(self, verb: str, calls: Sequence[Awaitable[T]], num_tokens: int = 0) -> list[T]:
+    async def _gather(
+        self, verb: str, calls: Sequence[Awaitable[T]], *, num_tokens: int = 0, varies: bool = False
+    ) -> list[T]:
         """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`.
 
         The calls were sent when they were created, before any await, so that all ranks get them in the order of issue.
         """
-        return await self.mesh.answers(calls, verb, size=num_tokens)
+        return await self.mesh.answers(calls, verb, size=num_tokens, varies=varies)
 
 
 def _num_tokens(batch: Sequence[Datum]) -> int:

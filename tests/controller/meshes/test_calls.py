@@ -1,0 +1,153 @@
+"""When the controller stops to wait for a call: deadlines, and one rank's failure. The ranks are coroutines."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from controller.meshes.calls import Calls, ProcessDiedError
+from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.rank_processes import RankProcesses
+from rl.deadlines import Deadlines
+
+LOGS = (Path("/nowhere/0.log"), Path("/nowhere/1.log"))
+GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9")
+
+
+async def _takes(seconds: float, error: Exception | None = None) -> float:
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+    return seconds
+
+
+def _run(test: Callable[[Calls], Awaitable[None]]) -> None:
+    async def main() -> None:
+        deadlines = Deadlines(first_s=10, at_least_s=0.2, times_slowest=4)
+        await test(Calls("trainer", RankProcesses((), LOGS), deadlines))
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.meshes.calls._TICK_S", 0.02)
+    monkeypatch.setattr("controller.meshes.calls._GRACE_S", 0.2)
+    monkeypatch.setattr("controller.meshes.calls._DEATH_GRACE_S", 0.1)
+
+
+def test_a_deadline_follows_the_slowest_call_of_the_verb() -> None:
+    async def test(calls: Calls) -> None:
+        await calls.answers({0: _takes(0.15)}, "step")  # the first has 10 s
+        await calls.answers({0: _takes(0.3)}, "step")  # 4 times 0.15 s
+        with pytest.raises(
+            DeadlineError, match=r"rank 0 did not answer step within its deadline of 1\.\d+ s"
+        ) as caught:
+            await calls.answers({0: _takes(60)}, "step")
+        assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("trainer", 0, "step")
+        with pytest.raises(DeadlineError, match="did not answer step"):  # the mesh has been killed
+            await calls.answers({0: _takes(0.0)}, "save")
+
+    _run(test)
+
+
+def test_a_call_that_need_not_be_like_those_before_has_the_deadline_of_a_first_one() -> None:
+    async def test(calls: Calls) -> None:
+        await calls.answers({0: _takes(0.0)}, "step", size=10)
+        await calls.answers({0: _takes(0.5)}, "step", size=21)
+        await calls.answers({0: _takes(0.0)}, "save", varies=True)
+        await calls.answers({0: _takes(0.5)}, "save", varies=True)
+
+    _run(test)
+
+
+def test_a_call_behind_others_waits_without_its_clock_running() -> None:
+    async def test(calls: Calls) -> None:
+        await calls.answers({0: _takes(0.0)}, "step")
+        slow = asyncio.create_task(calls.answers({0: _takes(0.6)}, "forward"))
+        await asyncio.sleep(0)
+        await calls.answers({0: _takes(0.7)}, "step")  # 0.1 s of its own; its deadline is 0.2 s
+        assert slow.done()
+        slow = asyncio.create_task(calls.answers({0: _takes(60)}, "backward"))
+        await calls.answers({0: _takes(0)}, "status", wait="at once")
+        with pytest.raises(DeadlineError, match="did not answer status"):
+            await calls.answers({0: _takes(60)}, "status", wait="at once")
+        with pytest.raises(DeadlineError, match="did not answer status"):
+            await slow
+
+    _run(test)
+
+
+def test_a_failure_that_all_ranks_share_is_raised_as_it_is() -> None:
+    async def test(calls: Calls) -> None:
+        calls.is_consequence = lambda error: "another rank" in str(error)
+        for first, second in ((0.0, 0.05), (0.05, 0.0)):
+            answers = {
+                0: _takes(first, RuntimeError("another rank failed")),
+                1: _takes(second, ArithmeticError("mine")),
+            }
+            with pytest.raises(ArithmeticError, match="mine"):
+                await calls.answers({**answers}, "step")
+        assert calls.failure is None
+
+    _run(test)
+
+
+def test_one_ranks_failure_alone_ends_the_mesh() -> None:
+    async def goes_on(calls: Calls) -> None:
+        with pytest.raises(
+            MeshError, match="rank 1 raised MemoryError in step: no room; its state is not that"
+        ) as caught:
+            await calls.answers({0: _takes(0.05), 1: _takes(0, MemoryError("no room"))}, "step")
+        assert isinstance(caught.value.__cause__, MemoryError)
+
+    async def waits(calls: Calls) -> None:
+        start = time.monotonic()
+        other = asyncio.create_task(calls.answers({0: _takes(60), 1: _takes(60)}, "step"))
+        await asyncio.sleep(0)
+        with pytest.raises(MeshError, match="rank 1 raised MemoryError in poke: no room; rank 0 did not answer"):
+            await calls.answers({0: _takes(60), 1: _takes(0, MemoryError("no room"))}, "poke", wait="at once")
+        with pytest.raises(MeshError, match="rank 1 raised MemoryError in poke"):
+            await other
+        assert time.monotonic() - start < 5
+
+    _run(goes_on)
+    _run(waits)
+
+
+def test_the_cause_wins_over_connection_errors_that_came_first() -> None:
+    async def an_exception(calls: Calls) -> None:
+        with pytest.raises(MeshError, match="rank 1 raised MemoryError in step: no room"):
+            await calls.answers({0: _takes(0, GLOO), 1: _takes(0.1, MemoryError("no room"))}, "step")
+
+    async def a_death(calls: Calls) -> None:
+        with pytest.raises(MeshError, match="died in step: Killed"):
+            await calls.answers({0: _takes(0, GLOO), 1: _takes(0.1, ProcessDiedError("Killed"))}, "step")
+
+    async def neither(calls: Calls) -> None:
+        with pytest.raises(MeshError, match=r"rank 0 raised RuntimeError in step: .*gloo"):
+            await calls.answers({0: _takes(0, GLOO)}, "step")
+
+    for test in (an_exception, a_death, neither):
+        _run(test)
+
+
+def test_a_mesh_that_is_needed_and_has_failed_is_named() -> None:
+    async def test(calls: Calls) -> None:
+        store = Calls("store", RankProcesses((), ()), Deadlines())
+        await calls.answers({0: _takes(0.05)}, "push", needs=[store])
+        store.fail(MeshError("store", "rank 0 died", rank=0))
+        with pytest.raises(MeshError, match="store: rank 0 died"):
+            await calls.answers({0: _takes(60)}, "push", needs=[store])
+
+    _run(test)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("first_s", 0.0), ("at_least_s", -1.0), ("times_slowest", 0.5), ("stopped_s", float("nan"))]
+)
+def test_impossible_deadlines_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"Deadlines\.{field} is {value}; it must be"):
+        Deadlines(**{field: value})
