@@ -22,6 +22,8 @@ from controller.commands.recipes import check_hardware, configuration, find_reci
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
 
+_LOG = "controller.log"
+
 
 def add_parser(commands: Commands, *, resuming: bool) -> None:
     """Adds the command. With `resuming` it takes no recipe: an option's value would be mistaken for one."""
@@ -107,7 +109,7 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
-    output.move_to(folder.logs / "controller.log")
+    output.move_to(folder.logs / _LOG)
     console = Console(output.terminal)
 
     def say_saved() -> None:
@@ -152,13 +154,15 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
     """Says in short what ended the run; the traceback is in the log. Returns the exit status."""
     if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
         print(f"error: {error}", file=output.errors)
-        if not folder.resumed:
+        if folder.resumed or any(log.name != _LOG for log in folder.logs.iterdir()):
+            print(f"details in {folder.logs}", file=output.errors)  # processes were started, and may say more
+        else:
             folder.discard()
         return USAGE
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
-    print(f"saved: {_saved(folder)}\ndetails in {folder.logs / 'controller.log'}", file=output.errors)
+    print(f"saved: {_saved(folder)}\ndetails in {folder.logs / _LOG}", file=output.errors)
     return FAILED
 
 

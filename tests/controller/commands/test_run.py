@@ -22,6 +22,8 @@ class RefusingConfig:
 
 async def train(config, folder, console):
     (folder.path / "reference.json").write_text("[]")
+    if config.seed:
+        (folder.logs / "trainer-0.log").write_text("why")
     raise ValueError("no such model")
 
 def recipe():
@@ -54,6 +56,15 @@ def test_a_run_that_its_loop_refuses_leaves_no_folder(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", "mine.py", "--name", "mine")
     assert (result.returncode, result.stderr) == (2, "error: no such model\n")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "mine.py", "other", "runs"]
+
+
+def test_logs_of_processes_outlive_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REFUSING)
+    result = ownloop(tmp_path, "run", "mine.py", "--name", "mine", "--seed", "1")
+    logs = tmp_path / "runs" / "mine" / "logs"
+    assert (result.returncode, result.stderr) == (2, f"error: no such model\ndetails in {logs}\n")
+    assert (logs / "trainer-0.log").read_text() == "why"
+    assert "Traceback" in (logs / "controller.log").read_text()
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(
