@@ -4,7 +4,7 @@ File descriptors are redirected, which catches native libraries too. The process
 (`controller.meshes.mesh`).
 """
 
-import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -61,10 +61,13 @@ class CapturedOutput:
         for number, saved in enumerate(self._saved, start=1):
             os.dup2(saved, number)
             os.close(saved)
-        for stream in (self.terminal, self.errors):
-            with contextlib.suppress(OSError):  # what was not written to a terminal that is gone is tried again here
-                stream.close()
         self._log.close()
+        for stream in (self.errors, self.terminal):
+            try:
+                stream.close()
+            except OSError as problem:  # what was not written to a terminal that is gone is tried again here
+                if problem.errno != errno.EIO:
+                    raise
 
     @staticmethod
     def _redirect(descriptor: int) -> None:
