@@ -8,6 +8,7 @@ import pytest
 from rl.envs.guess_number import GuessNumber
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.protocols import Done, Observation, Reply
+from tests.rl.envs.sandbox.here import need
 
 
 def _bisect(low: int, high: int, episode: Any) -> Done:
@@ -40,6 +41,8 @@ def test_a_game_ends_after_the_last_guess() -> None:
 
 
 def _lines(*lines: str) -> tuple[Reply, ...]:
+    need("auto")
+
     async def play() -> tuple[Reply, ...]:
         (question,) = PythonArithmetic().train_problems(0, 0, 1)
         attempt = question.start()

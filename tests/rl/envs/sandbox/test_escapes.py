@@ -56,8 +56,7 @@ HARMFUL = {
     "fill the memory for files": "for i in range(100): open(f'/dev/shm/{{i}}', 'wb').write(bytes(1 << 20))" + OUT,
     "make files without end": "for i in range(10**6): open(str(i), 'w').close()" + OUT,
     "start processes without end": "import os\nwhile True: os.fork()" + OUT,
-    "start threads without end": "import threading, time\n"
-    "for _ in range(100): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()" + OUT,
+    "start twenty processes": "import os, time\nfor _ in range(20):\n    if os.fork() == 0: time.sleep(9)" + OUT,
     "take all memory": "x = []\nwhile True: x.append(bytearray(1 << 24))" + OUT,
     "take memory in processes": "import os\nfor _ in range(100): os.fork() or bytearray(1 << 27)" + OUT,
     "print 10 GB": "for _ in range(10 << 10): print('x' * (1 << 20))" + OUT,
