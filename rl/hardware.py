@@ -1,5 +1,6 @@
 """What a CPU needs to compute fast: the right dtype and the right memory allocation."""
 
+import ctypes
 from pathlib import Path
 from typing import Literal
 
@@ -42,3 +43,10 @@ def cpu_malloc_env() -> dict[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "LRU_CACHE_CAPACITY": "128",
     }
+
+
+def hand_back_memory() -> None:
+    """Hands memory that this process has freed back to the kernel. Does nothing in a C library that is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -6,10 +6,11 @@ back after each step would cost a quarter of a small model's time, because the k
 out. So it is handed back only once the process has grown.
 """
 
-import ctypes
 import resource
 from collections.abc import Callable
 from pathlib import Path
+
+from rl.hardware import hand_back_memory
 
 _GROWTH = 1.05
 
@@ -25,7 +26,7 @@ class Heap:
     ) -> None:
         """The functions tell what the process holds, and hand back what it has freed; by default glibc's."""
         self._resident_bytes = resident_bytes or _resident_bytes
-        self._hand_back = hand_back or _malloc_trim
+        self._hand_back = hand_back or hand_back_memory
         self._settled: int | None = None
 
     def after_step(self) -> None:
@@ -40,10 +41,3 @@ class Heap:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _malloc_trim() -> None:
-    """Does nothing in a C library without such a function."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
