@@ -1,6 +1,7 @@
 """This process as one rank of a trainer: its device, its process group and the dtypes to compute in."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,4 +31,6 @@ def init_process_group(config: TrainerConfig, device: torch.device) -> None:
             f"tensor_parallel {config.tensor_parallel}); WORLD_SIZE is {world_size}"
         )
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        # The controller finds a rank that hangs, sooner and with its stack; NCCL's 10 minutes would end a long export.
+        timeout = timedelta(seconds=config.deadlines.first_s)
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
