@@ -14,10 +14,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kills.cell import wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
 from controller.meshes import generator_handle, trainer_handle
 from controller.runs import Loop, RolloutSource, Run
 from generator.actor import VLLMGenerator
+from rl.runs.folder import complete_checkpoints
 from trainer.actor import PolicyTrainer
 
 _CALLS: dict[tuple[type[Any], str], Phase] = {
@@ -28,6 +30,7 @@ _CALLS: dict[tuple[type[Any], str], Phase] = {
     (generator_handle.GeneratorHandle, "generate"): "generate",
     (generator_handle.GeneratorHandle, "pull_model_state_dict"): "pull",
 }
+_CHECKPOINT_S = 60.0
 _TRAINER_PHASES: Collection[Phase] = ("forward_backward", "optim_step", "push", "save")
 
 
@@ -80,6 +83,8 @@ class Strike:
 
         def noting_step(run: Run, step: int) -> Any:
             strike._step, strike._log_dir = step, run.log_dir
+            if step == STRIKE_STEP:  # a run without a checkpoint would begin anew, or could not be resumed
+                wait_until(lambda: bool(complete_checkpoints(run.log_dir.parent / "checkpoints")), _CHECKPOINT_S)
             return begin_step(run, step)
 
         async def noting_evaluation(source: RolloutSource, generator: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from benchmarks.kills.cell import RUN_LIMIT_S, Cell, Outcome, finish, wait_until
 from benchmarks.kills.fault import STRIKE_STEP, Fault
-from rl.runs.folder import read_metrics
+from rl.runs.folder import complete_checkpoints, read_metrics
 
 Surrounding = Literal["no space left", "read-only run folder", "64 MB of shared memory", "a clock that jumps"]
 SURROUNDINGS: tuple[Surrounding, ...] = get_args(Surrounding)
@@ -75,13 +75,14 @@ def _spoil(surrounding: Surrounding, holder: int, disk: Path) -> Callable[[], No
 
 
 def _wait_for_step(cell: Cell, process: "subprocess.Popen[bytes]") -> None:
-    """Waits until the step before the one in which faults strike is recorded."""
-    metrics = cell.run / "metrics.jsonl"
-    wait_until(
-        lambda: process.poll() is not None or any(row["step"] >= STRIKE_STEP - 1 for row in read_metrics(metrics)),
-        RUN_LIMIT_S,
-        every_s=0.02,
-    )
+    """Waits until the step before the one in which faults strike is recorded, and a checkpoint is complete."""
+
+    def ready() -> bool:
+        rows = read_metrics(cell.run / "metrics.jsonl")
+        return any(row["step"] >= STRIKE_STEP - 1 for row in rows) and bool(complete_checkpoints(checkpoints))
+
+    checkpoints = cell.run / "checkpoints"
+    wait_until(lambda: process.poll() is not None or ready(), RUN_LIMIT_S, every_s=0.02)
 
 
 def _enter(holder: int) -> list[str]:
