@@ -44,8 +44,8 @@ class LoopConfig:
     evaluate_every: int = 10
     """Steps between evaluations. The first evaluation is before the first step, the last one after the last step."""
     checkpoint_every: int = 20
-    """Steps between checkpoints, with one after the last step; 0 for none: the run then cannot be resumed. One costs
-    about as much as a tenth of a step (`benchmarks/checkpoint_cost.py`). The trained model is always exported."""
+    """Steps between checkpoints, with one after the last step; 0 for none: the run then cannot be resumed.
+    `benchmarks/checkpoint_cost.py` says what one costs. The trained model is always exported."""
     keep_checkpoints: int = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
     on_failure: OnFailure = "restart"
