@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from rl.envs.even_words import EvenWords
-from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop
+from rl.runs.folder import complete_checkpoints
+from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait
 from tests.rl.recordings import recorded_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 RECIPE = str(Path(__file__).with_name("tiny_loops.py"))
-OPTIONS = ("--checkpoint-every", "2", "--evaluate-every", "3", "--num-steps", "6")
+NUM_STEPS = 16
+OPTIONS = ("--checkpoint-every", "4", "--evaluate-every", "6", "--num-steps", str(NUM_STEPS))
 
 
 def _killed_and_resumed(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "killed"
     run = ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS)
-    kill_controller(run, folder, 3)
+    wait(run, lambda: complete_checkpoints(folder / "checkpoints"))  # it is written while the run goes on
+    kill_controller(run, folder, 5)
     run = ownloop(tmp_path, "--resume", "killed")
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
@@ -46,8 +49,8 @@ def test_a_killed_grpo_async_trains_on_nothing_twice_and_loses_nothing(
     monkeypatch.setenv("OWNLOOP_TINY_LOOP", "grpo_async")
     folder = _killed_and_resumed(tmp_path)
     rows = [row for row in recorded_rows(folder) if row["step"] > 0 and row["split"] == "train"]
-    expected = Counter(problem.id for problem in EvenWords().train_problems(0, 0, 6 * 4))
+    expected = Counter(problem.id for problem in EvenWords().train_problems(0, 0, NUM_STEPS * 4))
     assert Counter(row["problem_id"] for row in rows if row["sample"] == 0) == expected
     steps = [row for row in metric_rows(folder) if "policy_version" in row]
-    assert [row["policy_version"] for row in steps] == list(range(1, 7))
+    assert [row["policy_version"] for row in steps] == list(range(1, NUM_STEPS + 1))
     assert max(row["staleness_max"] for row in steps) <= 2
