@@ -1,6 +1,7 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for two workers."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +16,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # The key that signs recipes is not the user's own.
 _STATE = tempfile.TemporaryDirectory(prefix="ownloop-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+# Whoever runs the tests in the background, or under nohup, has these ignored; the processes of tests need them.
+for _signal in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
 _LONGEST_FIRST = ("vllm", "e2e", "ranks")
 """Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""

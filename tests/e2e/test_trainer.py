@@ -71,7 +71,7 @@ def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
                 await trainer.optim_step(PARAMS)
 
             await trainer.to("cpu", model=True, gradients=True, optimizer=True)  # where it is already
-            with pytest.raises(ValueError, match="device is 'tpu'; this trainer's state can be on 'cpu'"):
+            with pytest.raises(ValueError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
                 await trainer.to("tpu", model=True)
             await trainer.save_checkpoint(tmp_path / "checkpoint")
             await trainer.export_hf(tmp_path / "export")
