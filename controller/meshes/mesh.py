@@ -34,7 +34,7 @@ from rl.deadlines import Deadlines
 T = TypeVar("T")
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
 
 
@@ -183,7 +183,7 @@ class Mesh:
         return await self.calls.answers(by_rank, verb, size=size, varies=varies, wait=wait, needs=needed)
 
     async def stop(self) -> None:
-        """Ends every process: asks them to stop, and kills them if they have not after 5 s. May be called again."""
+        """Ends every process: asks them to stop, and kills them half a second later. May be called again."""
         if self._stopped:
             return
         self._stopped = True
