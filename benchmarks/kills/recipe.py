@@ -10,6 +10,7 @@ from benchmarks.kills.strike import with_fault
 from controller.loops import grpo, grpo_async
 from controller.runs import Loop
 from generator.config import GeneratorConfig
+from rl.deadlines import Deadlines
 from rl.envs.even_words import EvenWords
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
@@ -33,12 +34,17 @@ class FaultyGRPOAsyncConfig(grpo_async.GRPOAsyncConfig):
 
 def recipe() -> grpo.GRPOConfig:
     """KILLS_MODEL is the model's directory, KILLS_LOOP, KILLS_RANKS and KILLS_REPLICAS are the fault's."""
+    deadlines = Deadlines(first_s=90, at_least_s=10)  # a thread that sleeps is to be found within ERROR_WITHIN_S
     ranks, replicas = int(os.environ["KILLS_RANKS"]), int(os.environ["KILLS_REPLICAS"])
     fields: dict[str, Any] = {
         "model": str(Path(os.environ["KILLS_MODEL"])),
         "env": EvenWords(),
-        "trainer": TrainerConfig(compute_dtype="float32", data_parallel_shard=ranks, max_tokens_per_microbatch=512),
-        "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=16, num_replicas=replicas),
+        "trainer": TrainerConfig(
+            compute_dtype="float32", data_parallel_shard=ranks, max_tokens_per_microbatch=512, deadlines=deadlines
+        ),
+        "generator": GeneratorConfig(
+            dtype="float32", max_model_len=64, max_num_seqs=16, num_replicas=replicas, deadlines=deadlines
+        ),
         "sampling": SamplingParams(max_tokens=8),
         "num_steps": NUM_STEPS,
         "prompts_per_step": 4,
