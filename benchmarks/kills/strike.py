@@ -200,7 +200,8 @@ def _make_thread_obedient() -> None:
             case "SIGKILL":
                 raise SystemExit
             case "SIGSTOP":
-                time.sleep(1e6)
+                with engine._clock.during("step"):  # pyright: ignore[reportPrivateUsage]
+                    time.sleep(1e6)
             case _:
                 raise InjectedError("vLLM's engine was told to fail")
         return False
