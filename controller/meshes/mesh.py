@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
+_GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
 
 
@@ -191,6 +192,7 @@ class Mesh:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
         self.kill()
+        await self.calls.processes.ended(_GONE_S)
 
     def kill(self) -> None:
         """Kills every process that is still running."""

@@ -119,6 +119,12 @@ class RankProcesses:
                             if not any("resource_tracker" in argument for argument in each.cmdline()):
                                 each.kill()
 
+    async def ended(self, within_s: float) -> None:
+        """Returns once the kernel has taken down every process, which takes a moment after `kill`, or gives up."""
+        end = time.monotonic() + within_s
+        while any(psutil.pid_exists(pid) for pid in self.pids) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
 
 def _state(process: psutil.Process | None) -> str | None:
     """The state of a process; None if it has ended, even if nobody has waited for it yet."""
