@@ -55,7 +55,8 @@ def test_a_run_that_its_loop_refuses_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "runs" / "other").mkdir()
     result = ownloop(tmp_path, "run", "mine.py", "--name", "mine")
     assert (result.returncode, result.stderr) == (2, "error: no such model\n")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "mine.py", "other", "runs"]
+    left = [path.name for path in tmp_path.rglob("*") if "__pycache__" not in path.parts]
+    assert sorted(left) == ["mine", "mine.py", "other", "runs"]
 
 
 def test_logs_of_processes_outlive_a_refusal(tmp_path: Path) -> None:
