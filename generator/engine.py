@@ -229,12 +229,14 @@ class GenerationEngine:
         if self._group.rank_in_group == 0:
             with contextlib.suppress(queue.Empty):
                 if wait:
-                    commands.append(self._commands.get(timeout=_IDLE_S))
+                    with self._clock.idle():
+                        commands.append(self._commands.get(timeout=_IDLE_S))
                 while True:
                     commands.append(self._commands.get_nowait())
             with self._clock.during("broadcast"):
                 return cast(list[Command], self._group.broadcast_object(commands))
-        return cast(list[Command], self._group.broadcast_object())
+        with self._clock.idle():
+            return cast(list[Command], self._group.broadcast_object())
 
     def _admit(self, request: Generate) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""

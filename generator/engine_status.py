@@ -28,26 +28,45 @@ class EngineStatus:
     """Why the thread has ended; None if it runs."""
 
 
+_COMMAND = "command"
+"""What the thread does between its other activities: it takes commands and answers them."""
+
+
 class ActivityClock:
     """Kept by the thread that does something, and read by any other."""
 
     def __init__(self) -> None:
-        """Starts without an activity."""
+        """Starts idle."""
         self._current: tuple[str, float] | None = None
         self._slowest_s: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Generator[None]:
-        """Marks what the thread does within the block."""
-        started = time.monotonic()
-        self._current = (activity, started)
+        """Marks what the thread does within the block. If the block raises, its time does not count."""
+        self._done()
+        self._current = (activity, time.monotonic())
+        try:
+            yield
+            self._done()
+        finally:
+            self._current = (_COMMAND, time.monotonic())
+
+    @contextlib.contextmanager
+    def idle(self) -> Generator[None]:
+        """Marks that the thread has nothing to do within the block."""
+        self._done()
+        self._current = None
         try:
             yield
         finally:
-            self._current = None
-        self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), time.monotonic() - started)
-        self._counts[activity] = self._counts.get(activity, 0) + 1
+            self._current = (_COMMAND, time.monotonic())
+
+    def _done(self) -> None:
+        if self._current is not None:
+            activity, started = self._current
+            self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), time.monotonic() - started)
+            self._counts[activity] = self._counts.get(activity, 0) + 1
 
     def status(self, num_unfinished: int, failure: BaseException | None) -> EngineStatus:
         """What the thread does now."""

@@ -209,8 +209,8 @@ class Calls:
         if not call.errors or (call.unanswered and call.troubled_s < _GRACE_S):
             return None
         rank, cause = self._cause(call.errors)
-        if not call.unanswered and call.troubled_s < _DEATH_GRACE_S and is_connection_error(cause):
-            return None  # a process that died is about to be found
+        if call.troubled_s < _DEATH_GRACE_S and (self.processes.gone or is_connection_error(cause)):
+            return None  # the process that died is about to be found
         silent = ", ".join(self.processes.name(rank) for rank in call.unanswered)
         others = f"{silent} did not answer" if silent else "its state is not that of the other ranks now"
         reason = f"{self.processes.name(rank)} raised {type(cause).__name__} in {call.verb}: {cause}; {others}"

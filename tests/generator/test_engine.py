@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.engine import GenerationEngine
+from generator.engine_commands import Generate
 from generator.engine_status import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
@@ -219,12 +220,41 @@ def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> No
         _generate(closed, PROMPT, SamplingParams(max_tokens=2))
 
 
+def _status_when_idle(engine: GenerationEngine) -> EngineStatus:
+    """The thread answers a request shortly before it waits for the next one."""
+    deadline = time.monotonic() + 10
+    while (status := engine.status()).activity is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return status
+
+
+def test_a_thread_that_hangs_between_two_steps_is_not_idle(
+    build_engine: EngineFactory, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(model, "float32")
+    _generate(engine, PROMPT, SamplingParams(max_tokens=3))
+    assert _status_when_idle(engine).activity is None
+    admit, seen = engine._admit, list[EngineStatus]()  # pyright: ignore[reportPrivateUsage]
+
+    def hang(request: Generate) -> None:
+        time.sleep(0.05)
+        seen.append(engine.status())
+        admit(request)
+
+    monkeypatch.setattr(engine, "_admit", hang)
+    _generate(engine, PROMPT, SamplingParams(max_tokens=2))
+    assert [status.activity for status in seen] == ["command"]
+    assert seen[0].seconds >= 0.05
+    assert seen[0].slowest_s is not None
+    assert seen[0].slowest_s < 0.05
+
+
 def test_an_exception_in_vllm_ends_the_engine_and_is_told(
     build_engine: EngineFactory, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(model, "float32")
     _generate(engine, PROMPT, SamplingParams(max_tokens=3))
-    status = engine.status()
+    status = _status_when_idle(engine)
     assert (status.activity, status.num_unfinished, status.failure) == (None, 0, None)
     assert status.num_steps >= 3
     seen: list[EngineStatus] = []
