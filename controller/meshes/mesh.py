@@ -4,10 +4,12 @@ This is the only file that knows how Monarch runs processes. The handles that ar
 """
 
 import asyncio
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +39,7 @@ _LOG_FILE = "OWNLOOP_LOG_FILE"
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
+_DEATH_IS_TOLD_S = 1.0  # within which Monarch tells this process that another has died
 
 
 class _PidActor(Actor):
@@ -70,7 +73,20 @@ def _ignore_unhandled_fault(failure: MeshFailure) -> None:
 
     Calls to the dead process raise `MeshError` instead.
     """
+    _LastDeath.at = time.monotonic()
     print(failure.report(), flush=True)
+
+
+class _LastDeath:
+    """When this process last killed, or heard of the death of, another."""
+
+    at = -_DEATH_IS_TOLD_S
+
+    @classmethod
+    def wait_until_told(cls) -> None:
+        """Run before the interpreter ends: Monarch ends it with status 1 if it has a death to tell of after that."""
+        while (remaining_s := cls.at + _DEATH_IS_TOLD_S - time.monotonic()) > 0:
+            time.sleep(remaining_s)
 
 
 class Mesh:
@@ -129,6 +145,9 @@ class Mesh:
             async with asyncio.timeout(deadlines.first_s):
                 await setup_torch_elastic_env_async(procs)
             mesh.actors = procs.spawn(name, actor, *args)
+            # The function registered last runs first: this one before Monarch's, which ends its client.
+            atexit.unregister(_LastDeath.wait_until_told)
+            atexit.register(_LastDeath.wait_until_told)
         except TimeoutError:
             await mesh.stop()
             raise DeadlineError(
@@ -197,7 +216,8 @@ class Mesh:
     def kill(self) -> None:
         """Kills every process that is still running."""
         self._stopped = True
-        self.calls.processes.kill()
+        if self.calls.processes.kill():
+            _LastDeath.at = time.monotonic()
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:

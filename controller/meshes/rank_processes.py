@@ -106,18 +106,21 @@ class RankProcesses:
             tails.append("\n".join([f"[{path.name}]", *lines]))
         return "\n".join(["--- last lines of its log ---", *tails])
 
-    def kill(self) -> None:
-        """Kills every process that is still running, and what it started."""
+    def kill(self) -> bool:
+        """Kills every process that is still running, and what it started. Returns whether there was one."""
+        found = False
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process is not None and process.ppid() == os.getpid():
                     started = process.children(recursive=True)
                     process.kill()
+                    found = True
                     for each in started:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             # Python's resource tracker ends by itself, and removes the semaphores of its dead parent.
                             if not any("resource_tracker" in argument for argument in each.cmdline()):
                                 each.kill()
+        return found
 
     async def ended(self, within_s: float) -> None:
         """Returns once the kernel has taken down every process, which takes a moment after `kill`, or gives up."""

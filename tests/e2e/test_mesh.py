@@ -25,11 +25,15 @@ from tests.e2e.toy_actor import Toy
 
 async def main():
     env = {"TOY_GREETING": "hello"}
-    mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=2, env=env, log_dir=pathlib.Path(sys.argv[1]))
+    num_ranks = int(sys.argv[2])
+    mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=num_ranks, env=env, log_dir=pathlib.Path(sys.argv[1]))
     await mesh.answer(mesh.rank(0).add.call_one(1), "add")
-    hanging = mesh.rank(1).hang.call_one(600)
+    hanging = mesh.rank(num_ranks - 1).hang.call_one(600)
     print(*mesh.pids, flush=True)
-    await hanging
+    if "stop" in sys.argv:
+        await mesh.stop()
+    else:
+        await hanging
 
 asyncio.run(main())
 """
@@ -135,7 +139,7 @@ def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path, monk
 
 
 def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs")]
+    arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), "2"]
     controller = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
     with controller:
@@ -146,6 +150,14 @@ def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
     while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline, "a process outlived its controller"
         time.sleep(0.05)
+
+
+def test_a_controller_hears_of_the_deaths_that_it_caused_before_it_ends(tmp_path: Path) -> None:
+    """Monarch ends an interpreter that is being finalized with status 1 if it still has a death to tell of."""
+    arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), "1", "stop"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Killed(sig=9)" in done.stdout
 
 
 def _runs(pid: str) -> bool:
