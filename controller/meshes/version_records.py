@@ -9,19 +9,24 @@ _NUM_KEPT = 2  # as many versions as the trainer keeps; older ones cannot be pul
 
 
 class VersionRecords:
-    """Records of the newest versions. The trainer's handle adds them, and generators' handles look them up.
+    """Records of the newest versions of every policy. Trainers' handles add them, and generators' look them up.
 
     TorchStore remains the directory: a version that is not found here is looked up there.
     """
 
     def __init__(self) -> None:
         """Starts without records."""
-        self._records: tuple[VersionRecord, ...] = ()
+        self._records: dict[str | None, tuple[VersionRecord, ...]] = {}
 
     def add(self, record: "VersionRecord") -> None:
         """Adds the record of a version that was just published."""
-        self._records = (*self._records, record)[-_NUM_KEPT:]
+        self._records[record.policy] = (*self._records.get(record.policy, ()), record)[-_NUM_KEPT:]
 
-    def find(self, version: int) -> "VersionRecord | None":
-        """The record of a version, the newest if it was published several times. None if it is not known here."""
-        return next((record for record in reversed(self._records) if record.version == version), None)
+    def find(self, version: int, policy: str | None = None) -> "VersionRecord | None":
+        """The record of a policy's version, the newest if it was published several times. None if it is not known."""
+        records = self._records.get(policy, ())
+        return next((record for record in reversed(records) if record.version == version), None)
+
+    def forget(self, policy: str) -> None:
+        """Drops the records of an adapter."""
+        self._records.pop(policy, None)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from rl.lora import LoRAConfig
 from rl.weights.checksums import LINE_BYTES
 
 LIVING_VERSIONS = 2
 """How many published versions stay whole: the newest can be written while the one before is read."""
 
 INDEX_KEY = "ownloop/weights"
-"""TorchStore key of the index, a tuple of `VersionRecord`s. `registry.py` turns it into the versions to be had now."""
+"""TorchStore key of the model's index, a tuple of `VersionRecord`s; see `index_key`."""
 
 HEADER_BYTES = 4096
 """Size of a buffer's header; the checksums follow it. A whole page, though the header needs less."""
@@ -80,6 +81,10 @@ class VersionRecord:
     """`manifest_checksum` of the manifest."""
     full_checksums: bool
     """Whether the checksums cover every byte, or samples."""
+    policy: str | None = None
+    """The adapter that was published; None if these are the weights of the model itself."""
+    lora: LoRAConfig | None = None
+    """The adapter's shape and scale; its tensors go by PEFT's names, B unscaled. None for the model itself."""
     location: Any = None
     """Where the tensors lie, in the transport's own terms; None if they are in TorchStore, under `key`."""
     checksums: tuple[int, ...] = ()
@@ -87,7 +92,7 @@ class VersionRecord:
 
     def key(self, name: str) -> str:
         """The key in TorchStore of one of its tensors."""
-        return f"{INDEX_KEY}/{self.version}/{self.push_index}/{name}"
+        return f"{index_key(self.policy)}/{self.version}/{self.push_index}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the manifest as bytes that a process decodes once, because decoding takes milliseconds."""
@@ -107,6 +112,11 @@ def _encoded(manifest: Manifest) -> bytes:
 @lru_cache(maxsize=4)
 def _decoded(manifest: bytes) -> Manifest:
     return pickle.loads(manifest)
+
+
+def index_key(policy: str | None) -> str:
+    """TorchStore key of a policy's index. `registry.py` turns an index into the versions that can be pulled now."""
+    return INDEX_KEY if policy is None else f"{INDEX_KEY}/adapters/{policy}"
 
 
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:

@@ -6,24 +6,24 @@ say, because some transports overwrite a place without telling TorchStore.
 
 from collections.abc import Iterable
 
-from rl.weights.manifest import INDEX_KEY, UnknownVersionError, VersionRecord, WeightsError
+from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError, index_key
 from rl.weights.transport import load_transport
 from rl.weights.version_index import Store
 
 
-async def find_record(store: Store, version: int) -> VersionRecord:
-    """The record of a version that can be pulled.
+async def find_record(store: Store, version: int, policy: str | None = None) -> VersionRecord:
+    """The record of a policy's version that can be pulled; None stands for the model itself.
 
     Raises `UnknownVersionError`, a ValueError, naming the versions that can be pulled, ValueError if the weights are
     out of reach, and `WeightsError` if TorchStore does not answer or the publisher is gone.
     """
-    return find_version(await living_versions(store), version)
+    return find_version(await living_versions(store, policy), version)
 
 
-async def living_versions(store: Store) -> tuple[VersionRecord, ...]:
-    """The records of all versions that can be pulled, oldest first. Raises as `find_record` does."""
+async def living_versions(store: Store, policy: str | None = None) -> tuple[VersionRecord, ...]:
+    """The records of a policy's versions that can be pulled, oldest first. Raises as `find_record` does."""
     try:
-        announced: tuple[VersionRecord, ...] = await store.get(INDEX_KEY)
+        announced: tuple[VersionRecord, ...] = await store.get(index_key(policy))
     except Exception as error:  # Monarch's own types if TorchStore is dead
         # TorchStore raises KeyError both for a key that it does not have and for faults of its own.
         if not isinstance(error, KeyError) or "Unable to locate" not in str(error):

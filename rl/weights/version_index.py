@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from rl.weights.manifest import INDEX_KEY, LIVING_VERSIONS, VersionRecord, WeightsError
+from rl.weights.manifest import LIVING_VERSIONS, VersionRecord, WeightsError, index_key
 
 
 class Store(Protocol):
@@ -23,7 +23,7 @@ class Store(Protocol):
 
 
 class VersionIndex:
-    """The publishing side of the index: a tuple of `VersionRecord`s under `INDEX_KEY`, which rank 0 writes."""
+    """The publishing side of one policy's index: a tuple of `VersionRecord`s under its key, which rank 0 writes."""
 
     def __init__(self, get_store: Callable[[], Awaitable[Store]]) -> None:
         """`get_store` is called whenever the store is needed."""
@@ -35,7 +35,7 @@ class VersionIndex:
         store = await self.get_store()
         kept = (*self._records, record)[-LIVING_VERSIONS:]
         try:
-            await store.put(INDEX_KEY, kept)
+            await store.put(index_key(record.policy), kept)
         except Exception as error:  # Monarch's own types if TorchStore is dead
             raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
         dropped = tuple(old for old in self._records if old not in kept)

@@ -1,0 +1,84 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): what an adapter is, and what its tensors are called.
+
+An adapter of rank r adds `alpha / r * B A x` to the output of a projection W x of the model, with A [r, in] and
+B [out, r]. B starts at zero, so a new adapter changes nothing. Names, scale and initialisation are those of Hugging
+Face's PEFT, which vLLM reads as well. The base model stays frozen.
+
+This module imports no torch, because configurations are checked before any process starts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rl.checks import check_above_zero, check_at_least
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+UNEMBED_MODULES = ("lm_head",)
+"""The last parts of the names of the projections that can be adapted, in Hugging Face's names."""
+
+_PREFIX = "base_model.model."
+
+LivePolicy = str | None
+"""The newest weights of a policy: an adapter's name, or None for the model itself."""
+Policy = LivePolicy | tuple[LivePolicy, int]
+"""What a generator samples from: a live policy, or one of its versions that was frozen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """One adapter."""
+
+    rank: int = 32
+    """Size of the inner dimension. Higher ranks can learn more, and cost time and memory in proportion."""
+    alpha: float = 32.0
+    """The adapter's output is multiplied by `alpha / rank`."""
+    train_attn: bool = True
+    """Whether the projections of attention (q, k, v, o) are adapted."""
+    train_mlp: bool = True
+    """Whether the projections of the feed-forward network (gate, up, down) are adapted. Experts are not."""
+    train_unembed: bool = True
+    """Whether the output projection is adapted. Where it is tied to the input embedding, only the output changes."""
+    seed: int = 0
+    """Seed of the initial A."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_at_least(1, rank=self.rank)
+        check_above_zero(alpha=self.alpha)
+        if not self.module_names:
+            raise ValueError(
+                "LoRAConfig: train_attn, train_mlp and train_unembed are all False; at least one must be True"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """The last parts of the names of the projections that this adapter adapts."""
+        attention = ATTENTION_MODULES if self.train_attn else ()
+        mlp = MLP_MODULES if self.train_mlp else ()
+        return attention + mlp + (UNEMBED_MODULES if self.train_unembed else ())
+
+    def adapts(self, module: str) -> bool:
+        """Whether this adapter adapts a module, given its Hugging Face name ("model.layers.0.self_attn.q_proj")."""
+        return module.rpartition(".")[2] in self.module_names
+
+
+def tensor_name(module: str, which: Literal["A", "B"]) -> str:
+    """PEFT's name of a module's A [rank, in] or B [out, rank], given the module's Hugging Face name."""
+    return f"{_PREFIX}{module}.lora_{which}.weight"
+
+
+def module_name(tensor: str) -> str:
+    """The Hugging Face name of the module to which an adapter's tensor belongs."""
+    return tensor.removeprefix(_PREFIX).rpartition(".lora_")[0]
+
+
+def adapted_modules(tensors: Iterable[str]) -> tuple[str, ...]:
+    """The modules to which an adapter's tensors belong, each once, in the order of the tensors."""
+    return tuple(dict.fromkeys(map(module_name, tensors)))

@@ -1,0 +1,47 @@
+"""What an adapter adapts, what its tensors are called, and which mistakes are refused."""
+
+from typing import Any
+
+import pytest
+
+from rl.lora import LoRAConfig, adapted_modules, module_name, tensor_name
+
+QUERY, GATE, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "lm_head"
+
+
+@pytest.mark.parametrize(
+    ("options", "adapted"),
+    [
+        ({}, [QUERY, GATE, HEAD]),
+        ({"train_attn": False}, [GATE, HEAD]),
+        ({"train_mlp": False, "train_unembed": False}, [QUERY]),
+    ],
+)
+def test_modules_are_chosen_by_kind(options: dict[str, Any], adapted: list[str]) -> None:
+    config = LoRAConfig(**options)
+    others = ["model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.3"]
+    assert [module for module in (QUERY, GATE, HEAD, *others) if config.adapts(module)] == adapted
+
+
+def test_names_go_there_and_back() -> None:
+    names = [tensor_name(module, which) for module in (QUERY, HEAD) for which in ("A", "B")]
+    assert names[0] == "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert [module_name(name) for name in names] == [QUERY, QUERY, HEAD, HEAD]
+    assert adapted_modules(names) == (QUERY, HEAD)
+
+
+def test_the_scale_is_that_of_peft() -> None:
+    assert LoRAConfig(rank=8, alpha=16).scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0; it must be at least 1"),
+        ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, "at least one must be True"),
+    ],
+)
+def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**options)
