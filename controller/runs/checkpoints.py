@@ -28,6 +28,7 @@ from rl.types import Group
 
 _MAX_SKIPS_IN_A_ROW = 3
 _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
+_SAVE_AFTER_FAILURE_S = 120.0
 _ADVICE = (
     " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
     "never solved needs other problems."
@@ -149,10 +150,20 @@ class Checkpoints:
             why_not = f"{type(error).__name__}: {error}"
         finally:
             self._folder.saving = False
-        if why_not is None:
-            self._say(f"saved step {finished.step}")
-        else:
-            self._say(f"step {finished.step} is not saved: {why_not}")
+        self._say(f"saved step {finished.step}" if why_not is None else f"step {finished.step} is not saved: {why_not}")
+
+    async def save_after_failure(self) -> None:
+        """Saves the last finished step if the failure of a process has left the trainers whole, as the store's does.
+
+        The restarted run then repeats one step only. Raises nothing, and says nothing where a trainer is what failed.
+        """
+        finished = self._finished
+        if finished is None or not self._every:
+            return
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_SAVE_AFTER_FAILURE_S):
+                if await self._save_unless_changed(finished) is None:
+                    self._say(f"saved step {finished.step}")
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a run that was stopped by SIGHUP has no terminal

@@ -1,7 +1,8 @@
 """The steps that a run has still to do, as the block around a loop.
 
 Entering the block restores the newest checkpoint. Leaving it waits until the last one is on disk. Leaving it because
-the run was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task) saves the last finished step.
+the run was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task), or because a process failed, saves the last
+finished step if the trainers still have it.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
+from controller.meshes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 
 
@@ -32,6 +34,8 @@ class Steps:
     ) -> None:
         if isinstance(error, asyncio.CancelledError):
             await self._checkpoints.save_last_step()
+        elif isinstance(error, MeshError):
+            await self._checkpoints.save_after_failure()
         elif error is None:
             await self._checkpoints.finish()
 

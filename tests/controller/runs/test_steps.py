@@ -1,4 +1,4 @@
-"""A run that is stopped in the middle of a step, as Ctrl-C does it: by cancelling the task of the loop."""
+"""A run that ends in the middle of a step: stopped, as Ctrl-C does it, by cancelling its task, or by a failure."""
 
 import asyncio
 import io
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from controller.meshes.errors import MeshError
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.protocols import Trainer
 from tests.controller.runs.test_checkpoints import FileTrainer
@@ -35,9 +36,18 @@ class FullDisk(FileTrainer):
 
 
 def stopped_in(
-    step: int, folder: RunFolder, trainer: FileTrainer, *, updated: bool = False, config: LoopConfig = CONFIG
+    step: int,
+    folder: RunFolder,
+    trainer: FileTrainer,
+    *,
+    updated: bool = False,
+    config: LoopConfig = CONFIG,
+    failure: MeshError | None = None,
 ) -> str:
-    """Runs a loop until the middle of a step, `updated` if its optimizer has stepped. Returns the console's lines."""
+    """Runs a loop until the middle of a step, `updated` if its optimizer has stepped. Returns the console's lines.
+
+    The loop is cancelled, or ended by a `failure`.
+    """
     stream = io.StringIO()
     run = Run(config, folder, Console(stream))
 
@@ -48,6 +58,8 @@ def stopped_in(
                 if number == step:
                     trainer.value += updated
                     folder.log_metrics({"step": 99.0})  # as an evaluation before the step does
+                    if failure is not None:
+                        raise failure
                     task.cancel()
                 await asyncio.sleep(0)
                 trainer.value += 1
@@ -57,7 +69,7 @@ def stopped_in(
     async def main() -> None:
         nonlocal task
         task = asyncio.create_task(page())
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError if failure is None else MeshError):
             await task
 
     task: Any = None
@@ -107,3 +119,36 @@ def test_where_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert stopped_in(3, folder, trainer, config=without) == "step 2 is not saved: checkpoint_every is 0\n"
     assert stopped_in(1, RunFolder(tmp_path / "b", CONFIG), trainer) == ""
     assert trainer.saves == 0
+
+
+class DeadTrainer(FileTrainer):
+    """Answers no call once `policy_version` says that it died."""
+
+    async def policy_version(self) -> int:
+        if self.value == 4:  # after four updates, in the fifth step
+            raise MeshError("trainer", "rank 0 died")
+        return self.value
+
+
+STORE_DIED = MeshError("store", "a process died")
+
+
+def test_the_failure_of_another_process_costs_only_the_step_in_hand(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", CONFIG)
+    assert stopped_in(4, folder, FileTrainer(), failure=STORE_DIED).splitlines() == ["saved step 3"]
+    folder.begin_again()
+    resumed = FileTrainer()
+    stopped_in(5, folder, resumed)
+    assert [row["step"] for row in folder.metrics()][:-1] == [1, 2, 3, 4]
+    assert resumed.value == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "trainer", "updated"), [(4, FileTrainer, True), (5, DeadTrainer, True), (3, FullDisk, False)]
+)
+def test_after_a_failure_nothing_else_is_saved(
+    step: int, trainer: type[FileTrainer], updated: bool, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "a", CONFIG)
+    assert stopped_in(step, folder, trainer(), updated=updated, failure=STORE_DIED) == ""
+    assert folder.complete_checkpoints() == []
