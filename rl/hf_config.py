@@ -73,6 +73,14 @@ def inspect_model(path: Path) -> ModelInfo:
     )
 
 
+def check_architecture(path: Path) -> None:
+    """Raises ValueError, as `inspect_model` does, if `config.json` is of no model that ownloop can train.
+
+    Looks at nothing else: the weights may still have to be fetched.
+    """
+    _architecture(path, read_config(path))
+
+
 def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
     """Reads a JSON object. Raises ValueError with the message `missing` if there is no such file."""
     if not file.is_file():

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from controller.commands.pinning import with_recorded_models
 from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from controller.commands.trust import check_own, is_own, signed
@@ -72,6 +73,7 @@ def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool =
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
+    config = with_recorded_models(config, folder)
     resumed = override(config, options, name)
     if recipe.get("replay"):
         config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))

@@ -58,10 +58,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
         check_hardware(file)
+        from controller.commands.pinning import with_pinned_models
         from controller.commands.replay import recording_file, replayed
         from controller.commands.resume import save_recipe
         from rl.runs.folder import RunFolder
 
+        config = with_pinned_models(config, lambda text: print(text, file=output.errors))
         recording = recording_file(options.replay).absolute() if options.replay else None
         if recording is not None:
             config = replayed(config, recording)

@@ -28,7 +28,7 @@ class LoopConfig:
     """Fields that every loop has."""
 
     model: str
-    """A local Hugging Face directory, or a name that `controller.runs.models` knows."""
+    """A local Hugging Face directory, `ORG/NAME[@revision]` of the Hugging Face Hub, or "smollm2-135m-instruct"."""
     trainer: TrainerConfig
     """How the model is laid out over processes, and how it computes."""
     num_steps: int

@@ -1,7 +1,7 @@
 """From the name of a model to a directory that trainer and generator load.
 
-A local Hugging Face directory is used in place. A named model is converted once from its installed package and kept in
-the user's cache. Nothing is downloaded.
+A local Hugging Face directory is used in place. `ORG/NAME[@revision]` is fetched from the Hugging Face Hub into its
+cache. A model that comes with ownloop is converted once from its installed package and kept in the user's cache.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from controller.runs.hub_models import HubName, fetch
 from rl.checks import did_you_mean
 from rl.hf_config import inspect_model
 
@@ -26,20 +27,25 @@ def _silent(text: str) -> None:
 
 
 def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
-    """The absolute path of a checked model directory. The first use of a name takes some seconds.
+    """The absolute path of a checked model directory. The first use of a name takes some seconds or a download.
 
     Raises ValueError for an unknown name, if the directory does not hold a complete model of a supported architecture,
-    and if the cache cannot be written.
+    if a model of the hub cannot be fetched, and if the cache cannot be written.
     """
     name = str(name_or_path)
     directory = Path(name).expanduser()
     if directory.is_dir():
         inspect_model(directory)
         return directory.absolute()
+    if isinstance(name_or_path, str) and (on_hub := HubName.parse(name)) is not None:
+        fetched = fetch(on_hub, tell)
+        inspect_model(fetched)
+        return fetched.absolute()
     if isinstance(name_or_path, Path) or name not in _BUILDERS:
         raise ValueError(
             f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
-            "any local directory of a Llama or Qwen3 model works by its path"
+            "any local directory of a Llama or Qwen3 model works by its path, and any on the Hugging Face Hub as "
+            "ORG/NAME"
         )
     target = cache_directory() / "models" / name
     with _exclusive(target):
@@ -48,6 +54,17 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
             _build(target, _BUILDERS[name])
     inspect_model(target)
     return target
+
+
+def pinned(name: str, tell: Tell = _silent) -> str:
+    """The name of a model with the commit that it means now: "ORG/NAME@<commit>". Any other name stays as it is.
+
+    Fetches the model. Raises ValueError as `resolve_model` does.
+    """
+    on_hub = None if Path(name).expanduser().is_dir() else HubName.parse(name)
+    if on_hub is None or on_hub.is_pinned:
+        return name
+    return f"{on_hub.repository}@{resolve_model(name, tell).name}"
 
 
 def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> Path:
