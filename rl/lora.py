@@ -7,6 +7,7 @@ Face's PEFT, which vLLM reads as well. The base model stays frozen.
 This module imports no torch, because configurations are checked before any process starts.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -67,6 +68,14 @@ class LoRAConfig:
     def adapts(self, module: str) -> bool:
         """Whether this adapter adapts a module, given its Hugging Face name ("model.layers.0.self_attn.q_proj")."""
         return module.rpartition(".")[2] in self.module_names
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises ValueError unless an adapter may have this name."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ValueError(
+            f"adapter's name is {name!r}; it must be 1 to 64 letters, digits, dots, underscores or hyphens"
+        )
 
 
 def tensor_name(module: str, which: Literal["A", "B"]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl.lora import LoRAConfig, adapted_modules, module_name, tensor_name
+from rl.lora import LoRAConfig, adapted_modules, check_adapter_name, module_name, tensor_name
 
 QUERY, GATE, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "lm_head"
 
@@ -45,3 +45,10 @@ def test_the_scale_is_that_of_peft() -> None:
 def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoRAConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\n", "a" * 65])
+def test_other_names_of_adapters_are_refused(name: str) -> None:
+    check_adapter_name("User-7.v_2")
+    with pytest.raises(ValueError, match="1 to 64 letters, digits, dots, underscores or hyphens"):
+        check_adapter_name(name)
