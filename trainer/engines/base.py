@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rl.data.packing import PackedRow
+from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.engines.memory import PeakMemory
@@ -53,7 +54,10 @@ class RankFailureError(RuntimeError):
 
 
 class Engine(ABC):
-    """One rank's shard of a model, its gradient and its optimizer state."""
+    """One rank's shard of a model, its gradient and its optimizer state.
+
+    With `TrainerConfig.lora` the model is frozen, and `adapter` makes adapters over it, each of which is an engine.
+    """
 
     hooks: MicrobatchHooks = MicrobatchHooks()
     """May be replaced between calls."""
@@ -153,3 +157,35 @@ class Engine(ABC):
     @abstractmethod
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
         """Writes a directory that transformers and vLLM can load, with weights of `dtype`."""
+
+    def adapter(self, name: str, config: LoRAConfig) -> "Engine":
+        """Makes an adapter over this engine's frozen model: an engine whose parameters are the adapter's A and B.
+
+        Every verb works on it, with its own gradient, optimizer state and version. Its `hf_parameters` have PEFT's
+        names, its `export_hf` merges it into the model. The engines of a model take turns: a call of one ends before
+        another's begins. A collective.
+
+        Raises ValueError if the model is not frozen, if it has an adapter of this name, if it lacks projections that
+        `config` adapts, or if memory is short.
+        """
+        del name, config
+        raise ValueError(_NOT_FROZEN)
+
+    def drop_adapter(self, name: str) -> None:
+        """Frees an adapter once its checkpoint is written; its engine must not be used again. A collective.
+
+        Raises ValueError, naming those there are, for an unknown name.
+        """
+        del name
+        raise ValueError(_NOT_FROZEN)
+
+    def export_peft(self, path: Path, dtype: torch.dtype) -> None:
+        """Writes an adapter as a directory that peft and vLLM load onto the model, with tensors of `dtype`.
+
+        Raises ValueError if this engine is not an adapter's.
+        """
+        del path, dtype
+        raise ValueError("export_peft writes an adapter, and this engine trains the model itself; use export_hf")
+
+
+_NOT_FROZEN = "this trainer trains the model itself; start it with TrainerConfig.lora to train adapters over the model"
