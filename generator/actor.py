@@ -8,6 +8,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
+from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.registry import find_record
@@ -27,10 +28,10 @@ class VLLMGenerator(Actor):
 
     @concurrent_endpoint
     async def generate(
-        self, call_id: str, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int
+        self, call_id: str, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int, policy: Policy
     ) -> list[Completion]:
         """`GenerationEngine.generate`. `call_id` names the call for `cancel`."""
-        call = asyncio.create_task(self._engine.generate(prompt_tokens, sampling, num_samples))
+        call = asyncio.create_task(self._engine.generate(prompt_tokens, sampling, num_samples, policy=policy))
         self._calls[call_id] = call
         try:
             return await call
@@ -47,7 +48,13 @@ class VLLMGenerator(Actor):
 
     @concurrent_endpoint
     async def pull_model_state_dict(
-        self, version: int, record: VersionRecord | None, mode: PullMode, keep_prefix_cache: bool
+        self,
+        version: int,
+        record: VersionRecord | None,
+        policy: LivePolicy,
+        frozen: bool,
+        mode: PullMode,
+        keep_prefix_cache: bool,
     ) -> None:
         """Loads exactly this published version; `rl.protocols.Generator` describes the options.
 
@@ -57,10 +64,15 @@ class VLLMGenerator(Actor):
             async with asyncio.timeout(self._store_timeout_s):
                 store = await torchstore.client()
                 if record is None:
-                    record = await find_record(store, version)
+                    record = await find_record(store, version, policy)
         except TimeoutError:
             raise WeightsError(f"TorchStore did not answer within {self._store_timeout_s:g} s") from None
-        await self._engine.update_weights(record, store, mode=mode, keep_prefix_cache=keep_prefix_cache)
+        await self._engine.update_weights(record, store, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
+
+    @concurrent_endpoint
+    async def drop_policy(self, policy: Policy) -> None:
+        """`GenerationEngine.drop_policy`."""
+        await self._engine.drop_policy(policy)
 
     @concurrent_endpoint
     async def version(self) -> int:

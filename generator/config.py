@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl.checks import check_gpus
+from rl.checks import check_at_least, check_gpus
 from rl.deadlines import Deadlines
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
+from rl.lora import LivePolicy, Policy
 from rl.types import SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
 
@@ -24,8 +25,38 @@ _OWN_FIELDS = {
     "tensor_parallel_size": "tensor_parallel",
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
+    "enable_lora": "lora",
+    "max_lora_rank": "lora.max_rank",
+    "max_loras": "lora.max_adapters",
+    "max_cpu_loras": "lora.max_loaded",
 }
 _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks that vLLM knows. It computes all adapters as if they had the next of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRALimits:
+    """How much room a generator makes for adapters when it starts."""
+
+    max_rank: int = 32
+    """The highest rank of an adapter. Adapters of lower ranks cost as much memory as those of this one."""
+    max_adapters: int = 4
+    """Adapters that are computed at the same time. Requests of further adapters wait for a place."""
+    max_loaded: int = 32
+    """Adapters that are kept in the host's memory. Every frozen version counts as one."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if not 1 <= self.max_rank <= LORA_RANKS[-1]:
+            raise ValueError(f"LoRALimits.max_rank is {self.max_rank}; it must be from 1 to {LORA_RANKS[-1]}")
+        check_at_least(1, max_adapters=self.max_adapters)
+        if self.max_loaded < self.max_adapters:
+            raise ValueError(
+                f"LoRALimits.max_loaded is {self.max_loaded}; it must be at least max_adapters, {self.max_adapters}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +92,8 @@ class GeneratorConfig:
     sets no limit. A replica that hangs is found without it, see `deadlines`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
+    lora: LoRALimits | None = None
+    """Room for adapters (LoRA). None: this generator serves only the model itself."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's `EngineArgs`, under vLLM's names."""
 
@@ -139,6 +172,32 @@ def check_request(
             f" tokens; the generator's context holds {config.max_model_len} (GeneratorConfig.max_model_len)"
         )
     return tokens
+
+
+def check_policy(policy: Policy, config: GeneratorConfig) -> None:
+    """Raises ValueError if no generator of this configuration can serve such a policy."""
+    if policy is None:
+        return
+    name = policy[0] if isinstance(policy, tuple) and len(policy) == 2 and isinstance(policy[1], int) else policy
+    if name is None:
+        raise ValueError(
+            f"policy is {policy!r}; the model itself has no frozen versions, its newest one is policy=None"
+        )
+    if not isinstance(name, str):
+        raise ValueError(f"policy is {policy!r}; it must be None, an adapter's name or (name, version)")
+    if config.lora is None:
+        raise ValueError(f"policy is {policy!r}; set GeneratorConfig.lora for a generator that serves adapters")
+
+
+def check_pull(policy: LivePolicy, config: GeneratorConfig, *, frozen: bool) -> None:
+    """Raises ValueError if no generator of this configuration can pull versions of such a policy."""
+    check_policy(policy, config)
+    if isinstance(policy, tuple):
+        raise ValueError(
+            f"policy is {policy!r}; to pull, give the adapter's name, and frozen=True to freeze the version"
+        )
+    if frozen and policy is None:
+        raise ValueError("frozen is True and policy is None; only versions of adapters can be frozen")
 
 
 def _check_engine_args(engine_args: Mapping[str, Any]) -> None:

@@ -31,13 +31,14 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import patch_cpu
-from generator.config import GeneratorConfig, check_request
+from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.engine_commands import Cancel, Close, Command, Generate, Update
 from generator.engine_status import ActivityClock, EngineStatus, EngineStoppedError, describe
 from generator.options import engine_options
 from generator.updates import WeightUpdates
 from rl.checks import check_known
+from rl.lora import Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.transport import Feed
@@ -85,7 +86,7 @@ class GenerationEngine:
         return self._clock.status(self.num_unfinished, self._failure)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, which is computed once. Sample i uses `sampling.seed + i`.
 
@@ -97,6 +98,7 @@ class GenerationEngine:
         left no usable weights; other requests go on. Raises `EngineStoppedError` once the thread has ended.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
+        check_policy(policy, self._config)
         if sampling.seed is None:  # drawn once, so that all tensor-parallel ranks sample the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
@@ -109,7 +111,13 @@ class GenerationEngine:
             raise
 
     async def update_weights(
-        self, record: VersionRecord, store: Store, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        record: VersionRecord,
+        store: Store,
+        *,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Loads a published version; `rl.protocols.Generator.pull_model_state_dict` describes the options.
 
@@ -118,6 +126,7 @@ class GenerationEngine:
         requests raise `WeightsError`, and so do new ones until an update succeeds.
         """
         check_known("mode", mode, PULL_MODES)
+        check_pull(record.policy, self._config, frozen=frozen)
         update = Update(self._next_id(), record, mode, keep_prefix_cache)
         feed = self._updates.feed(record, store)
         if feed is not None:
@@ -129,6 +138,10 @@ class GenerationEngine:
         finally:
             if fetching is not None and done.done():
                 fetching.cancel()
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Forgets an adapter or a frozen version of one. Raises ValueError if there is none."""
+        check_policy(policy, self._config)
 
     def close(self) -> None:
         """Ends the thread. Unfinished requests raise `EngineStoppedError`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl.lora import LivePolicy, Policy
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -78,24 +79,46 @@ class Trainer(Protocol):
 
 
 class Generator(Protocol):
-    """Samples tokens under one policy version at a time."""
+    """Samples tokens from the model itself, and from adapters of it that it has pulled, each under its own version."""
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
-        """Samples `num_samples` completions of one prompt. Calls in flight together are batched continuously."""
+        """Samples `num_samples` completions of one prompt. Calls in flight together are batched continuously.
+
+        `policy` is what to sample from: None for the model itself, an adapter's name for its newest pulled version, or
+        `(name, version)` for a frozen version of it. Requests of all policies run in the same batches.
+        """
         ...
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Loads exactly this policy version. `Completion.versions` records which version sampled each token.
+
+        `policy` is the adapter whose version it is, or None for the model itself. Adapters are known from their first
+        pull on. A pull of an adapter concerns only that adapter's requests. A pull of the model itself concerns all
+        requests. With `frozen`, the version is kept as `(policy, version)` beside the adapter's newest one and never
+        changes afterwards.
 
         With "drain", running requests finish under the weights they began with, and new requests wait until the pull
         is done. With "inflight", running requests continue under the new weights from their next token on; the keys
         and values of their earlier tokens are recomputed, so that log-probs are those of the new weights.
         `keep_prefix_cache` skips this, also for new prompts that share a prefix with older ones: that is faster, but
         log-probs then mix keys and values of several versions.
+        """
+        ...
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Forgets an adapter's newest version (a name) or a frozen one (`(name, version)`).
+
+        Requests that are running finish first; later ones raise ValueError, until the policy is pulled again.
         """
         ...
 

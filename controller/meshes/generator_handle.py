@@ -18,10 +18,11 @@ from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
-from generator.config import GeneratorConfig, check_request
+from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.engine_status import EngineStatus, EngineStoppedError
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known
+from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class GeneratorHandle:
         return self.mesh.name
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt; see `GenerationEngine.generate`.
 
@@ -108,11 +109,13 @@ class GeneratorHandle:
         processes or vLLM in them have died or hang.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self.config)
+        check_policy(policy, self.config)
         rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
         limit = asyncio.timeout(self.config.request_timeout_s)
         try:
             async with limit:
-                return await self._watched(rank_0.generate.call_one(call_id, tokens, sampling, num_samples), "generate")
+                call = rank_0.generate.call_one(call_id, tokens, sampling, num_samples, policy)
+                return await self._watched(call, "generate")
         except asyncio.CancelledError:
             rank_0.cancel.broadcast(call_id)
             raise
@@ -126,7 +129,13 @@ class GeneratorHandle:
             ) from None
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Loads exactly this policy version; see `rl.protocols.Generator.pull_model_state_dict`.
 
@@ -135,9 +144,20 @@ class GeneratorHandle:
         those of the trainer or the store.
         """
         check_known("mode", mode, PULL_MODES)
-        record = self._version_records.find(version)
-        call = self.mesh.rank(0).pull_model_state_dict.call_one(version, record, mode, keep_prefix_cache)
+        check_pull(policy, self.config, frozen=frozen)
+        record = self._version_records.find(version, policy)
+        call = self.mesh.rank(0).pull_model_state_dict.call_one(
+            version, record, policy, frozen, mode, keep_prefix_cache
+        )
         await self._watched(call, "pull_model_state_dict", needs=self._pulls_from())
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Forgets an adapter or a frozen version; see `rl.protocols.Generator.drop_policy`.
+
+        Raises ValueError if the generator has no such policy.
+        """
+        check_policy(policy, self.config)
+        await self._watched(self.mesh.rank(0).drop_policy.call_one(policy), "drop_policy")
 
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""

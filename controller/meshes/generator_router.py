@@ -3,57 +3,28 @@
 A request goes to a replica that knows the beginning of its prompt, such as the earlier turns of a conversation, because
 the replica's prefix cache may still hold it; otherwise, or if that replica has 32 samples more in progress than the
 least busy one, to the replica with the fewest samples in progress. A replica that is pulling or down gets no requests.
-A replica that died is restarted, and serves again once it has pulled the current version. If the restart fails, it is
-tried again after growing pauses, for some 10 minutes.
+A replica that died is restarted, and serves again once it has pulled the current version of the model and every adapter
+that the router has pulled. If the restart fails, it is tried again after growing pauses, for some 10 minutes.
 
 Errors tell the router what happened: a `MeshError` means that the replica died or was killed because it hung, a
 `RequestTimeoutError` that it is slow, and every other error that the caller made a mistake.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import get_args
 
 from controller.meshes.errors import MeshError
 from controller.meshes.prefix_affinity import PrefixAffinity
+from controller.meshes.replicas import Pull, Replica, ReplicaState, StoppableGenerator
 from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
-from rl.protocols import Generator
+from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-
-ReplicaState = Literal["serving", "pulling", "outdated", "down"]
-"""`outdated`: the replica was restarted, but could not pull the current version any more; it serves after the next."""
 
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
 _MAX_FAILURES = 3  # a request whose replicas died so many times is taken for the cause, and not retried again
-
-
-class StoppableGenerator(Generator, Protocol):
-    """A generator with processes of its own, such as `GeneratorHandle`."""
-
-    @property
-    def name(self) -> str:
-        """The name of its mesh, which is `MeshError.mesh` if it died."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends its processes. May be called again, and after they died."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Replica:
-    """One of the router's generators. After a restart it is another generator in the same place."""
-
-    generator: StoppableGenerator
-    state: ReplicaState = "serving"
-    num_samples: int = 0
-    """Samples in progress."""
-    error: BaseException | None = None
-    """Why it is down for good; None while it may still be restarted."""
-    restart: "asyncio.Task[None] | None" = None
 
 
 class GeneratorRouter:
@@ -68,11 +39,12 @@ class GeneratorRouter:
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         """Use `launch`."""
-        self._replicas = [_Replica(generator) for generator in generators]
+        self._replicas = [Replica(generator) for generator in generators]
         self._start = start
         self._on_failure: OnFailure = on_failure
         self._pauses_s = tuple(pauses_s)
-        self._version: int | None = None
+        self._versions: dict[Policy, int] = {}  # what a restarted replica has to pull
+        self._cache_resets: dict[Policy, int] = {}  # by policy: how often its prefix cache was emptied
         self._affinity = PrefixAffinity()
         self._states_changed = asyncio.Condition()
         self._pull_lock = asyncio.Lock()
@@ -114,7 +86,7 @@ class GeneratorRouter:
         return tuple(replica.state for replica in self._replicas)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, all on one replica. Waits while every replica is pulling.
 
@@ -123,18 +95,19 @@ class GeneratorRouter:
         """
         prompt, num_failures = tuple(prompt_tokens), 0
         while True:
-            replica = await self._choose(prompt)
+            replica = await self._choose(prompt, policy)
             generator = replica.generator
             replica.num_samples += num_samples
             try:
-                completions = await generator.generate(prompt, sampling, num_samples)
+                completions = await generator.generate(prompt, sampling, num_samples, policy=policy)
+                weights = self._weights(policy)
                 for completion in completions:
-                    self._affinity.remember(prompt + completion.tokens, self._replicas.index(replica))
+                    self._affinity.remember(prompt + completion.tokens, self._replicas.index(replica), weights)
                 return completions
             except MeshError:
                 # Several requests notice the death of one generator; only the first restarts it. By the time that a
                 # later one notices, another generator may be in its place.
-                if replica.generator is generator and replica.state != "down":
+                if replica.generator is generator and replica.up:
                     self._restart(replica)
                 num_failures += 1
                 if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
@@ -144,7 +117,13 @@ class GeneratorRouter:
                     replica.num_samples -= num_samples
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Every replica loads this version. Requests made from now on are answered under it.
 
@@ -154,12 +133,28 @@ class GeneratorRouter:
         """
         check_known("mode", mode, PULL_MODES)
         # The pull is shielded from its caller's cancellation: if it ended in the middle, versions would differ.
-        self._pull_task = asyncio.create_task(self._pull(version, mode, keep_prefix_cache))
+        pull = Pull(version, policy, frozen, mode, keep_prefix_cache)
+        self._pull_task = asyncio.create_task(self._pull(pull))
         await asyncio.shield(self._pull_task)
 
+    async def drop_policy(self, policy: Policy) -> None:
+        """Every replica forgets an adapter, or a frozen version of one. Raises ValueError if no replica has it."""
+        async with self._pull_lock:  # a restarted replica has then pulled it, or will not
+            replicas = [each for each in self._replicas if each.up and policy not in each.missing]
+            outcomes = await asyncio.gather(
+                *(replica.generator.drop_policy(policy) for replica in replicas), return_exceptions=True
+            )
+            self._versions.pop(policy, None)
+            for replica in self._replicas:
+                replica.missing.discard(policy)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        others = [error for error in errors if not isinstance(error, MeshError)]  # a dead replica has none any more
+        if others and len(errors) == len(outcomes):
+            raise others[0]
+
     async def version(self) -> int:
-        """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
-        return self._version or 0
+        """The model's policy version in use. Before its first pull it is 0: the weights in the model's directory."""
+        return self._versions.get(None, 0)
 
     async def stop(self) -> None:
         """Ends every replica. May be called again."""
@@ -168,54 +163,44 @@ class GeneratorRouter:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
         for replica in self._replicas:
-            replica.state, replica.error = "down", replica.error or MeshError("generator", "it was stopped")
+            replica.up, replica.error = False, replica.error or MeshError("generator", "it was stopped")
         await asyncio.gather(*(replica.generator.stop() for replica in self._replicas))
         await self._notify()
 
-    async def _pull(self, version: int, mode: PullMode, keep_prefix_cache: bool) -> None:
+    async def _pull(self, pull: Pull) -> None:
         num_failures = 0
         while True:
-            await self._wait_for("serving", "outdated")
+            await self._wait_for(_can_pull)
             async with self._pull_lock:
-                replicas = [replica for replica in self._replicas if replica.state in ("serving", "outdated")]
+                replicas = [replica for replica in self._replicas if _can_pull(replica)]
                 if not replicas:  # between the wait and the lock, the only replica that was up has died
                     continue
-                all_died = await self._pull_all(replicas, version, mode, keep_prefix_cache)
+                all_died = await self._pull_all(replicas, pull)
             if all_died is None:
                 return
             num_failures += 1
             if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
                 raise all_died
 
-    async def _pull_all(
-        self, replicas: Sequence[_Replica], version: int, mode: PullMode, keep_prefix_cache: bool
-    ) -> MeshError | None:
+    async def _pull_all(self, replicas: Sequence[Replica], pull: Pull) -> MeshError | None:
         """Returns an error if every replica died. Raises one if none of them could load this version otherwise."""
         names = [replica.generator.name for replica in replicas]
-        states_before: list[ReplicaState] = [replica.state for replica in replicas]
         for replica in replicas:
-            replica.state = "pulling"
-        outcomes = await asyncio.gather(
-            *(
-                replica.generator.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
-                for replica in replicas
-            ),
-            return_exceptions=True,
-        )
+            replica.pulling.add(pull.key)
+        outcomes = await asyncio.gather(*(pull.ask(replica.generator) for replica in replicas), return_exceptions=True)
         errors = [outcome for outcome in outcomes if outcome is not None]
         if len(errors) < len(replicas):
-            self._version = version
-            if not keep_prefix_cache:
-                self._affinity.clear()
+            self._versions[pull.key] = pull.version
+            if not pull.keep_prefix_cache:
+                self._cache_resets[pull.key] = self._cache_resets.get(pull.key, 0) + 1
         died = [isinstance(o, MeshError) and o.mesh == name for o, name in zip(outcomes, names, strict=True)]
-        for replica, state_before, outcome, has_died in zip(replicas, states_before, outcomes, died, strict=True):
-            if replica.state == "down":  # a request noticed its death during the pull and restarted it
+        for replica, outcome, has_died in zip(replicas, outcomes, died, strict=True):
+            replica.pulling.discard(pull.key)
+            if not replica.up:  # a request noticed its death during the pull and restarted it
                 continue
             if outcome is None:
-                replica.state = "serving"
-            elif len(errors) == len(replicas) and not has_died:
-                replica.state = state_before
-            else:
+                replica.missing.discard(pull.key)
+            elif has_died or len(errors) < len(replicas):
                 self._restart(replica)
         await self._notify()
         if len(errors) < len(replicas):
@@ -225,43 +210,54 @@ class GeneratorRouter:
         # A mistake of the caller, or a failed trainer, explains more than the death of a replica.
         raise next(error for error, has_died in zip(outcomes, died, strict=True) if error is not None and not has_died)
 
-    async def _choose(self, prompt: tuple[int, ...]) -> _Replica:
-        """The replica to send a prompt to. Waits until one is serving."""
-        serving = await self._wait_for("serving")
+    async def _choose(self, prompt: tuple[int, ...], policy: Policy) -> Replica:
+        """The replica to send a prompt to. Waits until one is serving this policy."""
+        serving = await self._wait_for(lambda replica: replica.serves(policy), policy)
+        weights = self._weights(policy)
         least = min(replica.num_samples for replica in serving)
-        owners = self._affinity.owners(prompt)
+        owners = self._affinity.owners(prompt, weights)
         near = [
             replica
             for index, replica in enumerate(self._replicas)
             if index in owners and replica in serving and replica.num_samples <= least + _MAX_LEAD
         ]
         replica = min(near or serving, key=lambda each: each.num_samples)
-        self._affinity.remember(prompt, self._replicas.index(replica))
+        self._affinity.remember(prompt, self._replicas.index(replica), weights)
         return replica
 
-    async def _wait_for(self, *states: ReplicaState) -> list[_Replica]:
-        """The replicas in these states. Waits until there is one; raises `MeshError` if all are down for good."""
+    def _weights(self, policy: Policy) -> Hashable:
+        """Another value whenever prefixes that were computed for this policy have become useless."""
+        return policy, self._cache_resets.get(policy), self._cache_resets.get(None)
+
+    async def _wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
+        """The replicas that fit. Waits until there is one.
+
+        Raises `MeshError` if all are down for good, and ValueError if no replica that is up can have the policy again.
+        """
         async with self._states_changed:
-            while not (found := [replica for replica in self._replicas if replica.state in states]):
+            while not (found := [replica for replica in self._replicas if fits(replica)]):
+                up = [replica for replica in self._replicas if replica.up]
+                if isinstance(policy, tuple) and up and all(policy in replica.missing for replica in up):
+                    raise ValueError(f"policy is {policy!r}; a restarted generator found it no longer published")
                 errors = [replica.error for replica in self._replicas]
                 if all(error is not None for error in errors):
                     raise MeshError("generator", f"no replica is left: {errors[0]}") from errors[0]
                 await self._states_changed.wait()
         return found
 
-    def _restart(self, replica: _Replica) -> None:
+    def _restart(self, replica: Replica) -> None:
         """Sends a replica no more requests, and starts another generator in its place."""
-        replica.state = "down"
+        replica.up = False
         replica.restart = asyncio.create_task(self._start_replacement(replica))
 
-    async def _start_replacement(self, replica: _Replica) -> None:
+    async def _start_replacement(self, replica: Replica) -> None:
         self._affinity.forget(self._replicas.index(replica))
         for num_failures in range(1, len(self._pauses_s) + 2):
             try:
                 await self._replace(replica)
                 break
             except Exception as error:
-                replica.state = "down"
+                replica.up = False
                 if num_failures > len(self._pauses_s):
                     replica.error = error
                     print(f"{replica.generator.name} is down for good: {error}", flush=True)
@@ -275,20 +271,27 @@ class GeneratorRouter:
                 await asyncio.sleep(pause_s)
         await self._notify()
 
-    async def _replace(self, replica: _Replica) -> None:
-        """Starts another generator in a replica's place, with the current version."""
+    async def _replace(self, replica: Replica) -> None:
+        """Starts another generator in a replica's place, with the current version of every policy."""
         await replica.generator.stop()
         generator = await self._start(self._replicas.index(replica))
         replica.generator, replica.num_samples = generator, 0
+        replica.missing.clear()
+        replica.pulling = {None}
+        replica.up = True
         async with self._pull_lock:  # a pull in progress ends first, so that the replacement gets its version
-            replica.state = "pulling"
-            try:
-                if self._version is not None:
-                    await generator.pull_model_state_dict(self._version)
-                replica.state = "serving"
-            except ValueError:  # the current version is gone from the store; the next pull brings a newer one
-                replica.state = "outdated"
+            for policy, version in self._versions.items():
+                name, frozen = (policy[0], True) if isinstance(policy, tuple) else (policy, False)
+                try:
+                    await generator.pull_model_state_dict(version, policy=name, frozen=frozen)
+                except ValueError:  # this version is gone from the store; the next pull brings a newer one
+                    replica.missing.add(policy)
+            replica.pulling.clear()
 
     async def _notify(self) -> None:
         async with self._states_changed:
             self._states_changed.notify_all()
+
+
+def _can_pull(replica: Replica) -> bool:
+    return replica.state in ("serving", "outdated")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from generator.config import GeneratorConfig
+from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, SamplingParams
 
 
@@ -16,16 +17,25 @@ class OfflineGenerator:
     """Satisfies `rl.protocols.Generator` for a loop whose rollouts are recorded."""
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """Raises AssertionError: a replay takes its rollouts from the recording."""
-        del prompt_tokens, sampling, num_samples
+        del prompt_tokens, sampling, num_samples, policy
         raise AssertionError("a replay samples nothing")
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Does nothing: nobody uses the weights."""
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Does nothing: there are no weights."""
 
     async def stop(self) -> None:
         """Does nothing: there is no process to end."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
+from rl.lora import LivePolicy, Policy
 from rl.tiny_models import tiny_llama
 from rl.types import Completion, PullMode, SamplingParams
 from tests.trainer.engine_trainer import EngineTrainer
@@ -59,14 +60,23 @@ class InProcessGenerator:
         self._version = 0
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """See `rl.protocols.Generator`."""
         self._model.load_state_dict(self._published[version], strict=False)  # a tied output layer has no entry
         self._version = version
 
+    async def drop_policy(self, policy: Policy) -> None:
+        """See `rl.protocols.Generator`; there is one policy."""
+
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """See `rl.protocols.Generator`. Knows temperature, `max_tokens` and `seed`."""
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import torch
 from controller.meshes.launch import Launcher
 from controller.runs.mismatch import Comparison, compare, explain, measure_parity
 from generator.config import GeneratorConfig
+from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams
 from tests.e2e.weight_meshes import PROMPTS
@@ -47,16 +48,27 @@ class _StaleGenerator:
         self._pulled = False
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
-        return await self._generator.generate(prompt_tokens, sampling, num_samples)
+        return await self._generator.generate(prompt_tokens, sampling, num_samples, policy=policy)
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         if not self._pulled:
-            await self._generator.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
+            await self._generator.pull_model_state_dict(
+                version, policy=policy, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
+            )
         self._pulled = True
+
+    async def drop_policy(self, policy: Policy) -> None:
+        await self._generator.drop_policy(policy)
 
 
 def _sentence(found: Comparison) -> str:

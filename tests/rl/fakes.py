@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, Rollout, SamplingParams, Turn
 
 
@@ -32,7 +33,7 @@ class ScriptedGenerator:
         self.calls: list[tuple[tuple[int, ...], SamplingParams, int]] = []
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """See `rl.protocols.Generator`."""
         prompt = tuple(prompt_tokens)
@@ -41,8 +42,17 @@ class ScriptedGenerator:
         return [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
+        """Does nothing."""
+
+    async def drop_policy(self, policy: Policy) -> None:
         """Does nothing."""
 
 

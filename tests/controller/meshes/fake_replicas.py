@@ -7,6 +7,7 @@ from typing import Any
 
 from controller.meshes.errors import MeshError, RequestTimeoutError
 from controller.meshes.generator_router import GeneratorRouter
+from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, SamplingParams
 from tests.rl.fakes import completion
 
@@ -19,7 +20,7 @@ class FakeReplica:
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = "generator"
-        self.version = 0
+        self.versions: dict[Policy, int] = {}
         self.prompts: list[tuple[int, ...]] = []
         self.num_cancelled = 0
         self.stopped = False
@@ -32,7 +33,7 @@ class FakeReplica:
         self._dead = False
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         self.prompts.append(tuple(prompt_tokens))
         try:
@@ -44,22 +45,35 @@ class FakeReplica:
             raise MeshError("generator", "a process died")
         if self.late:
             raise RequestTimeoutError("a request took longer than 1 s")
-        answer = completion(str(self.index), self.version)
+        answer = completion(str(self.index), self.versions.get(policy, 0))
         if self.answer_tokens:
             zeros = (0.0,) * len(self.answer_tokens)
-            versions = (self.version,) * len(zeros)
+            versions = (self.versions.get(policy, 0),) * len(zeros)
             answer = replace(answer, tokens=self.answer_tokens, logprobs=zeros, versions=versions)
         return [answer] * num_samples
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         await self.may_pull.wait()
         if self._dead:
             raise MeshError("generator", "a process died")
         if self.pull_error is not None:
             raise self.pull_error
-        self.version = version
+        self.versions[(policy, version) if frozen else policy] = version
+
+    @property
+    def version(self) -> int:
+        return self.versions.get(None, 0)
+
+    async def drop_policy(self, policy: Policy) -> None:
+        self.versions.pop(policy)
 
     async def stop(self) -> None:
         self.stopped = True

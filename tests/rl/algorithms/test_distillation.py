@@ -9,6 +9,7 @@ import torch
 from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
 from rl.data.supervised import text_to_datum
 from rl.envs.procedural import TextProblem
+from rl.lora import LivePolicy, Policy
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import VOCAB_SIZE, tiny_llama
@@ -41,15 +42,24 @@ class EngineSampler:
         self._rng = np.random.default_rng(0)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """See `rl.protocols.Generator`."""
         return [await self._one(list(prompt_tokens), sampling.max_tokens) for _ in range(num_samples)]
 
     async def pull_model_state_dict(
-        self, version: int, *, mode: PullMode = "drain", keep_prefix_cache: bool = False
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
     ) -> None:
         """Does nothing: it shares the trainer's weights."""
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Does nothing: there is one policy."""
 
     async def _one(self, tokens: list[int], max_tokens: int) -> Completion:
         sampled: list[int] = []

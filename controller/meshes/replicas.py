@@ -1,0 +1,80 @@
+"""What a router knows of each of its generators, and a pull that it asks all of them for."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rl.lora import LivePolicy, Policy
+from rl.protocols import Generator
+from rl.types import PullMode
+
+ReplicaState = Literal["serving", "pulling", "outdated", "down"]
+"""What a replica does for the model itself. `outdated`: it was restarted, but could not pull the current version any
+more; it serves after the next pull."""
+
+
+class StoppableGenerator(Generator, Protocol):
+    """A generator with processes of its own, such as `GeneratorHandle`."""
+
+    @property
+    def name(self) -> str:
+        """The name of its mesh, which is `MeshError.mesh` if it died."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends its processes. May be called again, and after they died."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One of the router's generators. After a restart it is another generator in the same place."""
+
+    generator: StoppableGenerator
+    up: bool = True
+    num_samples: int = 0
+    """Samples in progress."""
+    pulling: set[Policy] = field(default_factory=set[Policy])
+    """The policies of which it is pulling a version."""
+    missing: set[Policy] = field(default_factory=set[Policy])
+    """The policies that it could not pull any more after a restart."""
+    error: BaseException | None = None
+    """Why it is down for good; None while it may still be restarted."""
+    restart: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """What it does for the model itself."""
+        if not self.up:
+            return "down"
+        return "pulling" if None in self.pulling else "outdated" if None in self.missing else "serving"
+
+    def serves(self, policy: Policy) -> bool:
+        """Whether it can answer requests for a policy now. Without the right model no adapter of it is right."""
+        return self.up and not {None, policy} & (self.pulling | self.missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One call of `pull_model_state_dict`."""
+
+    version: int
+    policy: LivePolicy
+    frozen: bool
+    mode: PullMode
+    keep_prefix_cache: bool
+
+    @property
+    def key(self) -> Policy:
+        """What the pulled version is known as."""
+        return (self.policy, self.version) if self.frozen else self.policy
+
+    async def ask(self, generator: Generator) -> None:
+        """Has one replica pull."""
+        await generator.pull_model_state_dict(
+            self.version,
+            policy=self.policy,
+            frozen=self.frozen,
+            mode=self.mode,
+            keep_prefix_cache=self.keep_prefix_cache,
+        )
