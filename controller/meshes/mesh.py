@@ -106,6 +106,7 @@ class Mesh:
         self.log_files = log_files
         self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
         self._procs = procs
+        self._ranks: dict[int, Any] = {}
         self._stopped = False
 
     @classmethod
@@ -170,7 +171,9 @@ class Mesh:
 
     def rank(self, index: int) -> Any:
         """The actor of one rank. Call its endpoints with `.call_one`."""
-        return self.actors.slice(gpus=index)
+        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees what it makes for it
+            self._ranks[index] = self.actors.slice(gpus=index)
+        return self._ranks[index]
 
     async def answer(
         self,

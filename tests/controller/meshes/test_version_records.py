@@ -76,4 +76,4 @@ def test_a_pull_sends_the_record_of_a_pushed_version_and_none_for_an_unknown_one
         await generator.pull_model_state_dict(6, mode="inflight", keep_prefix_cache=True)
 
     asyncio.run(main())
-    assert pulling.sent == [(7, record, "drain", False), (6, None, "inflight", True)]
+    assert pulling.sent == [(7, record, None, False, "drain", False), (6, None, None, False, "inflight", True)]
