@@ -36,6 +36,15 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept (default: runs)")
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--runs`, `--step` and `--trust`, for commands that load a checkpoint of a run."""
+    parser.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")
+    parser.add_argument(
+        "--trust", action="store_true", help="execute the run's recipe even if no run of yours wrote it"
+    )
+    add_runs_option(parser)
+
+
 def refuse(overrides: Sequence[str]) -> None:
     """Raises ValueError for the first override. For commands that take none."""
     if overrides:

@@ -14,7 +14,7 @@ def how_to_go_on(folder: Path) -> str:
     """One line for the user. `folder` is a run that `ownloop run` started."""
     if complete_checkpoints(folder / "checkpoints"):
         return f"to go on: {shlex.join(['ownloop', 'run', '--resume', str(folder)])}"
-    return f"there is no checkpoint to go on from; to start again: {_new_run(folder)}"
+    return f"there is no checkpoint to go on from; to start again: {command_of(folder)}"
 
 
 def check_has_checkpoint(folder: Path) -> None:
@@ -22,12 +22,12 @@ def check_has_checkpoint(folder: Path) -> None:
     if not complete_checkpoints(folder / "checkpoints"):
         raise ValueError(
             f"{folder} has no checkpoint to go on from; what it holds stays as it is. Start a new run: "
-            f"{_new_run(folder)}"
+            f"{command_of(folder)}"
         )
 
 
-def _new_run(folder: Path) -> str:
-    """The command that starts a run with the same recipe and options, in a folder of its own."""
+def command_of(folder: Path) -> str:
+    """The command that starts a run with the same recipe and options, in a folder of its own; secrets are hidden."""
     recipe = saved_recipe(folder)
     file = Path(recipe["file"])
     name = file.stem if recipe_files().get(file.stem) == file else str(file)

@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
+from controller.commands.brief_work import CommandEndedError, finish
 from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
-from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, configuration, find_recipe
 
 
@@ -26,21 +26,10 @@ def parity(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         check_hardware(find_recipe(options.recipe))
         from controller.runs.mismatch import recipe_parity
 
-        adopt_orphans()
-        with StopSignals(lambda: None) as stop:
-            try:
-                report = stop.run(recipe_parity(config))
-            except ValueError:
-                raise
-            except Exception as error:
-                print(f"error: {type(error).__name__}: {error}", file=output.errors)
-                return FAILED
-            except BaseException:
-                if stop.received is None:
-                    raise
-                return 128 + stop.received
-            finally:
-                end_descendants(grace_s=0.5)
+        try:
+            report = finish(recipe_parity(config), output)
+        except CommandEndedError as ended:
+            return ended.status
         print(report.table(), file=output.terminal)
         if report.worst > options.limit:
             print(f"error: the mismatch is {report.worst:.2e}, above --limit {options.limit:g}", file=output.errors)

@@ -108,6 +108,7 @@ def _run_path(options: argparse.Namespace, config: Any) -> Path:
 
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
+    from controller.commands.model_card import add_model_card
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
@@ -134,6 +135,8 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
             end_descendants(grace_s=0.5)
         if code == 0 and (error := _unwritten(folder)) is not None:
             code = _explain(error, folder, output)
+        if code == 0 and stop.received is None:
+            add_model_card(folder.path)
         if stop.received is not None:
             say_saved()
             code = 128 + stop.received

@@ -1,0 +1,83 @@
+"""The model card (README.md) of an exported model: from what it was made, how, and what it reached.
+
+Its head is in the form that the Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from controller.commands.next_command import command_of
+from controller.commands.resume import RECIPE_FILE
+from rl.runs.folder import CONFIG_FILE, METRICS, read_metrics
+from rl.runs.recording import write_whole
+
+_CARD = "README.md"
+_FROM_TRAINING = (
+    "reward_mean",
+    "loss",
+    "kl_reference",
+    "kl_generator",
+    "logprob_mismatch_mean",
+    "completion_tokens_mean",
+)
+
+
+def add_model_card(run: Path, model: Path | None = None, step: int | None = None) -> None:
+    """Writes the card of the model that `run` exported to `model`, by default its own folder `model`.
+
+    `step` is the checkpoint's; None is the end of the run. Does nothing if there is no such directory.
+    """
+    directory = model or run / "model"
+    if (directory / "config.json").is_file():
+        write_whole(directory / _CARD, "\n".join(_card(run, step)).encode())
+
+
+def _card(run: Path, step: int | None) -> Iterator[str]:
+    config = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    rows = [row for row in read_metrics(run / METRICS) if step is None or row["step"] <= step]
+    last = int(max((row["step"] for row in rows), default=0))
+    base = str(config.get("model", "unknown"))
+    repository, _, commit = base.partition("@")
+    yield from ("---", "library_name: transformers", "tags:", "- ownloop")
+    if commit:
+        yield f"base_model: {repository}"
+    yield from ("---", "", f"# {run.name}", "")
+    yield f"`{base}`, trained with ownloop for {last} step{'s' * (last != 1)}."
+    if (run / RECIPE_FILE).is_file():
+        yield from ("", "```bash", command_of(run), "```")
+    yield from ("", "## Data", "", "```json", json.dumps(_data(config), indent=2), "```")
+    yield from _metrics(rows)
+    yield from ("", "## Configuration", "", "```json", json.dumps(config, indent=2), "```", "")
+
+
+def _data(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say what was trained on."""
+    names = ("env", "data", "num_eval", "seed")
+    return {name: config[name] for name in names if name in config}
+
+
+def _metrics(rows: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    evaluations = [row for row in rows if any(name.startswith("eval_") for name in row)]
+    names = [name for name in (evaluations[-1] if evaluations else {}) if f"{name}_low" in evaluations[-1]]
+    if names:
+        a, b = evaluations[0], evaluations[-1]
+        head = f"| | after step {a['step']:.0f} | after step {b['step']:.0f} | 95 % interval |"
+        yield from ("", "## Held-out", "", head, "|---|---|---|---|")
+        for name in names:
+            values = f"{a.get(name, math.nan):.3f} | {b[name]:.3f} | {b[f'{name}_low']:.3f} to {b[f'{name}_high']:.3f}"
+            yield f"| {name.removeprefix('eval_')} | {values} |"
+    steps = [row for row in rows if "seconds_step" in row]
+    shown = [name for name in _FROM_TRAINING if steps and name in steps[-1]]
+    if shown:
+        yield from (
+            "",
+            "## In training",
+            "",
+            f"| | step {steps[0]['step']:.0f} | step {steps[-1]['step']:.0f} |",
+            "|---|---|---|",
+        )
+        for name in shown:
+            yield f"| {name} | {steps[0].get(name, math.nan):.4g} | {steps[-1][name]:.4g} |"

@@ -1,0 +1,45 @@
+"""Models out of checkpoints: one step of a run as a Hugging Face directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from controller.meshes.launch import Launcher
+from controller.runs.models import Tell, resolve_model
+from rl.runs.folder import LOOP_FILE, complete_checkpoints
+
+_POLICY = "policy"
+
+
+def checkpoint_of(run: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest. Raises ValueError, naming the steps that have one, if there is none."""
+    complete = {_step_of(path): path for path in complete_checkpoints(run / "checkpoints")}
+    if not complete:
+        raise ValueError(f"{run} has no complete checkpoint")
+    if step is None:
+        return complete[max(complete)]
+    if step not in complete:
+        raise ValueError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, complete))}")
+    return complete[step]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return json.loads((checkpoint / LOOP_FILE).read_text(encoding="utf-8"))["step"]
+
+
+async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell) -> None:
+    """Writes the policy of a checkpoint to `directory`. `config` is the configuration of its run.
+
+    Starts the run's trainer, which loads the checkpoint. Raises ValueError if `directory` holds something, and for a
+    checkpoint without a policy.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists; --to names a new folder")
+    if not (checkpoint / _POLICY).is_dir():
+        raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
+    model = resolve_model(config.model, tell)
+    async with Launcher(log_dir) as launcher:
+        # With its generator's configuration the trainer exports in that dtype, as at the run's end.
+        trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
+        await trainer.load_checkpoint(checkpoint / _POLICY)
+        await trainer.export_hf(directory)

@@ -1,0 +1,36 @@
+"""The state of a run, from its folder alone."""
+
+from pathlib import Path
+
+from rl.runs.folder import METRICS, complete_checkpoints
+
+_MODEL = Path("model") / "config.json"
+
+
+def state_of(run: Path) -> str:
+    """ "running"; "finished"; or "stopped", and whether there is a checkpoint to go on from.
+
+    A run is finished if its trained model is newer than its last metrics: a run that was resumed may still have the
+    model of its first part.
+    """
+    if is_running(run):
+        return "running"
+    model, metrics = run / _MODEL, run / METRICS
+    if model.is_file() and metrics.is_file() and model.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+        return "finished"
+    complete = complete_checkpoints(run / "checkpoints")
+    return f"stopped, saved at {int(complete[-1].name.rpartition('-')[2])}" if complete else "stopped, nothing saved"
+
+
+def is_running(run: Path) -> bool:
+    """Whether a process of this host holds the run's lock. Does not touch the lock, so that no run is refused it."""
+    try:
+        status = (run / ".lock").stat()
+        locks = Path("/proc/locks").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(
+        line.split()[1] == "FLOCK" and line.split()[5].rpartition(":")[2] == str(status.st_ino)
+        for line in locks.splitlines()
+        if "->" not in line  # one that waits
+    )
