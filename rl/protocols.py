@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl.lora import LivePolicy, Policy
+from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -74,7 +74,30 @@ class Trainer(Protocol):
         ...
 
     async def export_hf(self, path: Path) -> None:
-        """Writes a model directory that transformers and vLLM can load."""
+        """Writes a model directory that transformers and vLLM can load.
+
+        An adapter is merged into the base there; its own directory, as of `export_peft`, is `adapter` within `path`.
+        """
+        ...
+
+    async def adapter(self, name: str, config: LoRAConfig) -> "Trainer":
+        """Makes a LoRA adapter over this trainer's frozen base, and returns it as a trainer of its own.
+
+        An adapter has its own gradient, optimizer state, version and checkpoints. Calls of several adapters and of the
+        base may be in flight together; they are executed in the order in which they were issued. A call that fails
+        leaves all other adapters as they were. An adapter's `adapter` makes another one over the same base.
+        """
+        ...
+
+    async def drop(self) -> None:
+        """Frees an adapter: parameters, gradient, optimizer state and published weights. Later calls are refused.
+
+        Calls that were issued before are executed first. The base cannot be dropped.
+        """
+        ...
+
+    async def export_peft(self, path: Path) -> None:
+        """Writes an adapter as a directory that `peft` and vLLM can load, in float32."""
         ...
 
 

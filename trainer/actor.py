@@ -1,6 +1,7 @@
 """`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -8,17 +9,21 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from rl.hardware import cpu_malloc_env
+from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.base import Microbatch
+from trainer.engines.base import Engine, Microbatch
 from trainer.heap import Heap
 from trainer.push import WeightPublisher
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that a generator may serve."""
+
+ADAPTER_FOLDER = "adapter"
+"""The folder, within the directory of a merged model, that holds the adapter itself."""
 
 
 def trainer_env(config: TrainerConfig) -> dict[str, str]:
@@ -33,79 +38,121 @@ def trainer_env(config: TrainerConfig) -> dict[str, str]:
     return env
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedEngine:
+    """What a rank holds for each of its policies."""
+
+    engine: Engine
+    publisher: WeightPublisher
+
+
 class PolicyTrainer(Actor):
-    """The endpoints of one rank. Every rank of a mesh gets the same calls in the same order."""
+    """The endpoints of one rank. Every rank of a mesh gets the same calls in the same order.
+
+    `policy` is the adapter that a call is about; None is the model itself, which is frozen if there are adapters.
+    """
 
     def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: WeightTransport) -> None:
         """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
-        self._engine = load_engine(config)
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
-        self._publisher = WeightPublisher(self._dtype, transport)
+        self._transport: WeightTransport = transport
+        self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
 
+    def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
+        return PublishedEngine(engine, WeightPublisher(self._dtype, self._transport, policy=policy, lora=lora))
+
     @endpoint
-    async def policy_version(self) -> int:
+    async def adapter(self, name: str, config: LoRAConfig) -> None:
+        """`Engine.adapter`. Later calls find the adapter under its name."""
+        self._policies[name] = self._published(self._policies[None].engine.adapter(name, config), name, config)
+
+    @endpoint
+    async def drop(self, policy: str) -> None:
+        """`Engine.drop_adapter`. Withdraws what the adapter published."""
+        self._policies[None].engine.drop_adapter(policy)
+        await self._policies.pop(policy).publisher.close()
+
+    @endpoint
+    async def policy_version(self, policy: str | None) -> int:
         """Optimizer steps applied so far."""
-        return self._engine.policy_version
+        return self._policies[policy].engine.policy_version
 
     @endpoint
     async def shares_prefixes(self) -> bool:
         """`Engine.shares_prefixes`."""
-        return self._engine.shares_prefixes
+        return self._policies[None].engine.shares_prefixes
 
     @endpoint
-    async def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
+    async def forward_backward(
+        self, policy: str | None, microbatches: Sequence[Microbatch], loss: Loss
+    ) -> ForwardBackwardOutput:
         """`Engine.forward_backward` on this rank's local batch."""
-        return self._engine.forward_backward(microbatches, loss)
+        return self._policies[policy].engine.forward_backward(microbatches, loss)
 
     @endpoint
-    async def forward(self, microbatches: Sequence[Microbatch], entropy: bool) -> ForwardBackwardOutput:
+    async def forward(
+        self, policy: str | None, microbatches: Sequence[Microbatch], entropy: bool
+    ) -> ForwardBackwardOutput:
         """`Engine.forward` on this rank's local batch."""
-        return self._engine.forward(microbatches, entropy=entropy)
+        return self._policies[policy].engine.forward(microbatches, entropy=entropy)
 
     @endpoint
-    async def optim_step(self, params: AdamParams, grad_scale: float) -> OptimStepOutput:
+    async def optim_step(self, policy: str | None, params: AdamParams, grad_scale: float) -> OptimStepOutput:
         """`Engine.optim_step`."""
-        output = self._engine.optim_step(params, grad_scale)
+        output = self._policies[policy].engine.optim_step(params, grad_scale)
         if self._heap is not None:
             self._heap.after_step()
         return output
 
     @endpoint
-    async def zero_grad(self) -> None:
+    async def zero_grad(self, policy: str | None) -> None:
         """`Engine.zero_grad`."""
-        self._engine.zero_grad()
+        self._policies[policy].engine.zero_grad()
 
     @endpoint
-    async def to(self, device: str, model: bool, gradients: bool, optimizer: bool) -> None:
+    async def to(self, policy: str | None, device: str, model: bool, gradients: bool, optimizer: bool) -> None:
         """`Engine.to`."""
-        self._engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
+        self._policies[policy].engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
 
     @endpoint
-    async def push_model_state_dict(self) -> VersionRecord | None:
+    async def push_model_state_dict(self, policy: str | None) -> VersionRecord | None:
         """Publishes the current weights in the generator's dtype; `WeightPublisher.publish` says what it returns."""
-        with self._engine.memory.phase("push_model_state_dict"):
-            return await self._publisher.publish(self._engine.policy_version, self._engine.hf_parameters())
+        engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
+        with engine.memory.phase("push_model_state_dict"):
+            return await publisher.publish(engine.policy_version, engine.hf_parameters())
 
     @endpoint
-    async def save_checkpoint(self, path: Path, asynchronous: bool, keep_last: int | None) -> None:
+    async def save_checkpoint(self, policy: str | None, path: Path, asynchronous: bool, keep_last: int | None) -> None:
         """`Engine.save_checkpoint`."""
-        with self._engine.memory.phase("save_checkpoint"):
-            self._engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
+        engine = self._policies[policy].engine
+        with engine.memory.phase("save_checkpoint"):
+            engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
 
     @endpoint
-    async def wait_for_checkpoint(self) -> None:
+    async def wait_for_checkpoint(self, policy: str | None) -> None:
         """`Engine.wait_for_checkpoint`."""
-        self._engine.wait_for_checkpoint()
+        self._policies[policy].engine.wait_for_checkpoint()
 
     @endpoint
-    async def load_checkpoint(self, path: Path, weights_only: bool) -> int:
+    async def load_checkpoint(self, policy: str | None, path: Path, weights_only: bool) -> int:
         """`Engine.load_checkpoint`."""
-        with self._engine.memory.phase("load_checkpoint"):
-            return self._engine.load_checkpoint(path, weights_only=weights_only)
+        engine = self._policies[policy].engine
+        with engine.memory.phase("load_checkpoint"):
+            return engine.load_checkpoint(path, weights_only=weights_only)
 
     @endpoint
-    async def export_hf(self, path: Path) -> None:
-        """`Engine.export_hf` in the generator's dtype."""
-        with self._engine.memory.phase("export_hf"):
-            self._engine.export_hf(path, self._dtype)
+    async def export_hf(self, policy: str | None, path: Path) -> None:
+        """`Engine.export_hf` in the generator's dtype, and an adapter's `Engine.export_peft` to `adapter` within it."""
+        engine = self._policies[policy].engine
+        with engine.memory.phase("export_hf"):
+            engine.export_hf(path, self._dtype)
+            if policy is not None:
+                engine.export_peft(path / ADAPTER_FOLDER, torch.float32)
+
+    @endpoint
+    async def export_peft(self, policy: str, path: Path) -> None:
+        """`Engine.export_peft` in float32."""
+        engine = self._policies[policy].engine
+        with engine.memory.phase("export_peft"):
+            engine.export_peft(path, torch.float32)

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from rl.lora import LoRAConfig
 from rl.types import WeightTransport
 from rl.weights.host import host_identity
 from rl.weights.manifest import Manifest, VersionRecord, WeightsError, build_manifest, manifest_checksum
-from rl.weights.ranks import all_gather, own_rank
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
 from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
 from rl.weights.version_index import Store, VersionIndex
 
@@ -24,18 +25,25 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightPublisher:
-    """Publishes a model's parameters, version after version. Every trainer rank has one, made with equal arguments."""
+    """Publishes one policy's parameters, version after version. Every trainer rank has one, made with equal arguments.
+
+    A policy is the model itself or an adapter. Each has its own buffers, and its own index in TorchStore.
+    """
 
     def __init__(
         self,
         dtype: torch.dtype,
         transport: WeightTransport = "auto",
         *,
+        policy: str | None = None,
+        lora: LoRAConfig | None = None,
         store: Store | None = None,
         reader_timeout_s: float = 60.0,
         full_checksums: bool = False,
     ) -> None:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
+
+        `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
@@ -48,6 +56,8 @@ class WeightPublisher:
             raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
         self._dtype = dtype
         self._choice = transport
+        self._policy = policy
+        self._lora = lora
         self._store = store
         self._reader_timeout_s = reader_timeout_s
         self._full_checksums = full_checksums
@@ -73,6 +83,8 @@ class WeightPublisher:
         Raises `WeightsError`, and publishes nothing, if memory is short, a reader never lets go or TorchStore fails.
         """
         tensors = [(name, tensor.detach()) for name, tensor in named_parameters]
+        if self._policy is not None:  # small, so gathering is cheap, and ranks need not agree on who holds which part
+            tensors = [(name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in tensors]
         if self._sender is None:
             self._sender = await asyncio.to_thread(self._prepare, tensors)
         self._push_index += 1
@@ -85,12 +97,29 @@ class WeightPublisher:
             host=host_identity(),
             layout=self._layout,
             full_checksums=self._full_checksums,
+            policy=self._policy,
+            lora=self._lora,
         )
         record, checksums = await self._sender.send(record, self._shards.of(tensors))
         if self._rank > 0:
             return None
         await self._warn_if_unchanged(self._sender, record, checksums)
         return record
+
+    async def close(self) -> None:
+        """Withdraws every version and frees its memory. A collective. A generator that is reading one may finish.
+
+        Raises `WeightsError` if TorchStore fails. Nothing can be published afterwards.
+        """
+        if self._sender is None:
+            return
+        problem: WeightsError | None = None
+        try:
+            withdrawn = await self._index.withdraw() if self._rank == 0 else ()
+            await self._sender.close(withdrawn)
+        except WeightsError as error:
+            problem = error
+        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
 
     def _prepare(self, tensors: NamedTensors) -> Sender:
         """Agrees with the other ranks on a manifest and on a transport that can carry it."""

@@ -16,11 +16,12 @@ from typing import Any
 
 from benchmarks.kills.cell import wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
-from controller.meshes import generator_handle, trainer_handle
+from controller.meshes import generator_handle, trainer_handle, trainer_mesh
 from controller.runs import Loop, RolloutSource, Run
 from generator.actor import VLLMGenerator
+from rl.lora import LoRAConfig
 from rl.runs.folder import complete_checkpoints
-from trainer.actor import PolicyTrainer
+from trainer.actor import PolicyTrainer, PublishedEngine
 
 _CALLS: dict[tuple[type[Any], str], Phase] = {
     (trainer_handle.TrainerHandle, "forward_backward"): "forward_backward",
@@ -77,7 +78,7 @@ class Strike:
         Strike.installed = True
         for (owner, name), phase in _CALLS.items():
             setattr(owner, name, self._watched(getattr(owner, name), phase))
-        setattr(trainer_handle, "PolicyTrainer", ObedientTrainer)  # noqa: B010  (a name that pyright knows as a class)
+        setattr(trainer_mesh, "PolicyTrainer", ObedientTrainer)  # noqa: B010  (a name that pyright knows as a class)
         setattr(generator_handle, "VLLMGenerator", ObedientGenerator)  # noqa: B010
         begin_step, evaluate, strike = Run.begin_step, RolloutSource.evaluate, self
 
@@ -168,10 +169,10 @@ class Obedient:
 class ObedientTrainer(PolicyTrainer):
     """A rank that strikes its fault in the middle of a call."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._engine: Any = Obedient(self._engine, ("forward_backward", "forward", "optim_step", "save_checkpoint"))
-        self._publisher: Any = Obedient(self._publisher, ("publish",))
+    def _published(self, engine: Any, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
+        engine = Obedient(engine, ("forward_backward", "forward", "optim_step", "save_checkpoint"))
+        publisher: Any = Obedient(super()._published(engine, policy, lora).publisher, ("publish",))
+        return PublishedEngine(engine, publisher)
 
 
 class ObedientGenerator(VLLMGenerator):

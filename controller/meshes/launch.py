@@ -100,6 +100,7 @@ class Launcher:
             _with_model(generator, model).check_model()
         # Imported here, because they load torch and Monarch: a mistake in a recipe should not have to wait for that.
         from controller.meshes.trainer_handle import TrainerHandle
+        from controller.meshes.trainer_mesh import TrainerMesh
         from trainer.engines.model_check import check_model
 
         limits = check_model(config)
@@ -109,7 +110,7 @@ class Launcher:
             store, self._pushing_trainer = self._weight_store(), name
 
         async def start() -> Trainer:
-            trainer = await TrainerHandle.launch(
+            running = await TrainerMesh.launch(
                 config,
                 None if generator is None else generator.dtype,
                 self._log_dir,
@@ -120,9 +121,9 @@ class Launcher:
                 limits=limits,
                 pushes_to=lambda: _known(self._store_mesh),
             )
-            self._running.append(trainer)
+            self._running.append(trainer := TrainerHandle(running))
             if store is not None:
-                self._pushing_mesh = trainer.mesh
+                self._pushing_mesh = running.mesh
                 await asyncio.shield(store)  # shared: a start that is cancelled must not cancel the store's
             return trainer
 

@@ -20,6 +20,7 @@ import struct
 import time
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -224,6 +225,14 @@ def held_version(location: BufferLocation) -> tuple[int, int] | None:
     finally:
         os.close(fd)
     return None if push_index == _UNSEALED else (push_index, version)
+
+
+def is_kept(location: BufferLocation) -> bool:
+    """Whether the process that created a buffer is alive and has not closed it."""
+    try:
+        return Path(f"/proc/{location.pid}/fd/{location.fd}").stat().st_ino == location.inode
+    except OSError:
+        return False
 
 
 def _open(location: BufferLocation, flags: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
+from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.copy_threads import Workers
 from rl.weights.host import host_identity
 from rl.weights.manifest import LIVING_VERSIONS, Manifest, TensorSpec, VersionRecord, WeightsError
@@ -92,6 +92,13 @@ class SharedMemorySender:
             return False
         return self._buffer(before).holds_same_as(self._buffer(record), record.manifest)
 
+    async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
+        """Lets go of the buffers. A reader keeps its own hold on the one that it is reading."""
+        del withdrawn
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers.clear()
+
     def _buffer(self, record: VersionRecord) -> WeightBuffer:
         return self._buffers[record.push_index % LIVING_VERSIONS]
 
@@ -162,17 +169,16 @@ class SharedMemoryReceiver:
         buffer = self._buffers.get(location)
         if buffer is None:
             buffer = WeightBuffer.open(location)
-            if any(known.pid != location.pid for known in self._buffers):  # the trainer was restarted
-                self._close_buffers()
+            self._close_abandoned()
             self._buffers[location] = buffer
         with buffer.reading(record):
             buffer.check_checksums(record)
             yield buffer
 
-    def _close_buffers(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.close()
-        self._buffers.clear()
+    def _close_abandoned(self) -> None:
+        """Closes buffers whose owner has let go of them: the trainer was restarted, or an adapter was dropped."""
+        for location in [known for known in self._buffers if not is_kept(known)]:
+            self._buffers.pop(location).close()
 
 
 def _check_within_reach(record: VersionRecord) -> None:

@@ -97,11 +97,20 @@ class StoreSender:
         await asyncio.gather(*(put(shard) for shard in mine))
         return sums
 
+    async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
+        """Deletes the versions' tensors."""
+        try:
+            await self._delete(withdrawn)
+        except Exception as error:  # Monarch's own types if TorchStore is dead
+            raise WeightsError(f"versions were not deleted: TorchStore failed: {error}") from error
+
     async def _announce(self, record: VersionRecord) -> None:
         """Puts the version into the index, and deletes the tensors of the version that drops out of it."""
-        dropped = await self._index.announce(record)
+        await self._delete(await self._index.announce(record))
+
+    async def _delete(self, records: Iterable[VersionRecord]) -> None:
         store = await self._index.get_store()
-        await asyncio.gather(*(store.delete(old.key(spec.name)) for old in dropped for spec in old.manifest))
+        await asyncio.gather(*(store.delete(old.key(spec.name)) for old in records for spec in old.manifest))
 
 
 class StoreFeed:

@@ -62,6 +62,10 @@ class Sender(Protocol):
         """Whether two successive versions with equal checksums are known to be equal. Called on rank 0."""
         ...
 
+    async def close(self, withdrawn: "Iterable[VersionRecord]") -> None:
+        """Frees what the versions take, for good. `withdrawn` are those of rank 0's index; no others are in use."""
+        ...
+
 
 @runtime_checkable
 class WeightMemory(Protocol):

@@ -41,3 +41,13 @@ class VersionIndex:
         dropped = tuple(old for old in self._records if old not in kept)
         self._records = kept
         return dropped
+
+    async def withdraw(self) -> tuple[VersionRecord, ...]:
+        """Deletes the index. Returns the records that it had. Raises `WeightsError`."""
+        records, self._records = self._records, ()
+        if records:
+            try:
+                await (await self.get_store()).delete(index_key(records[0].policy))
+            except Exception as error:  # Monarch's own types if TorchStore is dead
+                raise WeightsError(f"versions were not withdrawn: TorchStore failed: {error}") from error
+        return records

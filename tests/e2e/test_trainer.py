@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from controller.meshes.trainer_handle import TrainerHandle
+from controller.meshes.trainer_mesh import TrainerMesh
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
@@ -27,7 +28,7 @@ PARAMS = AdamParams(learning_rate=1e-3)
 
 @asynccontextmanager
 async def launched(config: TrainerConfig, log_dir: Path) -> AsyncGenerator[TrainerHandle]:
-    trainer = await TrainerHandle.launch(config, "float32", log_dir)
+    trainer = TrainerHandle(await TrainerMesh.launch(config, "float32", log_dir))
     try:
         yield trainer
     finally:

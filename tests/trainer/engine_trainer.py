@@ -1,5 +1,6 @@
 """An engine in the test's own process as the `Trainer` that a loop sees: no mesh, the same mathematics."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 
 from rl.data.batching import validate_batch
+from rl.lora import LoRAConfig
 from rl.losses import get_loss
+from rl.protocols import Trainer
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -18,6 +21,8 @@ class EngineTrainer:
 
     def __init__(self, model: Path, per_microbatch: int = 3, **options: Any) -> None:
         self.engine = load_engine(TrainerConfig(model=model, compute_dtype="float32", **options))
+        self._base = self.engine
+        self._name = ""
         self._per_microbatch = per_microbatch
 
     async def policy_version(self) -> int:
@@ -66,6 +71,20 @@ class EngineTrainer:
     async def export_hf(self, path: Path) -> None:
         """See `rl.protocols.Trainer`."""
         self.engine.export_hf(path, torch.float32)
+
+    async def adapter(self, name: str, config: LoRAConfig) -> "Trainer":
+        """See `rl.protocols.Trainer`."""
+        adapter = copy.copy(self)
+        adapter.engine, adapter._base, adapter._name = self._base.adapter(name, config), self._base, name
+        return adapter
+
+    async def drop(self) -> None:
+        """See `rl.protocols.Trainer`."""
+        self._base.drop_adapter(self._name)
+
+    async def export_peft(self, path: Path) -> None:
+        """See `rl.protocols.Trainer`."""
+        self.engine.export_peft(path, torch.float32)
 
     def _cut(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> list[Sequence[Datum]]:
         validate_batch(batch, required_inputs=required_inputs, vocab_size=1 << 20, max_seq_len=1 << 20)

@@ -2,92 +2,20 @@
 
 import asyncio
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from controller.meshes.mesh import Mesh
-from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.version_records import VersionRecords
+from controller.meshes.trainer_mesh import TrainerMesh
 from rl.losses import get_loss
 from rl.tiny_models import tiny_llama
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from rl.types import AdamParams, Datum
+from tests.controller.meshes.fake_ranks import FakeMesh, handle_of, make, random_batch
 from trainer.config import TrainerConfig
 from trainer.engines.base import RankFailureError
-from trainer.engines.model_check import check_model
-
-
-class FakeRank:
-    """Answers with each datum's own tokens, and records its calls in order."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.calls: list[str] = []
-        self.microbatches: list[list[list[Datum]]] = []
-        self.arguments: tuple[Any, ...] = ()
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(call_one=lambda *args: self._call(name, *args))
-
-    def _call(self, name: str, *args: Any) -> Any:
-        self.calls.append(name)  # when it is sent, not when it is awaited
-        return self._answer(name, *args)
-
-    async def _answer(self, name: str, *args: Any) -> Any:
-        await asyncio.sleep(0)
-        if self.error is not None:
-            raise self.error
-        if name == "optim_step":
-            return OptimStepOutput(policy_version=7, learning_rate=args[0].learning_rate, grad_norm=1.0, skipped=False)
-        self.microbatches.append(args[0])
-        self.arguments = args[1:]
-        arrays = tuple(d.tokens.astype(np.float32) for microbatch in args[0] for d in microbatch)
-        metrics = {"loss": float(sum(map(len, arrays))), "ratio_max": float(self.index)}
-        entropy = arrays if name == "forward" and args[1] else None
-        return ForwardBackwardOutput(logprobs=arrays, entropy=entropy, metrics=metrics)
-
-
-class FakeMesh(Mesh):
-    """A mesh without processes."""
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__("trainer", None, None, (), ())
-        self.ranks = [FakeRank(index) for index in range(num_ranks)]
-
-    def rank(self, index: int) -> FakeRank:
-        return self.ranks[index]
-
-    @property
-    def num_calls(self) -> int:
-        return sum(len(rank.calls) for rank in self.ranks)
-
-
-def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
-    config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=20, **layout)  # pyright: ignore[reportArgumentType]
-    mesh = FakeMesh(config.num_ranks)
-    return handle_of(mesh, config), mesh
-
-
-def handle_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerHandle:
-    limits, records = check_model(config), VersionRecords()
-    return TrainerHandle(mesh, config, limits, records, share_prefixes=False, pushes=True)
-
-
-def random_batch(lengths: Sequence[int]) -> list[Datum]:
-    rng = np.random.default_rng(0)
-    arrays = [rng.integers(0, 64, length) for length in lengths]
-    ones = [np.ones(length, np.float32) for length in lengths]
-    return [
-        Datum(tokens=a, loss_inputs={"target_tokens": a, "logprobs": o, "advantages": o})
-        for a, o in zip(arrays, ones, strict=True)
-    ]
-
 
 LENGTHS = (3, 17, 5, 12, 9, 1)
 
@@ -212,5 +140,5 @@ def test_an_untrainable_model_or_layout_starts_no_process(tmp_path: Path) -> Non
         (TrainerConfig(model=model, tensor_parallel=3), "tensor_parallel is 3, which does not divide"),
     ):
         with pytest.raises(ValueError, match=message):
-            asyncio.run(TrainerHandle.launch(config, "float32", tmp_path / "logs"))
+            asyncio.run(TrainerMesh.launch(config, "float32", tmp_path / "logs"))
     assert not (tmp_path / "logs").exists()

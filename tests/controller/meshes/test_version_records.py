@@ -11,6 +11,7 @@ import torch
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.mesh import Mesh
 from controller.meshes.trainer_handle import TrainerHandle
+from controller.meshes.trainer_mesh import TrainerMesh
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
@@ -67,7 +68,15 @@ def test_a_pull_sends_the_record_of_a_pushed_version_and_none_for_an_unknown_one
     pushing = FakeMesh(record)
     pulling = FakeMesh(None)
     limits, config = ModelLimits(vocab_size=1, max_seq_len=1), TrainerConfig(model=model)
-    trainer = TrainerHandle(pushing, config, limits, version_records, share_prefixes=False, pushes=True)
+    mesh = TrainerMesh(
+        mesh=pushing,
+        config=config,
+        limits=limits,
+        version_records=version_records,
+        share_prefixes=False,
+        pushes=True,
+    )
+    trainer = TrainerHandle(mesh)
     generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)
 
     async def main() -> None:
