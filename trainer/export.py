@@ -1,4 +1,4 @@
-"""Writes a policy as a Hugging Face model directory."""
+"""Writes a policy as a Hugging Face model directory, or an adapter as one of PEFT."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from rl.hf_config import read_config
+from rl.lora import LoRAConfig, adapted_modules
 from rl.types import Head
 from trainer.checkpoint import on_rank_0
 
@@ -18,11 +19,18 @@ _SHARD_BYTES = 5_000_000_000
 
 
 def write_hf_directory(
-    directory: Path, source: Path, parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, head: Head
+    directory: Path,
+    source: Path,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    head: Head,
+    *,
+    untied: bool = False,
 ) -> None:
     """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
 
-    A model with a value head becomes a sequence classifier of transformers with one label, like reward models.
+    A model with a value head becomes a sequence classifier of transformers with one label, like reward models. With
+    `untied`, the parameters hold an output projection of their own, even if that of `source` is the input embedding.
     A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them. What rank 0
     raises, every rank raises.
     """
@@ -40,7 +48,37 @@ def write_hf_directory(
 
     def write() -> None:
         _write_shards(directory, shards)
-        _copy_other_files(directory, source, dtype, head)
+        _copy_other_files(directory, source, dtype, head, untied=untied)
+
+    on_rank_0(write)
+
+
+def write_peft_directory(
+    directory: Path,
+    source: Path,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    config: LoRAConfig,
+) -> None:
+    """Fills `directory` with an adapter of the model `source`, as peft writes it. A collective, as above."""
+    tensors = dict(_gathered(parameters, dtype))
+
+    def write() -> None:
+        save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+        content = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(source),
+            "r": config.rank,
+            "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "use_rslora": False,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)}),
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(content, indent=2))
 
     on_rank_0(write)
 
@@ -85,7 +123,7 @@ def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head) -> None:
+def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head, *, untied: bool) -> None:
     """Copies configuration, tokenizer and chat template, but no weights, and records dtype and head in config.json."""
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
@@ -96,6 +134,8 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: H
     if head == "value":
         config["architectures"] = [_classifier(config["model_type"])]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    if untied:
+        config["tie_word_embeddings"] = False
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 

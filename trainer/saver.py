@@ -77,6 +77,16 @@ class CheckpointSaver:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Waits, as `wait` does, and frees the thread and the process group."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._background_group is not None:
+                dist.destroy_process_group(self._background_group)
+                self._background_group = None
+
 
 def _take_idle_time() -> None:
     """Gives the calling thread the lowest priority, so that a step has the processor first. Linux only."""

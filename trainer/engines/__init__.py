@@ -16,4 +16,10 @@ def load_engine(config: TrainerConfig) -> Engine:
     Raises ValueError for a model or a layout that the engine cannot train.
     """
     check_model(config)
-    return resolve_name(ENGINES[config.engine].engine)(config)
+    engine = resolve_name(ENGINES[config.engine].engine)(config)
+    if config.lora is None:
+        return engine
+    # Imported here, because the controller imports this package to check layouts, without engines.
+    from trainer.engines.pytorch.frozen_base import FrozenBase
+
+    return FrozenBase(config, engine)

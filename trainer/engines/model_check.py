@@ -39,6 +39,8 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     """Raises ValueError if the engine cannot train the model, or cannot train it in this layout or on this host."""
     hf_config = read_config(config.model)
     _check_head(hf_config, config.head)
+    if config.lora is not None:
+        _check_lora(config)
     check: LayoutCheck = resolve_name(ENGINES[config.engine].layout_check)
     return check(config, hf_config)
 
@@ -55,6 +57,21 @@ def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
         # Only transformers knows this architecture, so keep every key of its config.json that concerns the weights.
         ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
         return {**{key: value for key, value in hf_config.items() if not key.startswith(ignored)}, "head": head}
+
+
+def _check_lora(config: TrainerConfig) -> None:
+    """Raises ValueError for options that go with training the whole model only."""
+    for name, accepted in (("head", "lm"), ("compile", False), ("float8", "none")):
+        if getattr(config, name) != accepted:
+            raise ValueError(
+                f"TrainerConfig.{name} is {getattr(config, name)!r} and lora is given; with adapters it must be "
+                f"{accepted!r}, or lora None, which trains the whole model"
+            )
+    if config.engine == "fsdp1":
+        raise ValueError(
+            "TrainerConfig.engine is 'fsdp1' and lora is given; adapters are trained by the engines 'fsdp2', which "
+            "takes the same models, and 'torchtitan'"
+        )
 
 
 def _check_head(hf_config: Mapping[str, Any], head: Head) -> None:

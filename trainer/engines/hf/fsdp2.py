@@ -31,6 +31,8 @@ class Fsdp2Engine(TorchEngine):
         self._policy = TransformersPolicy(config.model, config.head)
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.lora is not None:
+            self._policy.freeze(DTYPES[config.compute_dtype])
         if config.num_ranks > 1:
             _shard(self._policy, config, device)
         self._policy.materialize(device)

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.data.packing import PackedRow
+from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.types import Head
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
+from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
 
 T = TypeVar("T")
+_ADAPTABLE = (*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES)
 # Factor on the output projection that makes a soft cap on logits visible.
 _MAGNIFIED = 1000.0
 
@@ -67,6 +70,16 @@ class TransformersPolicy(nn.Module):
         """Runs a function of the model. FSDP gathers shards around it, as around any forward pass."""
         return compute(self.model)
 
+    def freeze(self, dtype: torch.dtype) -> None:
+        """Freezes the parameters, which are not loaded yet, in `dtype`, and makes projections adaptable."""
+        freeze(self.model, dtype)
+        for name, module in self.model.named_modules():
+            leaf = name.rpartition(".")[2]
+            if type(module) is nn.Linear and leaf in _ADAPTABLE and ".experts." not in name:
+                # The layer stays the same object, because the model may refer to it by several names.
+                module.__class__ = _AdaptedLinear
+                module.hf_module = name
+
     def run_by(self, wrapper: nn.Module) -> None:
         """From now on computes through `wrapper`, which wraps this module."""
         self._run = wrapper.__call__
@@ -102,7 +115,9 @@ class TransformersPolicy(nn.Module):
             hidden = _hidden(model, tokens, positions)[0].index_select(0, scored)
             if self._has_values:
                 return values(hidden, model.score.weight), None
-            return logprobs_and_entropy(hidden, model.get_output_embeddings().weight, targets, entropy=entropy)
+            head = model.get_output_embeddings()
+            low_rank = head.low_rank if isinstance(head, Adaptable) else None
+            return logprobs_and_entropy(hidden, head.weight, targets, entropy=entropy, low_rank=low_rank)
 
         return self._run(compute)
 
@@ -129,6 +144,15 @@ class TransformersPolicy(nn.Module):
             raise ValueError(
                 f"{self._name} scales or caps its logits after the output projection, which is not computed here"
             )
+
+
+class _AdaptedLinear(Adaptable):
+    """Adds the product of the adapter in use to its output. For the output projection, scoring does so instead."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[..., in] -> [..., out]"""
+        y = super().forward(x)
+        return y if self.low_rank is None else y + self.low_rank.product(x)
 
 
 def _hidden(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class TorchEngine(Engine):
         """`parameters` are float32, by Hugging Face name, in the order of `model`; `model_info` goes into checkpoints.
 
         A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
-        than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones.
+        than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones;
+        under `lora`, the model is frozen in that dtype, and its layers cast an adapter's parameters.
         """
         self._config = config
         self._model = model
@@ -63,7 +64,7 @@ class TorchEngine(Engine):
         self._failure_sync = rows.failure_sync
         dtype = DTYPES[config.compute_dtype]
         self._mixed_precision: MixedPrecision | None = None
-        if config.num_ranks == 1 and dtype != torch.float32:
+        if config.num_ranks == 1 and dtype != torch.float32 and config.lora is None:
             self._mixed_precision = MixedPrecision(model, dtype)
             parameters = dict(zip(parameters, self._mixed_precision.master_weights, strict=True))
         self._parameters = parameters

@@ -20,14 +20,16 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
+from trainer.engines.pytorch.low_rank import freeze
 from trainer.engines.pytorch.ranks import DTYPES
+from trainer.engines.titan.model.adapted import make_adaptable, name_adaptable
 from trainer.engines.titan.model.attention import choose_inner_attention
 from trainer.engines.titan.model.specs import build_spec, load_weights, share_rope_cache
 from trainer.engines.titan.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):
-    """A model with its float32 weights loaded, sharded according to the layout."""
+    """A model with its weights loaded, in float32 or frozen in `compute_dtype`, sharded according to the layout."""
 
     parts: Sequence[Decoder]
     """The whole model as one part, or this rank's pipeline stages in order."""
@@ -53,8 +55,7 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
             tensor_mesh = dims.get_optional_mesh("tp")
             pipeline = Pipeline(config, parts, hf_config.dim, device, mesh, tensor_mesh)
     else:
-        with torch.device("meta"):
-            parts = [spec.model.build()]
+        parts = [_built(config, spec)]
         if (checkpointing := _activation_checkpointing(config)) is not None:
             checkpointing.build().apply(parts[0])
         if (compiling := _compile_config(config, device)).enable:
@@ -69,11 +70,24 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
     if config.compile and device.type == "cpu":
         _compile_around_attention(decoders)
     share_rope_cache(decoders)
+    name_adaptable(decoders)
     return BuiltModel(decoders, context_mesh, pipeline)
 
 
+def _built(config: TrainerConfig, spec: ModelSpec) -> Decoder:
+    """The model on the meta device. It is frozen here, because FSDP must find parameters in their final dtype."""
+    with torch.device("meta"):
+        model = spec.model.build()
+    assert isinstance(model, Decoder)
+    if config.lora is not None:
+        freeze(model, DTYPES[config.compute_dtype])
+    return model
+
+
 def _convert(config: TrainerConfig, spec: ModelSpec) -> None:
-    """Applies torchtitan's float8 converter if asked for. Its recipes need no call after an optimizer step."""
+    """Puts in layers that can be adapted, or torchtitan's float8 ones, which need no call after an optimizer step."""
+    if config.lora is not None:
+        make_adaptable(spec)
     if config.float8 != "none":
         assert isinstance(spec.model, Decoder.Config)
         float8 = Float8LinearConverter.Config(
@@ -127,11 +141,10 @@ def _parallel_dims(config: TrainerConfig) -> ParallelDims:
 
 def _build_parallel(
     config: TrainerConfig, spec: ModelSpec, dims: ParallelDims, device: torch.device
-) -> list[nn.Module]:
+) -> Sequence[nn.Module]:
     parallelism = _parallelism(config)
     spec.model.update_from_config(config=_RuntimeConfig(parallelism))
-    with torch.device("meta"):
-        model = spec.model.build()
+    model = _built(config, spec)
     options: dict[str, Any] = {
         "parallel_dims": dims,
         # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here and

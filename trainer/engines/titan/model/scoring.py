@@ -18,9 +18,10 @@ from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
+from trainer.engines.pytorch.low_rank import Adaptable
 
 
-class LogprobHead(Linear):
+class LogprobHead(Adaptable, Linear):
     """A `Linear` whose forward pass returns log-probs instead of logits."""
 
     hidden_gradient: Placement = Partial()
@@ -34,10 +35,13 @@ class LogprobHead(Linear):
         self, hidden: Tensor, targets: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [S, D], targets [S] -> log-probs [S] float32, entropies [S] float32 if asked for."""
-        weight, group = self.weight, None
+        weight, group, low_rank = self.weight, None, self.low_rank
         if isinstance(weight, DTensor):  # tensor parallelism: this rank's rows of the vocabulary
-            weight, group = weight.to_local(), weight.device_mesh.get_group()
-        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group)
+            mesh = weight.device_mesh
+            weight, group = weight.to_local(), mesh.get_group()
+            if low_rank is not None:
+                low_rank = low_rank._replace(b=low_rank.b.chunk(mesh.size())[mesh.get_local_rank()])
+        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group, low_rank=low_rank)
 
 
 class ValueHead(Linear):
