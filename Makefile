@@ -15,7 +15,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast test-slow lint bench lock clean
+.PHONY: help setup train test test-fast test-slow lint bench gpu-check lock clean
 
 help: ## list the targets
 	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.11]'
@@ -43,6 +43,10 @@ lint: setup ## check format, style and types
 
 bench: setup ## run every benchmark and rewrite benchmarks/RESULTS.md
 	@exec $(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check: DEVICE = gpu
+gpu-check: setup ## prove the GPU path on this machine, in ten minutes; DEVICE=cpu only shows that the checks work
+	@exec $(BIN)/python -m benchmarks.gpu_check --device $(DEVICE) $(ARGS)
 
 lock: ## resolve pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
 	@requirements/setup.sh lock $(ARGS)

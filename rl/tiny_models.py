@@ -53,10 +53,12 @@ def tiny_critic(path: Path) -> Path:
     return _save(LlamaForSequenceClassification, config, path, torch.float32)
 
 
-def tiny_qwen3(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def tiny_qwen3(
+    path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
+) -> Path:
     """Writes a Qwen3 of the same shape, except that its head size is not hidden size / heads."""
     options = {**_shape(), "head_dim": 16, **options}
-    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=2, **options)
+    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **options)
     return _save(Qwen3ForCausalLM, config, path, dtype)
 
 

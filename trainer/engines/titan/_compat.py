@@ -7,14 +7,19 @@ import sys
 
 import torch
 
+from trainer.engines.titan.flash_attention import installed_flash_attention
+
 
 def prepare_torchtitan() -> None:
-    """Makes torchtitan 0.3.0 usable on a machine without an accelerator. Does nothing where there is one."""
+    """Makes torchtitan 0.3.0 usable without an accelerator, and with no more than torch's own FlashAttention."""
+    import torchtitan.tools.utils as utils
+
+    # Reason: torchtitan asks for FlashAttention 3 on every Hopper GPU and for 4 on every Blackwell, installed or not.
+    # Remove when it falls back to torch's own.
+    utils.get_cuda_flash_attention_impl = installed_flash_attention
     if torch.cuda.is_available():
         return
     assert not any(name.startswith("torchtitan.models") for name in sys.modules), "torchtitan was imported too early"
-    import torchtitan.tools.utils as utils
-
     # Reason: without an accelerator torchtitan assumes "cuda" at import, and its other modules copy the two names.
     # Remove when `get_device_info` falls back to the CPU.
     utils.device_type, utils.device_module = "cpu", torch.cpu

@@ -1,0 +1,1 @@
+"""What `make gpu-check` runs, each in a process of its own: `python -m benchmarks.gpu.NAME [--smoke]`."""

@@ -1,0 +1,166 @@
+"""Every engine on this machine's device against the CPU: losses, gradient norms, and a checkpoint there and back.
+
+    python -m benchmarks.gpu.numerics [--smoke]
+
+Three steps of cross-entropy over the same batch. The reference is the same engine in float32, in a process that sees no
+GPU. bfloat16 may differ from it by its own rounding; float32 only by the order of sums. A checkpoint written on the
+device is then read on the CPU, where it has to give the same log-probs.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Bar, parser, print_result
+
+LENGTHS = (33, 96, 128, 7, 64, 120, 81, 50)
+STEPS = 3
+LOSS_LIMIT = {"bfloat16": 1e-3, "float32": 1e-5}
+NORM_LIMIT = {"bfloat16": 2e-2, "float32": 1e-4}
+"""Largest relative differences."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One engine over one model, computing in one way."""
+
+    engine: str
+    family: str
+    dtype: str
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further fields of `TrainerConfig`."""
+
+    def __str__(self) -> str:
+        """Its name in bars."""
+        return "_".join([self.engine, self.family, self.dtype, *(f"{name}" for name, _ in self.options)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What three steps gave."""
+
+    losses: tuple[float, ...]
+    """Per token."""
+    norms: tuple[float, ...]
+    logprobs: tuple[np.ndarray, ...]
+    """Of every datum, after the last step."""
+
+
+def cases(*, gpu: bool) -> list[Case]:
+    """All that this machine can compute."""
+    import torch
+
+    found = [
+        Case(engine, family, dtype)
+        for engine, families in (("torchtitan", ("llama", "qwen3", "qwen3_moe")), ("fsdp2", ("llama", "qwen3")))
+        for family in families
+        for dtype in ("float32", "bfloat16")
+    ]
+    if gpu:
+        found.append(Case("torchtitan", "qwen3", "bfloat16", (("compile", True),)))
+        found.append(Case("torchtitan", "qwen3", "bfloat16", (("activation_checkpointing", "full"),)))
+        if torch.cuda.get_device_capability() >= (8, 9):
+            found.append(Case("torchtitan", "qwen3", "bfloat16", (("float8", "rowwise"),)))
+    return found
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """A small model of each family, with heads that every attention kernel accepts."""
+    from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+    return {
+        "llama": tiny_llama(folder / "llama", **shape),
+        "qwen3": tiny_qwen3(folder / "qwen3", **shape),
+        "qwen3_moe": tiny_qwen3_moe(folder / "qwen3_moe", **shape, moe_intermediate_size=128),
+    }
+
+
+def compute(case: Case, model: Path, save: Path | None = None, load: Path | None = None) -> Result:
+    """Three steps, in this process, on the device that it sees. With `load`, none: the log-probs of a checkpoint."""
+    from rl.losses import get_loss
+    from rl.tiny_models import random_batch
+    from rl.types import AdamParams
+    from trainer.config import TrainerConfig
+    from trainer.engines import load_engine
+
+    fields: dict[str, Any] = {"model": model, "engine": case.engine, "compute_dtype": case.dtype, **dict(case.options)}
+    engine = load_engine(TrainerConfig(**fields, max_tokens_per_microbatch=512))
+    batch = random_batch(LENGTHS)
+    microbatches, loss = [batch[:4], batch[4:]], get_loss("cross_entropy")
+    losses: list[float] = []
+    norms: list[float] = []
+    if load is not None:
+        engine.load_checkpoint(load)
+    else:
+        for _ in range(STEPS):
+            metrics = engine.forward_backward(microbatches, loss).metrics
+            losses.append(metrics["loss"] / metrics["num_loss_tokens"])
+            step = engine.optim_step(AdamParams(learning_rate=1e-4), grad_scale=1 / metrics["num_loss_tokens"])
+            norms.append(step.grad_norm)
+    logprobs = tuple(np.asarray(each) for each in engine.forward(microbatches).logprobs)
+    if save is not None:
+        engine.save_checkpoint(save)
+    return Result(tuple(losses), tuple(norms), logprobs)
+
+
+def on_cpu(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The results of these calls in a process that sees no GPU."""
+    hidden, os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES"), ""
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.starmap(function, calls)
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if hidden is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return float(np.max(np.abs(np.subtract(ours, theirs)) / np.abs(theirs)))
+
+
+def main() -> None:
+    """Runs the comparisons and prints the result."""
+    options = parser(__doc__, quick="as without").parse_args()
+    import torch
+
+    gpu = torch.cuda.is_available()
+    found = cases(gpu=gpu)
+    if options.smoke:
+        found = [case for case in found if case.family == "llama"]
+    bars: list[Bar] = []
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        kinds = sorted({(case.engine, case.family) for case in found})
+        calls = [(Case(engine, family, "float32"), models[family]) for engine, family in kinds]
+        references = dict(zip(kinds, on_cpu(compute, calls), strict=True))
+        saved: list[tuple[Case, Path, None, Path]] = []
+        results: list[Result] = []
+        for case in found:
+            path = Path(folder) / str(case)
+            result = compute(case, models[case.family], path if case.dtype == "float32" else None)
+            if case.dtype == "float32":
+                saved.append((case, models[case.family], None, path))
+                results.append(result)
+            reference = references[case.engine, case.family]
+            loose = 10.0 if "float8" in dict(case.options) else 1.0  # three bits of mantissa
+            loss_limit, norm_limit = loose * LOSS_LIMIT[case.dtype], loose * NORM_LIMIT[case.dtype]
+            bars.append(Bar(name=f"loss_{case}", value=difference(result.losses, reference.losses), limit=loss_limit))
+            bars.append(Bar(name=f"norm_{case}", value=difference(result.norms, reference.norms), limit=norm_limit))
+            print(f"{case}: losses {result.losses}, on the CPU {reference.losses}", flush=True)
+        for (case, *_), result, read in zip(saved, results, on_cpu(compute, saved), strict=True):
+            worst = max(float(np.abs(a - b).max()) for a, b in zip(result.logprobs, read.logprobs, strict=True))
+            bars.append(Bar(name=f"checkpoint_{case}", value=worst, limit=1e-3))
+    print_result("gpu_numerics", bars, {"device": torch.cuda.get_device_name() if gpu else "cpu", "cases": len(found)})
+
+
+if __name__ == "__main__":
+    main()
