@@ -19,6 +19,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
         top_k=sampling.top_k,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         logprobs=0,  # only those of the sampled tokens
         prompt_logprobs=0 if sampling.prompt_logprobs else None,

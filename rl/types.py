@@ -40,6 +40,8 @@ class SamplingParams:
     """Strings that end a completion. Their tokens stay in the completion."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
+    ignore_eos: bool = False
+    """Whether the model's own end token does not end a completion."""
     seed: int | None = None
     """Sample i of a call uses seed + i. With None, every call draws a new seed."""
     prompt_logprobs: bool = False

@@ -38,8 +38,12 @@ class LossInputs:
         """[S] the factor of each position's term in the loss."""
         return self.arrays["weights"]
 
-    def mean_per_datum(self, values: Tensor) -> Tensor:
-        """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without scored positions."""
-        sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values)
-        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values.new_ones(len(values)))
+    def mean_per_datum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without scored positions.
+
+        With a `mask` [S], only positions where it is not 0 count.
+        """
+        counted = values.new_ones(len(values)) if mask is None else (mask != 0).to(values.dtype)
+        sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values * counted)
+        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, counted)
         return sums / counts.clamp(min=1)

@@ -83,11 +83,12 @@ def gspo(
 
     s = exp(mean over the sequence of p - q). s_t = stop_grad(s) exp(p - stop_grad(p)) has the value s and the gradient
     of its own token: GSPO-token, eqs. 7 and 13 of https://arxiv.org/abs/2507.18071. The default clip range is the
-    paper's.
+    paper's. With the input `sequence_ratio_mask`, only positions where it is not 0 enter the mean.
     """
     del entropy
     log_ratio = logprobs.detach() - inputs["logprobs"]
-    sequence_ratio = inputs.mean_per_datum(log_ratio).exp()[inputs.datum_index]
+    mask = inputs.arrays.get("sequence_ratio_mask")
+    sequence_ratio = inputs.mean_per_datum(log_ratio, mask).exp()[inputs.datum_index]
     # The second factor is 1: it adds nothing but the gradient.
     ratio = sequence_ratio * (logprobs - logprobs.detach()).exp()
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)

@@ -1,0 +1,136 @@
+"""What survives a restart of the server: training runs and checkpoints, in an SQLite file in the server's folder."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, create_engine, event, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, sessionmaker
+
+from rl.lora import LoRAConfig
+
+
+class _Table(MappedAsDataclass, DeclarativeBase):
+    """Rows are dataclasses."""
+
+    type_annotation_map = {dict[str, Any]: JSON, dict[str, str]: JSON}  # noqa: RUF012, SQLAlchemy's name and type
+
+
+class TrainingRunRow(_Table, kw_only=True):
+    """One adapter that a client trains or has trained."""
+
+    __tablename__ = "training_runs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`<session>:train:<n>`, as the client computes it too."""
+    base_model: Mapped[str]
+    """The name by which the client asked for the model."""
+    rank: Mapped[int]
+    seed: Mapped[int]
+    train_attn: Mapped[bool]
+    train_mlp: Mapped[bool]
+    train_unembed: Mapped[bool]
+    user_metadata: Mapped[dict[str, Any] | None]
+    last_request_at: Mapped[datetime]
+    """In UTC."""
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """The adapter."""
+        return LoRAConfig(
+            rank=self.rank,
+            seed=self.seed,
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+        )
+
+
+class CheckpointRow(_Table, kw_only=True):
+    """A saved state of a run."""
+
+    __tablename__ = "checkpoints"
+
+    path: Mapped[str] = mapped_column(primary_key=True)
+    """`tinker://<run>/<weights or sampler_weights>/<name>`."""
+    run_id: Mapped[str] = mapped_column(ForeignKey("training_runs.id"), index=True)
+    folder: Mapped[str]
+    """Where it lies, relative to the server's folder."""
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+    size_bytes: Mapped[int]
+    user_metadata: Mapped[dict[str, str] | None]
+
+
+class Database:
+    """The server's records. Every method is one short transaction."""
+
+    def __init__(self, file: Path) -> None:
+        """Opens the file, or makes it."""
+        self._engine = create_engine(f"sqlite:///{file}")
+        event.listen(self._engine, "connect", _configure)
+        _Table.metadata.create_all(self._engine)
+        self._session = sessionmaker(self._engine, expire_on_commit=False)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._engine.dispose()
+
+    def save(self, row: TrainingRunRow | CheckpointRow) -> None:
+        """Adds a row, or replaces the one with its key."""
+        with self._session.begin() as session:
+            session.merge(row)
+
+    def run(self, run_id: str) -> TrainingRunRow | None:
+        """One training run."""
+        with self._session() as session:
+            return session.get(TrainingRunRow, run_id)
+
+    def runs(self) -> list[TrainingRunRow]:
+        """All training runs, the one with the newest request first."""
+        with self._session() as session:
+            return list(session.scalars(select(TrainingRunRow).order_by(TrainingRunRow.last_request_at.desc())))
+
+    def checkpoint(self, path: str) -> CheckpointRow | None:
+        """One checkpoint."""
+        with self._session() as session:
+            return session.get(CheckpointRow, path)
+
+    def checkpoints(self, run_id: str | None = None) -> list[CheckpointRow]:
+        """The checkpoints of one run, or of all, newest first."""
+        query = select(CheckpointRow).order_by(CheckpointRow.created_at.desc())
+        with self._session() as session:
+            return list(session.scalars(query if run_id is None else query.where(CheckpointRow.run_id == run_id)))
+
+    def delete(self, path: str) -> None:
+        """Forgets a checkpoint."""
+        with self._session.begin() as session:
+            if (row := session.get(CheckpointRow, path)) is not None:
+                session.delete(row)
+
+    def touch(self, run_id: str) -> None:
+        """Notes a request of a run."""
+        with self._session.begin() as session:
+            if (row := session.get(TrainingRunRow, run_id)) is not None:
+                row.last_request_at = now()
+
+
+def now() -> datetime:
+    """The time in UTC. SQLite keeps no time zones, so that there is none in the database."""
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+def expiry(ttl_seconds: int | None) -> datetime | None:
+    """When something saved now expires. Raises ValueError outside of an hour to ten years."""
+    if ttl_seconds is None:
+        return None
+    if not 3600 <= ttl_seconds <= 315_360_000:
+        raise ValueError(f"ttl_seconds is {ttl_seconds}; it must be from 3600 (an hour) to 315360000 (ten years)")
+    return now() + timedelta(seconds=ttl_seconds)
+
+
+def _configure(connection: Any, record: object) -> None:
+    del record
+    # A killed server leaves the last committed state; a power cut may cost the last transactions, never the file.
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")

@@ -1,0 +1,282 @@
+"""The state behind the routes: sessions, training clients, sampling clients and requests."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import HTTPException
+from tinker import types
+
+from controller.gateway.answers import Answer, Answers, PendingAnswer
+from controller.gateway.archive import Archive, CheckpointPath
+from controller.gateway.database import Database, TrainingRunRow, now
+from controller.gateway.sampling_clients import Sampler, SamplingClients
+from controller.gateway.served_model import ServedModel
+from controller.gateway.snapshots import Snapshots
+from controller.gateway.training_client import TrainingClient
+from controller.gateway.turns import answer
+
+SESSION_S = 1800.0
+"""A session that has sent no heartbeat for so long has ended. Clients send one every 10 s."""
+_SWEEP_S = 30.0
+
+
+@dataclass(kw_only=True)
+class ClientSession:
+    """A `ServiceClient` of some process."""
+
+    id: str
+    user_metadata: dict[str, Any] | None
+    last_seen: float = field(default_factory=time.monotonic)
+
+
+class Gateway:
+    """What the server knows. Lives on one event loop."""
+
+    def __init__(self, model: ServedModel, folder: Path) -> None:
+        """`folder` is the server's: it keeps its database and checkpoints there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = model
+        self.database = Database(folder / "gateway.sqlite")
+        self.archive = Archive(folder, self.database)
+        self.answers = Answers()
+        self.snapshots = Snapshots(model.generator, model.max_snapshots)
+        self.samplers = SamplingClients(self.snapshots)
+        self.sessions: dict[str, ClientSession] = {}
+        self.training: dict[str, TrainingClient] = {}
+        self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._num_loaded = 0
+
+    # Sessions
+
+    def open_session(self, request: types.CreateSessionRequest) -> ClientSession:
+        """A new session."""
+        session = ClientSession(id=uuid.uuid4().hex[:16], user_metadata=request.user_metadata)
+        self.sessions[session.id] = session
+        return session
+
+    def session(self, session_id: str) -> ClientSession:
+        """A session that has not ended. Raises HTTPException 410, which tells the client to stop, for any other."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise HTTPException(410, f"session {session_id} has ended, or is not of this server; make a ServiceClient")
+        session.last_seen = time.monotonic()
+        return session
+
+    async def end_session(self, session_id: str) -> None:
+        """Gives up the session's adapters and sampling clients."""
+        if self.sessions.pop(session_id, None) is None:
+            return
+        for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
+            await self.training.pop(run_id).close()
+        for policy in self.samplers.forget_session(session_id):
+            await self.snapshots.drop(policy)
+        self.answers.forget_owner(session_id)
+
+    async def sweep(self) -> None:
+        """Ends silent sessions, forgets fetched results and deletes expired checkpoints, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            limit = time.monotonic() - SESSION_S
+            for session in [session for session in self.sessions.values() if session.last_seen < limit]:
+                await self.end_session(session.id)
+            self.answers.sweep()
+            await asyncio.to_thread(self.archive.delete_expired)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Within the block, what has ended is cleared away; at its end, everything is."""
+        sweeper = asyncio.create_task(self.sweep())
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            await self.close()
+
+    async def close(self) -> None:
+        """Ends everything."""
+        for session_id in list(self.sessions):
+            await self.end_session(session_id)
+        sampling = list(self._sampling.values())
+        for task in sampling:
+            task.cancel()
+        await asyncio.gather(*sampling, return_exceptions=True)
+        self.database.close()
+
+    # Training
+
+    def create(self, request: types.CreateModelRequest) -> PendingAnswer:
+        """Makes a training client of a new adapter."""
+        session = self.session(request.session_id)
+
+        def made() -> tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]:
+            config = request.lora_config or types.LoraConfig(rank=32)
+            self._check_new(request.base_model, config.rank, request.optimizer_config.type)
+            row = TrainingRunRow(
+                id=f"{session.id}:train:{request.model_seq_id}",
+                base_model=request.base_model,
+                rank=config.rank,
+                seed=secrets.randbelow(2**31) if config.seed is None else config.seed,
+                train_attn=config.train_attn,
+                train_mlp=config.train_mlp,
+                train_unembed=config.train_unembed,
+                user_metadata=request.user_metadata,
+                last_request_at=now(),
+            )
+            return row, lambda client: client.create()
+
+        return self._begin(session, request.model_seq_id, made)
+
+    def create_from(self, request: types.LoadWeightsRequest) -> PendingAnswer:
+        """Makes a training client of a checkpoint's adapter."""
+        assert request.session_id is not None, "the caller has looked"
+        assert request.model_seq_id is not None, "the caller has looked"
+        session, number = self.session(request.session_id), request.model_seq_id
+
+        def made() -> tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]:
+            source = self.database.run(CheckpointPath.parse(request.path).run_id)
+            if source is None:
+                raise ValueError(f"there is no training run of {request.path}")
+            base_model = request.base_model or source.base_model
+            optimizer = request.optimizer_config
+            self._check_new(base_model, source.rank, "adamw" if optimizer is None else optimizer.type)
+            row = TrainingRunRow(
+                id=f"{session.id}:train:{number}",
+                base_model=base_model,
+                rank=source.rank,
+                seed=source.seed,
+                train_attn=source.train_attn,
+                train_mlp=source.train_mlp,
+                train_unembed=source.train_unembed,
+                user_metadata=request.user_metadata,
+                last_request_at=now(),
+            )
+            return row, lambda client: client.load(request.path, optimizer=request.optimizer)
+
+        return self._begin(session, number, made)
+
+    def training_client(self, run_id: str) -> TrainingClient:
+        """Raises HTTPException 404 if there is none with this id."""
+        client = self.training.get(run_id)
+        if client is None:
+            saved = "; its checkpoints can be loaded into a new one" if self.database.run(run_id) else ""
+            raise HTTPException(404, f"training client {run_id} has ended, or never was{saved}")
+        self.session(run_id.partition(":")[0])
+        return client
+
+    def submit(
+        self, run_id: str, number: int | None, call: Callable[[TrainingClient], Awaitable[Answer]]
+    ) -> PendingAnswer:
+        """Has a training client run a call in its turn."""
+        client = self.training_client(run_id)
+        if number is None or number < 0:
+            raise HTTPException(422, f"seq_id is {number}; a call of a training client needs its sequence number")
+        pending, new = self.answers.open((run_id, number), run_id.partition(":")[0])
+        if new:
+            client.turns.put(number, lambda: call(client), pending)
+            self.database.touch(run_id)
+        return pending
+
+    def _begin(
+        self,
+        session: ClientSession,
+        number: int,
+        made: Callable[[], tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]],
+    ) -> PendingAnswer:
+        """Adds a training client, whose first call, number 0, makes its adapter."""
+        pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
+        if new:
+            try:
+                row, first = made()
+            except ValueError as error:
+                pending.set(Answer.failure(error))
+                return pending
+            self.database.save(row)
+            client = TrainingClient(row, self.model, self.snapshots, self.archive)
+            self.training[row.id] = client
+            client.turns.put(0, lambda: first(client), pending)
+        return pending
+
+    def _check_new(self, base_model: str, rank: int, optimizer: str) -> None:
+        """Raises ValueError for an adapter that cannot be trained here."""
+        self.check_model(base_model)
+        if rank == 0:
+            raise ValueError(
+                "rank is 0, which asks for full fine-tuning; this server trains adapters: choose a rank from 1 to "
+                f"{self.model.max_rank}, or train all weights with `ownloop run`"
+            )
+        if not 1 <= rank <= self.model.max_rank:
+            raise ValueError(
+                f"rank is {rank}; it must be from 1 to {self.model.max_rank}, which `ownloop serve --max-rank` sets"
+            )
+        if optimizer != "adamw":
+            raise ValueError(f"the optimizer is {optimizer!r}; this server has AdamW: leave `optimizer` out")
+
+    def check_model(self, base_model: str) -> None:
+        """Raises ValueError for a model that is not served."""
+        if base_model not in self.model.names:
+            raise ValueError(f"base_model is {base_model!r}; this server serves {', '.join(self.model.names)}")
+
+    # Sampling
+
+    async def create_sampler(self, request: types.CreateSamplingSessionRequest) -> Sampler:
+        """Makes a sampling client of the base model or of a checkpoint. Raises ValueError for others."""
+        session = self.session(request.session_id)
+        sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        if (known := self.samplers.find(sampler_id)) is not None:
+            return known
+        if request.model_path is None:
+            self.check_model(request.base_model or "")
+            name = request.base_model or self.model.names[0]
+            return self.samplers.add(session.id, request.sampling_session_seq_id, self.model, name, None)
+        if sampler_id not in self._from_paths:
+            loading = self._load_sampler(session.id, request.sampling_session_seq_id, request.model_path)
+            self._from_paths[sampler_id] = asyncio.create_task(loading)
+        try:
+            return await asyncio.shield(self._from_paths[sampler_id])
+        finally:
+            self._from_paths.pop(sampler_id, None)
+
+    async def _load_sampler(self, session_id: str, number: int, path: str) -> Sampler:
+        row, folder = self.archive.find(path)
+        run = self.database.run(row.run_id)
+        assert run is not None, "a checkpoint's run is in the database before the checkpoint"
+        self._num_loaded += 1
+        name = f"loaded.{self._num_loaded}.{session_id}"
+        # The checkpoint goes to the generator by way of an adapter of the trainer, which reads its format.
+        trainer = await self.model.adapter(name, run.lora)
+        try:
+            await trainer.load_checkpoint(folder, weights_only=True)
+            policy = await self.snapshots.freeze(name, trainer)
+        finally:
+            await trainer.drop()
+        return self.samplers.add(session_id, number, self.model, run.base_model, policy, path)
+
+    def sample(self, request: types.SampleRequest) -> PendingAnswer:
+        """Begins to sample."""
+        sampler = self.samplers.find(request.sampling_session_id or "")
+        if sampler is None:
+            raise HTTPException(404, f"sampling client {request.sampling_session_id} has ended, or never was")
+        session = self.session(sampler.id.partition(":")[0])
+        key: Hashable = (sampler.id, request.seq_id) if request.seq_id is not None else uuid.uuid4()
+        pending, new = self.answers.open(key, session.id)
+        if new:
+
+            async def run() -> None:
+                pending.set(await answer(lambda: self.samplers.sample(sampler, request)))
+
+            task = self._sampling[pending.id] = asyncio.create_task(run())
+            task.add_done_callback(lambda _: self._sampling.pop(pending.id, None))
+        return pending
+
+    def cancel(self, request_id: str) -> None:
+        """Stops to sample for a request, if it is one that samples."""
+        if (task := self._sampling.get(request_id)) is not None:
+            task.cancel()

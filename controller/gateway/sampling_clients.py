@@ -1,0 +1,142 @@
+"""Sampling clients: each samples from one policy, and answers many requests at the same time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
+
+from controller.gateway.answers import Answer
+from controller.gateway.served_model import ServedModel
+from controller.gateway.snapshots import Snapshots
+from rl.lora import Policy
+from rl.types import Completion, SamplingParams
+
+_UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A sampling client's side of the server."""
+
+    id: str
+    """`<session>:sample:<n>`."""
+    model: ServedModel
+    base_model: str
+    """The name by which the client asked for the model."""
+    policy: Policy
+    """What it samples from; None is the base model."""
+    path: str | None
+    """The checkpoint that it was made of, if it was one."""
+
+
+class SamplingClients:
+    """All sampling clients of all sessions."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        """None at first."""
+        self._snapshots = snapshots
+        self._samplers: dict[str, Sampler] = {}
+
+    def __len__(self) -> int:
+        return len(self._samplers)
+
+    def find(self, sampler_id: str) -> Sampler | None:
+        """The sampling client with this id, if it is known."""
+        return self._samplers.get(sampler_id)
+
+    def of_session(self, session_id: str) -> list[str]:
+        """The ids of a session's clients."""
+        return [sampler_id for sampler_id in self._samplers if sampler_id.startswith(f"{session_id}:sample:")]
+
+    def add(
+        self,
+        session_id: str,
+        number: int,
+        model: ServedModel,
+        base_model: str,
+        policy: Policy,
+        path: str | None = None,
+    ) -> Sampler:
+        """Makes one."""
+        sampler_id = f"{session_id}:sample:{number}"
+        sampler = Sampler(id=sampler_id, model=model, base_model=base_model, policy=policy, path=path)
+        self._samplers[sampler_id] = sampler
+        return sampler
+
+    def forget_session(self, session_id: str) -> set[Policy]:
+        """Ends a session's clients. Returns the policies that no client samples from any more."""
+        ended = [self._samplers.pop(sampler_id) for sampler_id in self.of_session(session_id)]
+        return {sampler.policy for sampler in ended} - {sampler.policy for sampler in self._samplers.values()} - {None}
+
+    async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
+        """Answers one request. Raises ValueError for what cannot be sampled."""
+        prompt, sampling = read_request(request, sampler.model.max_context)
+        async with self._snapshots.use(sampler.policy):
+            completions = await sampler.model.generator.generate(
+                prompt, sampling, request.num_samples, policy=sampler.policy
+            )
+        return Answer.protobuf(encode_completions(completions, request.prompt_logprobs_last_n))
+
+
+def read_request(request: types.SampleRequest, max_context: int) -> tuple[list[int], SamplingParams]:
+    """The prompt's tokens and how to sample. Raises ValueError naming what is not supported."""
+    for name in _UNSUPPORTED:
+        if getattr(request, name):
+            raise ValueError(f"{name} is not supported; prompt_logprobs gives those of the prompt's own tokens")
+    for chunk in request.prompt.chunks:
+        if not isinstance(chunk, types.EncodedTextChunk):
+            raise ValueError(f"the prompt has a chunk of kind {chunk.type}; this server samples from text only")
+    prompt = request.prompt.to_ints()
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
+        raise ValueError(
+            f"prompt_logprobs_last_n is {last_n}; it needs prompt_logprobs, and must be from 1 to {len(prompt) - 1}"
+        )
+    params = request.sampling_params
+    if params.max_tokens is None and len(prompt) >= max_context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and the context holds {max_context}; nothing fits behind"
+        )
+    strings, tokens = _read_stop(params.stop)
+    sampling = SamplingParams(
+        max_tokens=max_context - len(prompt) if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop=strings,
+        stop_token_ids=tokens,
+        ignore_eos=params.stop is not None and len(params.stop) == 0,
+        seed=params.seed,
+        prompt_logprobs=bool(request.prompt_logprobs),
+    )
+    return prompt, sampling
+
+
+def _read_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings and stop tokens."""
+    if stop is None:
+        return (), ()
+    if isinstance(stop, str):
+        return ((stop,) if stop else ()), ()
+    assert isinstance(stop, list | tuple), "the request's own type holds nothing else"
+    entries: tuple[str | int, ...] = tuple(stop)
+    return tuple(s for s in entries if isinstance(s, str)), tuple(t for t in entries if isinstance(t, int))
+
+
+def encode_completions(completions: list[Completion], last_n: int | None) -> bytes:
+    """A `SampleResponse`. Positions of the prompt that have no log-prob, the first among them, are NaN."""
+    response = messages.SampleResponse()
+    for completion in completions:
+        reason = messages.STOP_REASON_STOP if completion.finish_reason == "stop" else messages.STOP_REASON_LENGTH
+        response.sequences.add(
+            stop_reason=reason,
+            tokens=np.asarray(completion.tokens, np.int32).tobytes(),
+            logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
+        )
+    if (scored := completions[0].prompt_logprobs) is not None:
+        logprobs = np.asarray([np.nan, *scored], np.float32)
+        if last_n is not None:
+            logprobs[: len(logprobs) - last_n] = np.nan
+        response.prompt_logprobs = logprobs.tobytes()
+    return response.SerializeToString()

@@ -1,0 +1,97 @@
+"""Versions of adapters that the generator keeps for sampling clients.
+
+A sampling client is a frozen snapshot: it gives the tokens and log-probs of its version for ever. The generator has
+room for a bounded number of versions, and clients do not say when they are done with one. So the version that was used
+least recently makes room for a new one, and a later request of it fails with an error that says so.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from rl.lora import Policy
+from rl.protocols import Generator, Trainer
+
+
+class Snapshots:
+    """The policies that the generator holds besides the base model."""
+
+    def __init__(self, generator: Generator, max_kept: int) -> None:
+        """`max_kept` is the generator's room."""
+        self._generator = generator
+        self._max_kept = max_kept
+        self._kept: dict[Policy, None] = {}  # the one that was used last comes last
+        self._running: Counter[Policy] = Counter()
+        self._pulling = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, policy: Policy) -> bool:
+        return policy in self._kept
+
+    async def freeze(self, name: str, trainer: Trainer) -> Policy:
+        """Keeps the trainer's current version. `name` is the adapter's."""
+        version = await trainer.push_model_state_dict()
+        policy = (name, version)
+        async with self._pulling:
+            if policy not in self._kept:
+                await self._make_room()
+                await self._generator.pull_model_state_dict(version, policy=name, frozen=True)
+            self._note_use(policy)
+        return policy
+
+    async def follow(self, name: str, trainer: Trainer) -> Policy:
+        """Replaces the adapter's live version by the trainer's current one, also under requests that are running."""
+        version = await trainer.push_model_state_dict()
+        async with self._pulling:
+            if name not in self._kept:
+                await self._make_room()
+            await self._generator.pull_model_state_dict(version, policy=name, mode="inflight")
+            self._note_use(name)
+        return name
+
+    @asynccontextmanager
+    async def use(self, policy: Policy) -> AsyncGenerator[None]:
+        """Keeps a policy while a request of it runs. Raises ValueError if it had to make room."""
+        if policy is None:
+            yield
+            return
+        if policy not in self._kept:
+            raise ValueError(
+                f"this sampling client's weights are no longer kept: the server holds {self._max_kept} versions and "
+                "gives up the one that was used least recently; make a new sampling client, or sample from a saved path"
+            )
+        self._note_use(policy)
+        self._running[policy] += 1
+        try:
+            yield
+        finally:
+            self._running[policy] -= 1
+
+    async def drop(self, policy: Policy) -> None:
+        """Gives a policy up, if it is kept."""
+        if policy in self._kept:
+            del self._kept[policy]
+            await self._generator.drop_policy(policy)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Gives up all versions of an adapter."""
+        for policy in [p for p in self._kept if p == name or (isinstance(p, tuple) and p[0] == name)]:
+            await self.drop(policy)
+
+    def _note_use(self, policy: Policy) -> None:
+        self._kept.pop(policy, None)
+        self._kept[policy] = None
+
+    async def _make_room(self) -> None:
+        if len(self._kept) < self._max_kept:
+            return
+        idle = next((policy for policy in self._kept if self._running[policy] == 0), None)
+        if idle is None:
+            raise ValueError(
+                f"all {self._max_kept} versions that the server can hold are being sampled from; wait, or start it "
+                "with a larger --max-snapshots"
+            )
+        await self.drop(idle)

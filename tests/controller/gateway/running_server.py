@@ -1,0 +1,63 @@
+"""A gateway behind a real HTTP server, in a thread of the test's own process."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+
+import tinker
+import uvicorn
+
+from controller.gateway.app import make_app
+from controller.gateway.gateway import Gateway
+from tests.controller.gateway.toy_model import ToyHost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    """What a test sees of it."""
+
+    url: str
+    host: ToyHost
+    gateway: Gateway
+
+    def client(self) -> tinker.ServiceClient:
+        """A new client of the official SDK."""
+        return tinker.ServiceClient(base_url=self.url, api_key="tml-local")
+
+
+@contextmanager
+def running_server(folder: Path, *, max_snapshots: int = 8, poll_s: float = 25.0) -> Generator[RunningServer]:
+    """Starts a server of the toy model, and ends it with the block."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    started: list[RunningServer] = []
+    ready = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        host = ToyHost()
+        gateway = Gateway(host.served(max_snapshots), folder)
+        server = uvicorn.Server(uvicorn.Config(make_app(gateway, poll_s=poll_s), log_level="warning"))
+        servers.append(server)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        started.append(RunningServer(url=url, host=host, gateway=gateway))
+        ready.set()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield started[0]
+    finally:
+        servers[0].should_exit = servers[0].force_exit = True
+        thread.join(30)
+        listener.close()

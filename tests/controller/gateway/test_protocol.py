@@ -1,0 +1,193 @@
+"""What a client can do wrong, or a network: each is an error with a text, after which the next call works."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests.controller.gateway.running_server import RunningServer, running_server
+from tests.controller.gateway.sdk import datum, new_client, scores, train
+
+tinker: Any = pytest.importorskip("tinker")
+types: Any = tinker.types
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server"), poll_s=0.2) as running:
+        yield running
+
+
+def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and answer of a request without the SDK."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"{server.url}/api/v1/{path}", data, {"Content-Type": "application/json", **headers}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_a_call_that_is_sent_twice_runs_once(server: RunningServer) -> None:
+    training = new_client(server)
+    body = {"model_id": training.model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+    server.host.calls.clear()
+    (_, first), (_, second) = post(server, "optim_step", body), post(server, "optim_step", body)
+    assert first["request_id"] == second["request_id"]
+    for _ in range(2):  # a lost answer is fetched again
+        assert post(server, "retrieve_future", {"request_id": first["request_id"]})[1]["metrics"]["policy_version"] == 1
+    assert [verb for _, verb in server.host.calls] == ["optim_step"]
+
+
+def test_calls_run_by_sequence_number_and_not_by_arrival(server: RunningServer) -> None:
+    run = new_client(server).model_id
+    ids = {}
+    for number in (3, 2, 1):
+        body = {"model_id": run, "seq_id": number, "adam_params": {"learning_rate": number / 10}}
+        ids[number] = post(server, "optim_step", body)[1]["request_id"]
+        if number > 1:  # polling ends without a result, and the client polls again
+            status, answer = post(server, "retrieve_future", {"request_id": ids[number]})
+            assert (status, answer["type"], answer["queue_state"]) == (408, "try_again", "active")
+    versions = {
+        n: post(server, "retrieve_future", {"request_id": i})[1]["metrics"]["policy_version"] for n, i in ids.items()
+    }
+    assert versions == {1: 1, 2: 2, 3: 3}
+
+
+def test_a_number_that_jumps_is_an_error_after_a_while_and_later_calls_run(server: RunningServer) -> None:
+    training = new_client(server)
+    server.gateway.training[training.model_id].turns.gap_s = 0.05
+    body = {"model_id": training.model_id, "adam_params": {}}
+    _, jumped = post(server, "optim_step", {**body, "seq_id": 1000})
+    answer = post(server, "retrieve_future", {"request_id": jumped["request_id"]})[1]
+    assert answer["category"] == "user"
+    assert "waited 0.05 s for call 1, which never arrived" in answer["error"]
+    _, later = post(server, "optim_step", {**body, "seq_id": 1001})
+    assert "metrics" in post(server, "retrieve_future", {"request_id": later["request_id"]})[1]
+    _, used = post(server, "optim_step", {**body, "seq_id": 5})
+    assert "has been used" in post(server, "retrieve_future", {"request_id": used["request_id"]})[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("optim_step", b"{", 422, "not valid"),
+        ("optim_step", {"model_id": "x", "seq_id": 1, "adam_params": {"learning_rat": 1}}, 422, "not valid"),
+        ("optim_step", {"model_id": "no:train:0", "seq_id": 1, "adam_params": {}}, 404, "has ended, or never was"),
+        ("forward_backward", b"\xff\xff not protobuf", 422, "not a ForwardBackwardRequest"),
+        (
+            "asample",
+            {"sampling_session_id": "no", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}},
+            404,
+            "ended",
+        ),
+        ("retrieve_future", {"request_id": "no"}, 410, "not known"),
+        ("session_heartbeat", {"session_id": "no"}, 410, "make a ServiceClient"),
+        ("publish_everything", {}, 404, "not supported by this server"),
+        ("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.20.1"}, 400, "too old"),
+    ],
+)
+def test_a_request_that_makes_no_sense(server: RunningServer, path: str, body: Any, status: int, text: str) -> None:
+    found, answer = post(server, path, body)
+    assert found == status
+    assert text in answer["detail"]
+
+
+def test_a_body_that_does_not_decompress_or_grows_too_large(server: RunningServer) -> None:
+    import zstandard
+
+    zstd = {"Content-Encoding": "zstd", "Content-Type": "application/x-protobuf"}
+    assert "not zstd" in post(server, "forward_backward", b"plain", **zstd)[1]["detail"]
+    bomb = zstandard.ZstdCompressor().compress(bytes(70 * 2**20))
+    assert "larger than" in post(server, "forward_backward", bomb, **zstd)[1]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "config", "text"),
+    [
+        (
+            [datum([2], [3])],
+            "stable_reinforce",
+            {},
+            "not published; use loss_fn=ppo, cispo, gspo or importance_sampling",
+        ),
+        ([datum([2], [3])], "os:system", {}, "forward_backward_custom"),
+        ([datum([2], [3])], "value", {}, "this server computes cross_entropy"),
+        ([datum([2], [3])], "ppo", {}, "needs the input 'logprobs'|lacks 'logprobs'"),
+        ([datum([2], [3], logprobs=[0.0], advantages=[1.0])], "ppo", {"clip_hi": 2.0}, "clip_high_threshold"),
+        ([datum([2], [3], advantages=[1.0])], "cross_entropy", {}, "has 'advantages'; cross_entropy takes"),
+        ([datum([2, 3], [3])], "cross_entropy", {}, r"data\[0\].*length 1; there are 2 tokens"),
+        ([datum([2], [99])], "cross_entropy", {}, "token ids are between 0 and 15"),
+        ([datum([2], [3], weights=[float("nan")])], "cross_entropy", {}, "must be finite"),
+        ([datum([], [])], "cross_entropy", {}, "length 0"),
+    ],
+)
+def test_a_batch_that_cannot_be_computed_is_the_users_mistake(
+    server: RunningServer, batch: Any, loss: Any, config: dict[str, float], text: str
+) -> None:
+    training = new_client(server)
+    with pytest.raises(tinker.RequestFailedError, match=text) as error:
+        training.forward_backward(batch, loss, config).result()
+    assert error.value.category == "user"
+    before = scores(training)
+    train(training)  # the numbers go on
+    assert scores(training) != before
+
+
+def test_images_are_refused_in_training_and_in_sampling(server: RunningServer) -> None:
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=1)])
+    target = types.TensorData(data=[3], dtype="int64", shape=[1])
+    with pytest.raises(tinker.RequestFailedError, match="trains on text"):
+        new_client(server).forward_backward(
+            [types.Datum(model_input=image, loss_fn_inputs={"target_tokens": target})], "cross_entropy"
+        ).result()
+    sampling = server.client().create_sampling_client(base_model="toy").result()
+    with pytest.raises(tinker.RequestFailedError, match="from text only"):
+        sampling.sample(image, 1, types.SamplingParams(max_tokens=1)).result()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rank": 0}, "full fine-tuning.*rank from 1 to 32"),
+        ({"rank": 64}, "--max-rank"),
+        ({"base_model": "other/model"}, "serves toy, toy/alias"),
+        ({"optimizer": types.DimuonOptimizerConfig()}, "this server has AdamW"),
+    ],
+)
+def test_an_adapter_that_cannot_be_made(server: RunningServer, options: dict[str, Any], text: str) -> None:
+    create: Any = server.client().create_lora_training_client
+    with pytest.raises(tinker.RequestFailedError, match=text):
+        create(**{"base_model": "toy", "rank": 4, **options}).result()
+
+
+def test_a_flooding_client_does_not_starve_the_others(server: RunningServer) -> None:
+    flooding, polite = new_client(server), new_client(server)
+    server.host.calls.clear()
+    server.host.call_s = 0.02
+    try:
+        futures = [flooding.forward_backward([datum([2], [3])], "cross_entropy") for _ in range(100)]
+        futures[0].result()
+        polite.forward_backward([datum([2], [3])], "cross_entropy").result()
+    finally:
+        server.host.call_s = 0.0
+    names = [name for name, _ in server.host.calls]
+    first = names.index(next(name for name in names if name.startswith(polite.model_id.replace(":", "-"))))
+    assert first < 50
+    for future in futures:
+        future.result()
+
+
+def test_a_session_that_finishes_gives_its_adapters_and_snapshots_up(server: RunningServer) -> None:
+    before = len(server.host.adapters), len(server.host.generator.tables)
+    with server.client() as service:
+        training = service.create_lora_training_client("toy", rank=4).result()
+        training.save_weights_and_get_sampling_client().result()
+        assert (len(server.host.adapters), len(server.host.generator.tables)) == (before[0] + 1, before[1] + 1)
+    assert (len(server.host.adapters), len(server.host.generator.tables)) == before

@@ -1,0 +1,120 @@
+"""The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs."""
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.controller.gateway.running_server import RunningServer, running_server
+from tests.controller.gateway.sdk import new_client, scores, train
+from tests.controller.gateway.toy_model import CONTEXT, END, VOCAB
+
+tinker: Any = pytest.importorskip("tinker")
+types: Any = tinker.types
+PROMPT = types.ModelInput.from_ints([2, 3])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def test_a_sampling_client_keeps_its_weights_while_training_goes_on(server: RunningServer) -> None:
+    training = new_client(server)
+    base = server.client().create_sampling_client(base_model="toy").result()
+    train(training)
+    old = training.save_weights_and_get_sampling_client().result()
+    live = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    before, of_base = scores(old), scores(base)
+    np.testing.assert_allclose(before, scores(training), rtol=1e-6)
+    train(training, 4)
+    new = training.save_weights_and_get_sampling_client().result()
+    assert scores(old) == before  # exactly
+    assert scores(base) == of_base == pytest.approx([-np.log(VOCAB)] * 4)
+    assert scores(new) != before
+    assert scores(live) == before  # until the trainer pushes again
+    training.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert scores(live) == scores(new)
+
+
+def test_weights_that_had_to_make_room_are_an_error_and_never_others(tmp_path: Path) -> None:
+    with running_server(tmp_path, max_snapshots=2) as server:
+        training = new_client(server)
+        clients: list[Any] = []
+        for _ in range(3):
+            train(training)
+            clients.append(training.save_weights_and_get_sampling_client().result())
+        with pytest.raises(tinker.RequestFailedError, match=r"holds 2 versions.*make a new sampling client"):
+            scores(clients[0])
+        assert scores(clients[1]) != scores(clients[2])
+        assert len(server.host.generator.tables) == 1 + 2
+
+
+def test_a_client_of_a_saved_path_samples_from_those_weights(server: RunningServer) -> None:
+    training = new_client(server)
+    train(training)
+    saved = scores(training)
+    path = training.save_weights_for_sampler("step-1").result().path
+    train(training)
+    sampling: Any = server.client().create_sampling_client(model_path=path).result()
+    np.testing.assert_allclose(scores(sampling), saved, rtol=1e-6)
+    assert sampling.get_base_model() == "toy"
+
+
+def test_samples_keep_the_stop_token_and_have_log_probs(server: RunningServer) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    params = types.SamplingParams(max_tokens=60, seed=1)
+    output = sampling.sample(PROMPT, num_samples=8, sampling_params=params).result()
+    stopped = [sequence for sequence in output.sequences if sequence.stop_reason == "stop"]
+    assert stopped
+    assert all(sequence.tokens[-1] == END and END not in sequence.tokens[:-1] for sequence in stopped)
+    for sequence in output.sequences:
+        np.testing.assert_allclose(sequence.logprobs, -np.log(VOCAB), rtol=1e-6)
+    again = sampling.sample(PROMPT, num_samples=8, sampling_params=params).result()
+    assert [list(s.tokens) for s in again.sequences] == [list(s.tokens) for s in output.sequences]
+    assert len({sequence.sequence_id for sequence in output.sequences}) == 8
+
+
+def test_stop_tokens_of_the_request_end_a_sample_and_an_empty_list_none(server: RunningServer) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+
+    def sample(**params: Any) -> Any:
+        return (
+            sampling.sample(PROMPT, num_samples=1, sampling_params=types.SamplingParams(**params)).result().sequences[0]
+        )
+
+    assert sample(max_tokens=60, seed=3, stop=list(range(VOCAB))).stop_reason == "stop"
+    endless = sample(max_tokens=60, seed=3, stop=[])
+    assert (endless.stop_reason, len(endless.tokens)) == ("length", 60)
+    assert END in endless.tokens  # or the test shows nothing
+    assert len(sample(seed=3, stop=[]).tokens) == CONTEXT - 2  # all that fits
+
+
+def test_prompt_log_probs_may_be_asked_of_the_last_tokens_only(server: RunningServer) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    params = types.SamplingParams(max_tokens=1)
+    prompt = types.ModelInput.from_ints([2, 3, 4, 5])
+    output = sampling.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result()
+    assert output.prompt_logprobs[:2] == [None, None]
+    assert output.prompt_logprobs[2:] == pytest.approx([-np.log(VOCAB)] * 2)
+
+
+@pytest.mark.parametrize(
+    "option", [{"topk_prompt_logprobs": 3}, {"topk_sample_logprobs": 3}, {"prompt_alt_tokens_k": 2}]
+)
+def test_what_is_not_supported_is_refused_by_name(server: RunningServer, option: dict[str, int]) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    params = types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match=f"{next(iter(option))} is not supported"):
+        sampling.sample(PROMPT, 1, params, include_prompt_logprobs=True, **option).result()
+
+
+def test_a_prompt_that_does_not_fit_is_the_users_mistake_and_the_next_call_works(server: RunningServer) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    with pytest.raises(tinker.RequestFailedError, match="the context holds 64") as error:
+        sampling.sample(types.ModelInput.from_ints([2] * 70), 1, types.SamplingParams()).result()
+    assert error.value.category == "user"
+    assert scores(sampling)
