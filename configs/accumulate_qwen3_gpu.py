@@ -22,6 +22,7 @@ def recipe() -> AccumulateConfig:
         group_size=8,
         tokens_per_step=200_000,
         learning_rate=2e-6,
+        lora_learning_rate=2e-5,
         kl_target=0.002,
         checkpoint_every=50,
     )

@@ -22,6 +22,7 @@ def recipe() -> AccumulateConfig:
         group_size=8,
         tokens_per_step=300,
         learning_rate=3e-5,
+        lora_learning_rate=3e-4,
         kl_target=0.02,
         num_eval=128,
         evaluate_every=6,

@@ -22,6 +22,7 @@ def recipe() -> DAPOConfig:
         group_size=16,
         overlong_cache=512,
         learning_rate=1e-6,
+        lora_learning_rate=1e-5,
         warmup_steps=10,
         loss="ppo",
         loss_config={"clip_high_threshold": 1.28},

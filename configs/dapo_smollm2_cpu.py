@@ -22,6 +22,7 @@ def recipe() -> DAPOConfig:
         group_size=8,
         max_rounds=3,
         learning_rate=2e-5,
+        lora_learning_rate=2e-4,
         loss="ppo",
         loss_config={"clip_high_threshold": 1.28},
         num_eval=256,

@@ -23,6 +23,7 @@ def recipe() -> DistillConfig:
         prompts_per_step=64,
         group_size=4,
         learning_rate=2e-6,
+        lora_learning_rate=2e-5,
         warmup_steps=10,
         checkpoint_every=50,
     )

@@ -29,6 +29,7 @@ def recipe() -> DistillConfig:
         prompts_per_step=16,
         group_size=4,
         learning_rate=2e-5,
+        lora_learning_rate=2e-4,
         num_eval=96,
         evaluate_every=6,
         checkpoint_every=6,

@@ -18,6 +18,7 @@ def recipe() -> DPOConfig:
         num_steps=500,
         pairs_per_step=64,
         learning_rate=5e-7,
+        lora_learning_rate=5e-6,
         warmup_steps=50,
         max_tokens=4096,
         num_eval=1000,

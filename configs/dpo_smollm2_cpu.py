@@ -16,6 +16,7 @@ def recipe() -> DPOConfig:
         num_steps=20,
         pairs_per_step=8,
         learning_rate=1e-5,
+        lora_learning_rate=1e-4,
         warmup_steps=4,
         num_eval=64,
         evaluate_every=10,

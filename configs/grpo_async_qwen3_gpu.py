@@ -22,6 +22,7 @@ def recipe() -> GRPOAsyncConfig:
         group_size=8,
         max_staleness=2,
         learning_rate=1e-6,
+        lora_learning_rate=1e-5,
         warmup_steps=10,
         checkpoint_every=50,
     )

@@ -22,6 +22,7 @@ def recipe() -> GRPOAsyncConfig:
         group_size=8,
         max_staleness=1,
         learning_rate=2e-5,
+        lora_learning_rate=2e-4,
         num_eval=256,
         evaluate_every=8,
         checkpoint_every=12,

@@ -21,6 +21,7 @@ def recipe() -> GRPOConfig:
         prompts_per_step=32,
         group_size=8,
         learning_rate=1e-6,
+        lora_learning_rate=1e-5,
         warmup_steps=10,
         checkpoint_every=50,
     )

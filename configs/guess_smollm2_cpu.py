@@ -21,6 +21,7 @@ def recipe() -> GRPOConfig:
         prompts_per_step=16,
         group_size=8,
         learning_rate=2e-5,
+        lora_learning_rate=2e-4,
         num_eval=256,
         evaluate_every=10,
         checkpoint_every=15,

@@ -25,6 +25,7 @@ def recipe() -> PPOConfig:
         prompts_per_step=128,
         group_size=4,
         learning_rate=1e-6,
+        lora_learning_rate=1e-5,
         critic_learning_rate=5e-6,
         ppo=PPOParams(kl_coef=0.005, minibatches_per_epoch=4),
         checkpoint_every=50,

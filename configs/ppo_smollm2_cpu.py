@@ -23,6 +23,7 @@ def recipe() -> PPOConfig:
         prompts_per_step=16,
         group_size=8,
         learning_rate=2e-6,
+        lora_learning_rate=2e-5,
         warmup_steps=8,
         critic_learning_rate=1e-4,
         ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=8),

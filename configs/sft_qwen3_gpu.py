@@ -18,6 +18,7 @@ def recipe() -> SFTConfig:
         num_steps=1000,
         examples_per_step=128,
         learning_rate=1e-5,
+        lora_learning_rate=1e-4,
         warmup_steps=30,
         max_tokens=8192,
         num_eval=1000,

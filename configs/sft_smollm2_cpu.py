@@ -16,6 +16,7 @@ def recipe() -> SFTConfig:
         num_steps=24,
         examples_per_step=16,
         learning_rate=3e-5,
+        lora_learning_rate=3e-4,
         warmup_steps=4,
         num_eval=128,
         evaluate_every=8,

@@ -21,6 +21,7 @@ def recipe() -> GRPOConfig:
         prompts_per_step=8,
         group_size=8,
         learning_rate=2e-5,
+        lora_learning_rate=2e-4,
         num_eval=128,
         evaluate_every=4,
         checkpoint_every=8,

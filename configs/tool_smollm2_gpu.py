@@ -19,5 +19,6 @@ def recipe() -> GRPOConfig:
         prompts_per_step=64,
         group_size=16,
         learning_rate=1e-5,
+        lora_learning_rate=1e-4,
         num_eval=512,
     )

@@ -29,7 +29,7 @@ Policy = LivePolicy | tuple[LivePolicy, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """One adapter."""
+    """An adapter to train over the frozen model. On the command line, any of its options switches it on."""
 
     rank: int = 32
     """Size of the inner dimension. Higher ranks can learn more, and cost time and memory in proportion."""

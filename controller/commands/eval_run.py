@@ -64,5 +64,6 @@ async def _evaluation(options: argparse.Namespace, config: Any, console: "Consol
     source = RolloutSource(replace(config, model=model), console.phase)
     console.phase("starting the generator")
     async with Launcher(scratch / "logs") as launcher:
-        generator = await launcher.generator(source.model, config.generator)
+        # A model on disk is whole: an adapter has been merged into it.
+        generator = await launcher.generator(source.model, replace(config.generator, lora=None))
         return await source.evaluate(generator)

@@ -7,6 +7,7 @@ a class that the recipe itself derives from it.
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rl.checks import check_known, did_you_mean
 
@@ -101,6 +102,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     Raises ValueError, in one line, for an unknown option (naming the nearest) and for a value that its field refuses.
     Raises HelpRequestedError for --help.
     """
+    config = _with_optional_parts(config, options)
     if not {"-h", "--help"} & set(options):
         known = option_names(config)
         for option in options:
@@ -119,11 +121,36 @@ def override(config: Any, options: Sequence[str], program: str, description: str
                 prog=program,
                 description=description,
                 registry=_registry(),
+                config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise HelpRequestedError(output.getvalue()) from None
         raise ValueError(_first_message(errors.getvalue() + output.getvalue())) from None
+
+
+def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--") -> Any:
+    """`config` with a default in the place of None where `options` name a field of what could be there: `--lora.rank`.
+
+    With `--help`, every field of `config` itself has a default. What is returned is for tyro to start from: its
+    `__post_init__` has not run.
+    """
+    asks_help, hints = bool({"-h", "--help"} & set(options)), get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        name, value = f"{prefix}{field.name.replace('_', '-')}.", getattr(config, field.name)
+        named = any(option.replace("_", "-").startswith(name) for option in options)
+        new: Any = None
+        if value is None and (named or asks_help):
+            part: Any = next(filter(dataclasses.is_dataclass, get_args(hints[field.name])), None)
+            new = part() if part else None
+        elif named and dataclasses.is_dataclass(value):
+            new = _with_optional_parts(value, options, name)
+        if new is not None:
+            config = copy.copy(config)
+            object.__setattr__(config, field.name, new)
+            if field.name == "lora" and getattr(config, "lora_learning_rate", None) is not None:
+                object.__setattr__(config, "learning_rate", config.lora_learning_rate)
+    return config
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:

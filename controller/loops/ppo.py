@@ -50,7 +50,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
         trainer, critic, reference, generator = await asyncio.gather(
             launcher.trainer(source.model, config.trainer, generator=config.generator),
             launcher.trainer(source.model, config.critic, name="critic"),
-            launcher.trainer(source.model, config.trainer, name="reference"),
+            launcher.reference(source.model, config.trainer),
             launcher.generator(source.model, config.generator),
         )
         async with run.steps(policy=trainer, critic=critic) as steps:

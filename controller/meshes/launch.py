@@ -8,15 +8,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from controller.meshes.adapters import POLICY, BoundGenerator, check_lora
 from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
+from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
 from trainer.config import TrainerConfig
 
-if TYPE_CHECKING:  # the import would load torch
+if TYPE_CHECKING:  # the imports would load torch and Monarch
     from controller.meshes.mesh import Mesh
+    from controller.meshes.trainer_handle import TrainerHandle
+    from trainer.engines.model_check import ModelLimits
 
 Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
 T = TypeVar("T")
@@ -45,13 +49,16 @@ class Launcher:
         async with Launcher(log_dir) as launcher:
             trainer, reference, generator = await asyncio.gather(
                 launcher.trainer(model, config.trainer, generator=config.generator),
-                launcher.trainer(model, config.reference, name="reference"),
+                launcher.reference(model, config.trainer),
                 launcher.generator(model, config.generator),
             )
 
     A call checks its arguments at once and takes the host's next free GPUs; the processes start with the next await.
     So several calls before an await are all checked before any process starts. A start that fails raises its error
     where it is awaited, and leaving the block cancels the other starts. Names appear in log file names and errors.
+
+    If `TrainerConfig.lora` is set, a trainer is an adapter named "policy" over the frozen model, and so is what its
+    generator samples from.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -66,6 +73,7 @@ class Launcher:
         self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
+        self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[TrainerHandle]]] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,49 +98,84 @@ class Launcher:
 
         Weights are pushed in the dtype of `generator`, which pulls them; without it they cannot be pushed. Only one
         trainer can push: its optimizer steps number the versions. Its GPUs are `config.gpus`, by default the next free.
+        With `config.lora` it is an adapter over the model; `Trainer.adapter` makes further ones.
 
         Raises ValueError if the model cannot be trained, or not in this layout, if the name is taken, for a second
-        trainer that pushes, and for too few GPUs.
+        trainer that pushes, for too few GPUs, and if trainer and generator do not fit: one has adapters and the other
+        has not, or the rank is too high.
         """
         config = _with_model(config, model)
         if generator is not None:
             self._check_pushing(name)
             _with_model(generator, model).check_model()
-        # Imported here, because they load torch and Monarch: a mistake in a recipe should not have to wait for that.
-        from controller.meshes.trainer_handle import TrainerHandle
-        from controller.meshes.trainer_mesh import TrainerMesh
+            check_lora(config, generator)
+        # Imported here, because it loads torch: a mistake in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
 
         limits = check_model(config)
         own_gpus = self._reserve(name, config.num_ranks, config.gpus)
-        store = None
         if generator is not None:
-            store, self._pushing_trainer = self._weight_store(), name
+            self._weight_store()
+            self._pushing_trainer = name
+        base = self._begin(self._launch_trainer(config, generator, name, limits, own_gpus))
+        if config.lora is None:
+            return base
+        self._bases.append((model, config, base))
+        return self._begin(_adapter(base, config.lora))
 
-        async def start() -> Trainer:
-            running = await TrainerMesh.launch(
-                config,
-                None if generator is None else generator.dtype,
-                self._log_dir,
-                name=name,
-                transport="auto" if generator is None else generator.weight_transport,
-                gpus=own_gpus,
-                version_records=self._version_records,
-                limits=limits,
-                pushes_to=lambda: _known(self._store_mesh),
-            )
-            self._running.append(trainer := TrainerHandle(running))
-            if store is not None:
-                self._pushing_mesh = running.mesh
-                await asyncio.shield(store)  # shared: a start that is cancelled must not cancel the store's
-            return trainer
+    def reference(self, model: Path, config: TrainerConfig, *, name: str = "reference") -> "asyncio.Task[Trainer]":
+        """The model before training, to compute log-probs with.
 
-        return self._begin(start())
+        If the policy is an adapter, this is the frozen model of its trainer, which takes no more memory. Otherwise a
+        second trainer is started.
+
+        Raises ValueError as `trainer` does, and if `config.lora` is set and no trainer was started with `config`.
+        """
+        if config.lora is None:
+            return self.trainer(model, config, name=name)
+        config = _with_model(config, model)
+        for trained, as_configured, base in self._bases:
+            if (trained, as_configured) == (model, config):
+                return self._begin(_shared(base))
+        raise ValueError(
+            "reference: with `lora` it is the frozen model of the policy's trainer, and no trainer was started with "
+            "this model and configuration; call `trainer` first, or leave `lora` out of the reference's configuration"
+        )
+
+    async def _launch_trainer(
+        self,
+        config: TrainerConfig,
+        generator: GeneratorConfig | None,
+        name: str,
+        limits: "ModelLimits",
+        own_gpus: tuple[str, ...] | None,
+    ) -> "TrainerHandle":
+        from controller.meshes.trainer_handle import TrainerHandle
+        from controller.meshes.trainer_mesh import TrainerMesh
+
+        trainer = await TrainerMesh.launch(
+            config,
+            None if generator is None else generator.dtype,
+            self._log_dir,
+            name=name,
+            transport="auto" if generator is None else generator.weight_transport,
+            gpus=own_gpus,
+            version_records=self._version_records,
+            limits=limits,
+            max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
+            pushes_to=lambda: _known(self._store_mesh),
+        )
+        self._running.append(handle := TrainerHandle(trainer))
+        if generator is not None:
+            self._pushing_mesh = trainer.mesh
+            await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's
+        return handle
 
     def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
         """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts those that die.
 
-        Their GPUs are `config.gpus`, by default the next free.
+        Their GPUs are `config.gpus`, by default the next free. With `config.lora`, the result is bound to the adapter
+        "policy": see `BoundGenerator`.
 
         Raises ValueError if the model cannot be served, or not on so many ranks, if the name is taken, and for too few
         GPUs.
@@ -164,7 +207,7 @@ class Launcher:
             generator = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
             self._running.append(generator)
             await asyncio.shield(store)
-            return generator
+            return generator if config.lora is None else BoundGenerator(generator, POLICY)
 
         return self._begin(start())
 
@@ -214,6 +257,14 @@ class _Stoppable(Protocol):
 def _known(*meshes: "Mesh | None") -> "list[Mesh]":
     """The meshes that are running already."""
     return [mesh for mesh in meshes if mesh is not None]
+
+
+async def _adapter(base: "asyncio.Task[TrainerHandle]", lora: LoRAConfig) -> Trainer:
+    return await (await asyncio.shield(base)).adapter(POLICY, lora)
+
+
+async def _shared(base: "asyncio.Task[TrainerHandle]") -> Trainer:
+    return await asyncio.shield(base)
 
 
 async def _offline() -> Generator:

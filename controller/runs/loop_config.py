@@ -1,15 +1,16 @@
 """The configuration fields that loops share. Each loop adds its own."""
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from controller.runs.console import Console
 from controller.runs.preflight import check_sampled_distribution
-from generator.config import GeneratorConfig
+from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages.group_relative import ADVANTAGES, Rewards
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.check import require_env
+from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
@@ -31,10 +32,16 @@ class LoopConfig:
     """A local Hugging Face directory, `ORG/NAME[@revision]` of the Hugging Face Hub, or "smollm2-135m-instruct"."""
     trainer: TrainerConfig
     """How the model is laid out over processes, and how it computes."""
+    lora: LoRAConfig | None = None
+    """If given, the loop trains an adapter over the frozen model. Becomes `trainer.lora`, and `generator.lora` has room
+    for its rank. None trains the model itself."""
     num_steps: int
     """Optimizer steps of the run. A resumed run counts from its beginning."""
     learning_rate: float
     """The peak of the loop's schedule."""
+    lora_learning_rate: float | None = None
+    """What `learning_rate` is by default where the command line switches `lora` on: an adapter learns best at about ten
+    times the rate of the whole model (https://thinkingmachines.ai/blog/lora/). None: `learning_rate`."""
     warmup_steps: int = 0
     """First steps, over which the learning rate rises to the peak in a straight line."""
     grad_clip_norm: float = 1.0
@@ -73,6 +80,13 @@ class LoopConfig:
         check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         self.adam(self.learning_rate)
+        if self.lora is None and self.trainer.lora is not None:
+            raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
+        self._set("trainer", replace(self.trainer, lora=self.lora))
+
+    def _set(self, name: str, value: object) -> None:
+        """Sets a field of this frozen instance while it is made."""
+        object.__setattr__(self, name, value)
 
     def loop(self) -> Loop:
         """The loop that trains with this configuration. Each loop's configuration overrides it.
@@ -110,6 +124,10 @@ class RolloutLoopConfig(LoopConfig):
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
+        if self.lora is not None:
+            room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
+            room = replace(room, max_rank=max(room.max_rank, self.lora.rank))
+            self._set("generator", replace(self.generator, lora=room))
         check_at_least(
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
         )

@@ -1,0 +1,68 @@
+"""What adapters ask of the processes of a run: a trainer and a generator that fit, and calls that name the adapter."""
+
+from collections.abc import Sequence
+
+from generator.config import GeneratorConfig
+from rl.lora import LivePolicy, Policy
+from rl.protocols import Generator
+from rl.types import Completion, PullMode, SamplingParams
+from trainer.config import TrainerConfig
+
+POLICY = "policy"
+"""The name of a loop's adapter: what a trainer is that was started with `TrainerConfig.lora`."""
+
+
+class BoundGenerator:
+    """Implements `rl.protocols.Generator`. A call that names no policy is about the adapter of this name.
+
+    `unbound` is the generator itself: a call of it that names no policy is about the base model. Eight tasks that train
+    an adapter each give their loop `BoundGenerator(unbound, name)`.
+    """
+
+    def __init__(self, unbound: Generator, name: str) -> None:
+        """`name` is an adapter's. It need not have been pulled yet."""
+        self.unbound = unbound
+        self._name = name
+
+    async def generate(
+        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
+    ) -> list[Completion]:
+        """Samples `num_samples` completions of one prompt; see `rl.protocols.Generator`."""
+        return await self.unbound.generate(prompt_tokens, sampling, num_samples, policy=policy or self._name)
+
+    async def pull_model_state_dict(
+        self,
+        version: int,
+        *,
+        policy: LivePolicy = None,
+        frozen: bool = False,
+        mode: PullMode = "drain",
+        keep_prefix_cache: bool = False,
+    ) -> None:
+        """Loads exactly this policy version; see `rl.protocols.Generator`."""
+        await self.unbound.pull_model_state_dict(
+            version, policy=policy or self._name, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
+        )
+
+    async def drop_policy(self, policy: Policy) -> None:
+        """Forgets an adapter's newest version, or a frozen one; see `rl.protocols.Generator`."""
+        await self.unbound.drop_policy(policy)
+
+
+def check_lora(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
+    """Raises ValueError unless the generator can serve what the trainer trains: the model itself, or adapters."""
+    if trainer.lora is None and generator.lora is not None:
+        raise ValueError(
+            "GeneratorConfig.lora is set and TrainerConfig.lora is None: this trainer pushes the whole model, not "
+            "adapters; set both or neither"
+        )
+    if trainer.lora is not None and generator.lora is None:
+        raise ValueError(
+            "TrainerConfig.lora is set and GeneratorConfig.lora is None: this generator has no room for adapters; set "
+            "both or neither"
+        )
+    if trainer.lora is not None and generator.lora is not None and trainer.lora.rank > generator.lora.max_rank:
+        raise ValueError(
+            f"TrainerConfig.lora.rank is {trainer.lora.rank}; GeneratorConfig.lora.max_rank is "
+            f"{generator.lora.max_rank}, and must be at least as high"
+        )

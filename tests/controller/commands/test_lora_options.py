@@ -1,0 +1,63 @@
+"""`--lora.rank 32` alone makes a recipe train an adapter, on both of its sides."""
+
+import pytest
+
+from controller.commands.recipes import HelpRequestedError, configuration, recipe_files
+from generator.config import LoRALimits
+from rl.lora import LoRAConfig
+
+
+def _overridden(*options: str, recipe: str = "grpo_smollm2_cpu") -> tuple[LoRAConfig, LoRALimits]:
+    config = configuration(recipe, options, "run")
+    assert config.trainer.lora == config.lora
+    return config.lora, config.generator.lora
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "room"),
+    [
+        ([], None, None),
+        (["--lora.rank", "8"], LoRAConfig(rank=8), LoRALimits(max_rank=8)),
+        (["--lora.rank=64", "--lora.no-train-mlp"], LoRAConfig(rank=64, train_mlp=False), LoRALimits(max_rank=64)),
+        (
+            ["--lora.alpha", "16", "--generator.lora.max-adapters", "2"],
+            LoRAConfig(alpha=16.0),
+            LoRALimits(max_adapters=2),
+        ),
+        (["--lora.rank", "64", "--generator.lora.max-rank", "32"], LoRAConfig(rank=64), LoRALimits(max_rank=64)),
+    ],
+)
+def test_any_option_of_an_adapter_switches_it_on(
+    options: list[str], lora: LoRAConfig | None, room: LoRALimits | None
+) -> None:
+    assert _overridden(*options) == (lora, room)
+
+
+def test_every_recipe_has_the_options_and_shows_them() -> None:
+    for recipe in recipe_files():
+        config = configuration(recipe, ["--lora.rank", "8"], "run")
+        assert config.trainer.lora == LoRAConfig(rank=8)
+        if recipe.endswith("_cpu"):
+            with pytest.raises(HelpRequestedError, match=r"--lora\.rank INT"):
+                configuration(recipe, ["--help"], "run")
+
+
+def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is_given() -> None:
+    full = configuration("grpo_smollm2_cpu", [], "run")
+    adapter = configuration("grpo_smollm2_cpu", ["--lora.rank", "8"], "run")
+    given = configuration("grpo_smollm2_cpu", ["--lora.rank", "8", "--learning-rate", "3e-5"], "run")
+    assert adapter.learning_rate == adapter.lora_learning_rate > full.learning_rate
+    assert given.learning_rate == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora.rank", "0"], "rank is 0; it must be at least 1"),
+        (["--lora.rnak", "8"], "unknown option --lora.rnak; did you mean '--lora.rank'"),
+        (["--trainer.lora.rank", "8"], "trainer.lora is set and lora is None; set `lora`"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _overridden(*options)
