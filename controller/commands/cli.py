@@ -10,7 +10,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from controller.commands import check_env, compare, eval_run, export_run, list_runs, model, parity, run, show
+from controller.commands import (
+    check_env,
+    compare,
+    eval_run,
+    export_run,
+    list_runs,
+    model,
+    parity,
+    report_run,
+    run,
+    show,
+)
 from controller.commands import list as list_recipes
 from controller.commands.command import USAGE
 from controller.commands.recipes import HelpRequestedError
@@ -68,7 +79,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
     parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands, resuming=resuming)
-    for command in (list_recipes, show, list_runs, compare, eval_run, export_run, parity, check_env, model):
+    for command in (list_recipes, show, list_runs, report_run, compare, eval_run, export_run, parity, check_env, model):
         command.add_parser(commands)
     return parser, commands.choices
 

@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> None:
 def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the directory on standard output. `overrides` may change what a resumed run may change."""
     from controller.commands.brief_work import CommandEndedError, finish
-    from controller.commands.model_card import add_model_card
+    from controller.commands.model_card import add_model_card, name_of_data
     from controller.commands.resume import find_run, resumed_configuration
     from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
 
@@ -40,6 +40,6 @@ def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             finish(export_checkpoint(config, checkpoint, directory, logs, tell), output)
         except CommandEndedError as ended:
             return ended.status
-        add_model_card(run, directory, int(checkpoint.name.rpartition("-")[2]))
+        add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
         print(directory, file=output.terminal)
     return 0

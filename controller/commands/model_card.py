@@ -25,17 +25,24 @@ _FROM_TRAINING = (
 )
 
 
-def add_model_card(run: Path, model: Path | None = None, step: int | None = None) -> None:
+def name_of_data(config: Any) -> str:
+    """What a configuration trains on, in a few words."""
+    data = getattr(config, "env", None) or getattr(config, "data", None)
+    return str(getattr(data, "name", "") or type(data).__name__)
+
+
+def add_model_card(run: Path, data: str, model: Path | None = None, step: int | None = None) -> None:
     """Writes the card of the model that `run` exported to `model`, by default its own folder `model`.
 
-    `step` is the checkpoint's; None is the end of the run. Does nothing if there is no such directory.
+    `data` names what was trained on. `step` is the checkpoint's; None is the end of the run. Does nothing if there is
+    no such directory.
     """
     directory = model or run / "model"
     if (directory / "config.json").is_file():
-        write_whole(directory / _CARD, "\n".join(_card(run, step)).encode())
+        write_whole(directory / _CARD, "\n".join(_card(run, data, step)).encode())
 
 
-def _card(run: Path, step: int | None) -> Iterator[str]:
+def _card(run: Path, data: str, step: int | None) -> Iterator[str]:
     config = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
     rows = [row for row in read_metrics(run / METRICS) if step is None or row["step"] <= step]
     last = int(max((row["step"] for row in rows), default=0))
@@ -48,7 +55,7 @@ def _card(run: Path, step: int | None) -> Iterator[str]:
     yield f"`{base}`, trained with ownloop for {last} step{'s' * (last != 1)}."
     if (run / RECIPE_FILE).is_file():
         yield from ("", "```bash", command_of(run), "```")
-    yield from ("", "## Data", "", "```json", json.dumps(_data(config), indent=2), "```")
+    yield from ("", "## Data", "", f"{data}:", "", "```json", json.dumps(_data(config), indent=2), "```")
     yield from _metrics(rows)
     yield from ("", "## Configuration", "", "```json", json.dumps(config, indent=2), "```", "")
 

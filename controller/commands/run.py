@@ -58,6 +58,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
         check_hardware(file)
+        from controller.commands.next_command import command_of
         from controller.commands.pinning import with_pinned_models
         from controller.commands.replay import recording_file, replayed
         from controller.commands.resume import save_recipe
@@ -70,12 +71,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         loop = _loop(config)
         folder = RunFolder(_run_path(options, config), config)
         save_recipe(folder.path, file, overrides, recording)
+        folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
 
 
 def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
-    from controller.commands.next_command import check_has_checkpoint
+    from controller.commands.next_command import check_has_checkpoint, command_of
     from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
     from rl.runs.folder import RunFolder
 
@@ -88,6 +90,7 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, overrides, trust=options.trust)
+        folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
 
 
@@ -108,7 +111,7 @@ def _run_path(options: argparse.Namespace, config: Any) -> Path:
 
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
-    from controller.commands.model_card import add_model_card
+    from controller.commands.model_card import add_model_card, name_of_data
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
@@ -136,7 +139,7 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
         if code == 0 and (error := _unwritten(folder)) is not None:
             code = _explain(error, folder, output)
         if code == 0 and stop.received is None:
-            add_model_card(folder.path)
+            add_model_card(folder.path, name_of_data(config))
         if stop.received is not None:
             say_saved()
             code = 128 + stop.received

@@ -12,6 +12,7 @@ different: the ranks agreed to end the call, their state is as it was, and the e
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from controller.meshes.errors import DeadlineError, MeshError
 from controller.meshes.rank_processes import RankProcesses
 from rl.deadlines import Deadlines
+from rl.runs.timeline import span
 
 T = TypeVar("T")
 Wait = Literal["queued", "at once", "watched"]
@@ -100,8 +102,9 @@ class Calls:
         call = _Call(verb, size, varies, wait, answers)
         self._under_way.append(call)
         try:
-            while not call.finished():
-                await self._tick(call, needs)
+            with contextlib.nullcontext() if verb == "status" else span(self.name, verb):
+                while not call.finished():
+                    await self._tick(call, needs)
         finally:
             self._under_way.remove(call)
             for answer in answers.values():

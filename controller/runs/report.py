@@ -1,6 +1,7 @@
 """Reporting of one run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/` and `reward.png`.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png` and
+the live report.
 """
 
 import math
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from controller.runs.console import Console
+from controller.runs.live_report import LiveReport
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.hardware import hand_back_memory
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
@@ -32,6 +34,7 @@ class Report:
         self.folder = folder
         self.total_steps = total_steps
         self._console = console
+        self._live = LiveReport(folder)
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None
@@ -56,8 +59,10 @@ class Report:
     def resume(self) -> None:
         """Restores the counts of a resumed run from the metrics in its folder."""
         self.skipped_in_a_row = self.without_signal_in_a_row = self.solved_in_a_row = 0
-        for row in self.folder.metrics():
+        rows = self.folder.metrics()
+        for row in rows:
             self._count(row)
+        self._live.resume(int(max((row["step"] for row in rows), default=0)))
 
     def phase(self, text: str) -> None:
         """Tells the user what is going on while there is no step to show."""
@@ -105,6 +110,7 @@ class Report:
                 **(metrics or {}),
             },
         )
+        self._live.after_step(step, batch, output)
 
     def step_without_signal(
         self,
@@ -117,6 +123,7 @@ class Report:
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
+        self._live.after_step(step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
@@ -153,11 +160,12 @@ class Report:
         self.folder.log_metrics(row)
 
     def finish(self) -> None:
-        """Draws the curves and prints three samples and the sentence that says what the run achieved.
+        """Draws the curves, writes the report, and prints three samples and the sentence that says what was achieved.
 
         Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
         """
         self.folder.in_background(self._drawing())
+        self._live.finish()
         self.folder.flush()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())

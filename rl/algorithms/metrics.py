@@ -10,6 +10,7 @@ import numpy as np
 from rl.advantages.group_relative import has_signal
 from rl.data.batching import merge_metrics
 from rl.losses.base import RESERVED_METRICS
+from rl.runs.timeline import CONTROLLER, span
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 
@@ -29,7 +30,8 @@ class PhaseClock:
         """Adds the duration of the `with` block to a phase."""
         start = time.perf_counter()
         try:
-            yield
+            with span(CONTROLLER, phase):
+                yield
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 

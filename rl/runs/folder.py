@@ -5,6 +5,8 @@
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
                 reward.png        see rl/runs/plot.py
+                report.html       see rl/runs/report/
+                timeline.json     see rl/runs/timeline.py
                 checkpoints/      see controller/runs/checkpoints.py
                 model/            the trained model, in Hugging Face's format
                 logs/             the output of processes and libraries
@@ -72,6 +74,8 @@ class RunFolder:
         is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.command = ""
+        """The command that starts the same run again, for whoever reads its report."""
         self.saving = False
         """Whether the run was stopped and its last finished step is being saved."""
         try:

@@ -60,11 +60,12 @@ def test_an_exported_model_has_a_card(run: Path, capfd: pytest.CaptureFixture[st
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- ownloop\n---\n\n# a\n")
     assert "`smollm2-135m-instruct`, trained with ownloop for 1 step.\n" in card
     assert f"ownloop run {Path('mine.py').absolute()} --warmup-steps 1\n" in card
+    assert "## Data\n\neven words:\n" in card
     rows = read_metrics(run / "metrics.jsonl")
     assert f"| reward | {rows[0]['eval_reward']:.3f} | {rows[0]['eval_reward']:.3f} |" in card, "none after step 1 yet"
     first = next(row for row in rows if "reward_mean" in row)
     assert f"| reward_mean | {first['reward_mean']:.4g} | {first['reward_mean']:.4g} |" in card
-    add_model_card(run)
+    add_model_card(run, "even words")
     final = (run / "model" / "README.md").read_text()
     assert f"| reward | {rows[0]['eval_reward']:.3f} | {rows[-1]['eval_reward']:.3f} |" in final
 
@@ -73,7 +74,7 @@ def test_the_card_of_a_model_of_the_hub_names_its_base(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "hub", {"model": "lab/tiny@" + "a" * 40})
     (folder.path / "model").mkdir()
     (folder.path / "model" / "config.json").write_text("{}")
-    add_model_card(folder.path)
+    add_model_card(folder.path, "words")
     assert "base_model: lab/tiny\n---" in (folder.path / "model" / "README.md").read_text()
 
 

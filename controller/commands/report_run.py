@@ -1,0 +1,41 @@
+"""`ownloop report RUN`: the run as one HTML page."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controller.commands.command import Commands, add_runs_option, refuse
+from controller.commands.output import CapturedOutput
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "report", help="write a run's curves, times, samples and warnings as one HTML page", allow_abbrev=False
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name within --runs; it may be going on")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="where the page goes (default: RUN/report.html)")
+    add_runs_option(parser)
+    parser.set_defaults(command=report)
+
+
+def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints the path of the page."""
+    from controller.commands.next_command import command_of
+    from controller.commands.resume import RECIPE_FILE, find_run
+    from controller.runs.run_tokenizer import decoder_of
+    from rl.runs.report.page import write_report
+
+    refuse(overrides)
+    run = find_run(options.run, options.runs)
+    with CapturedOutput() as output:
+        command = command_of(run) if (run / RECIPE_FILE).is_file() else ""
+        decode = decoder_of(run)
+        if decode is None:
+            print("the run's tokenizer is not here: answers are shown without their tokens", file=output.errors)
+        print(write_report(run, decode, command, options.to), file=output.terminal)
+    return 0

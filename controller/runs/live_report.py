@@ -1,0 +1,78 @@
+"""Keeps a run's `report.html` and `timeline.json` up to date while it goes on, at less than 1 % of its time.
+
+Both are written by the thread that writes the recordings. How often the page is written follows from how long it took
+the last time, so that a long run, whose page takes longer, writes it less often.
+"""
+
+import time
+import traceback
+from collections.abc import Sequence
+
+from controller.runs.run_tokenizer import decoder_of
+from rl.hardware import hand_back_memory
+from rl.runs.folder import RunFolder
+from rl.runs.recording import RecordingError
+from rl.runs.report.page import write_report
+from rl.runs.report.samples import TokenSamples
+from rl.runs.timeline import TIMELINE, Timeline
+from rl.types import Datum, ForwardBackwardOutput
+
+_SECONDS_BETWEEN = 30.0
+_TIMELINE_SECONDS_BETWEEN = 10.0
+_LARGEST_SHARE = 0.01
+
+
+class LiveReport:
+    """The page and the timeline of one run."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """From now on, phases and calls of the current context are in the timeline."""
+        self._folder = folder
+        self._timeline = Timeline(folder.path / TIMELINE)
+        self._timeline.activate()
+        self._samples = TokenSamples(folder.path, 0)
+        self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
+        self._page_due_at = time.monotonic() + _SECONDS_BETWEEN
+        self._timeline_due_at = time.monotonic() + _TIMELINE_SECONDS_BETWEEN
+
+    def resume(self, last_step: int) -> None:
+        """The run goes on after `last_step`."""
+        self._samples = TokenSamples(self._folder.path, last_step)
+
+    def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
+        """Has the files written if they are due. Call it once the step's metrics and rollouts are handed over."""
+        self._last = self._last if output is None else (step, batch, output)
+        now = time.monotonic()
+        if now >= self._page_due_at:
+            self._page_due_at = float("inf")  # until it is written
+            self._add_samples()
+            self._folder.in_background(self._write_page)
+        elif now >= self._timeline_due_at:
+            self._timeline_due_at = now + _TIMELINE_SECONDS_BETWEEN
+            self._folder.in_background(self._timeline.write)
+
+    def finish(self) -> None:
+        """Has the files written, for a run that is over."""
+        self._add_samples()
+        self._folder.in_background(lambda: self._write_page(state="finished"))
+
+    def _add_samples(self) -> None:
+        """Keeps some answers of the last step with an update."""
+        if self._last is not None:
+            self._samples.add(*self._last)
+            self._last = None
+
+    def _write_page(self, state: str | None = None) -> None:
+        """Writes both files. A mistake in the page is in the log, and does not end the run; a full disk does."""
+        started = time.thread_time()
+        try:
+            self._timeline.write()
+            self._samples.write()
+            write_report(self._folder.path, decoder_of(self._folder.path), self._folder.command, state=state)
+        except RecordingError:
+            raise
+        except Exception:
+            traceback.print_exc()
+        hand_back_memory()
+        took = time.thread_time() - started
+        self._page_due_at = time.monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)

@@ -1,0 +1,105 @@
+"""The report that a run keeps up to date: when it is written, and what that may cost."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from controller.runs import live_report
+from controller.runs.live_report import LiveReport
+from rl.runs.folder import RunFolder
+from rl.runs.recording import RecordingError
+
+
+class Clock:
+    """Stands for the time that passes and for the processor's time that a thread uses."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.used = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Takes the place of the module's `time`."""
+    clock = Clock()
+    monkeypatch.setattr(live_report, "time", clock)
+    return clock
+
+
+def test_writing_takes_a_hundredth_of_the_time_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    took = 2.0
+
+    def write(*arguments: object, **options: object) -> None:
+        clock.used += took
+
+    monkeypatch.setattr(live_report, "write_report", write)
+    live = LiveReport(folder)
+    began = clock.now
+    for step in range(1, 2000):
+        clock.now += 1.0
+        live.after_step(step)
+        folder.flush()
+    assert clock.used >= 5 * took
+    assert clock.used - took <= 0.01 * (clock.now - began)
+
+
+def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path, clock: Clock) -> None:
+    folder = RunFolder(tmp_path / "a", {"num_steps": 9})
+    folder.command = "ownloop run mine"
+    live = LiveReport(folder)
+    folder.log_metrics({"step": 1.0, "reward_mean": 0.5})
+    live.after_step(1)
+    folder.flush()
+    page = folder.path / "report.html"
+    assert not page.exists()
+    clock.now += 60
+    live.after_step(2)
+    folder.flush()
+    assert '"state": "running"' in page.read_text()
+    assert "ownloop run mine" in page.read_text()
+    live.finish()
+    folder.flush()
+    assert '"state": "finished"' in page.read_text()
+
+
+def test_a_mistake_in_the_page_does_not_end_the_run_but_a_full_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    live = LiveReport(folder)
+    config = (folder.path / "config.json").read_text()
+    (folder.path / "config.json").write_text("[]")
+    live.finish()
+    folder.flush()
+    assert "Traceback" in capfd.readouterr().err
+
+    (folder.path / "config.json").write_text(config)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise RecordingError(folder.path / "report.html", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(live_report, "write_report", full)
+    live.finish()
+    with pytest.raises(RecordingError, match=r"report\.html cannot be written: No space left"):
+        folder.flush()
+
+
+def test_a_span_costs_a_step_nothing() -> None:
+    from rl.runs.timeline import Timeline
+
+    timeline = Timeline(Path("never-written"))
+    started = time.perf_counter()
+    for _ in range(1000):
+        with timeline.record("generator", "generate"):
+            pass
+    assert (time.perf_counter() - started) / 1000 < 100e-6
