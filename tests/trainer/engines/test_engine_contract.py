@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl.data.packing import PackedRow
+from rl.lora import LoRAConfig
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum
+from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.reference import ReferencePolicy, importance_sampling, random_groups
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, base, load_engine
@@ -50,6 +52,15 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def build(request: pytest.FixtureRequest, model: Path) -> Build:
     """Makes engines of one kind, all of them with the same weights."""
     return lambda: load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))
+
+
+@pytest.fixture(params=[*ENGINES, "torchtitan adapter", "fsdp2 adapter"])
+def build_any(request: pytest.FixtureRequest, tmp_path: Path) -> Build:
+    """As `build`, of one model, and engines of adapters too."""
+    engine, _, adapter = request.param.partition(" ")
+    model, lora = tiny_llama(tmp_path / "tied"), LoRAConfig(rank=4) if adapter else None
+    config = TrainerConfig(model=model, engine=engine, compute_dtype="float32", lora=lora)
+    return lambda: load_engine_or_adapter(config)
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
@@ -139,8 +150,8 @@ def test_logits_equal_transformers(
     assert difference <= 1e-3
 
 
-def test_calls_accumulate_until_a_step_or_until_dropped(build: Build) -> None:
-    once, twice = build(), build()
+def test_calls_accumulate_until_a_step_or_until_dropped(build_any: Build) -> None:
+    once, twice = build_any(), build_any()
     once.forward_backward([BATCH], get_loss("ppo"))
     twice.forward_backward([BATCH[2:]], get_loss("ppo"))
     twice.forward([BATCH])
@@ -154,22 +165,22 @@ def test_calls_accumulate_until_a_step_or_until_dropped(build: Build) -> None:
     assert not gradients(twice)
 
 
-def test_calls_of_one_row_each_add_up_to_the_bits_of_one_call(build: Build) -> None:
+def test_calls_of_one_row_each_add_up_to_the_bits_of_one_call(build_any: Build) -> None:
     rows = [BATCH[:3], BATCH[3:6], BATCH[6:]]
-    once, apart = build(), build()
+    once, apart = build_any(), build_any()
     once.forward_backward(rows, get_loss("ppo"))
     for row in rows:
         apart.forward_backward([row], get_loss("ppo"))
     assert_equal(gradients(apart), gradients(once))
 
 
-def test_loss_that_raises_leaves_the_gradient_as_it_was(build: Build) -> None:
+def test_loss_that_raises_leaves_the_gradient_as_it_was(build_any: Build) -> None:
     def fails_on_the_second(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
         if inputs.num_datums == 2:
             raise ArithmeticError("my own mistake")
         return -logprobs.sum(), {}
 
-    engine = build()
+    engine = build_any()
     engine.forward_backward([BATCH], get_loss("cross_entropy"))
     before = gradients(engine)
     with pytest.raises(ArithmeticError, match="my own mistake"):
@@ -192,7 +203,7 @@ def test_a_multiplier_that_matches_no_parameter_is_refused_and_changes_nothing(b
     assert not engine.optim_step(replace(PARAMS, learning_rate_multipliers=multipliers)).skipped
 
 
-def test_hooks_change_what_is_computed_and_what_is_returned(build: Build) -> None:
+def test_hooks_change_what_is_computed_and_what_is_returned(build_any: Build) -> None:
     def reverse(microbatch: Microbatch) -> Microbatch:
         return [replace(datum, tokens=datum.tokens[::-1].copy()) for datum in microbatch]
 
@@ -201,7 +212,7 @@ def test_hooks_change_what_is_computed_and_what_is_returned(build: Build) -> Non
         assert not scores.requires_grad
         return scores / 2, entropy
 
-    hooked, plain = build(), build()
+    hooked, plain = build_any(), build_any()
     hooked.hooks = MicrobatchHooks(before=reverse, after=halve)
     expected = plain.forward_backward([reverse(m) for m in MICROBATCHES], get_loss("cross_entropy"))
     output = hooked.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
@@ -224,11 +235,11 @@ def test_hooks_change_what_is_computed_and_what_is_returned(build: Build) -> Non
         assert_equal(gradients(hooked), before)
 
 
-def test_gradient_that_is_not_finite_changes_nothing(build: Build) -> None:
+def test_gradient_that_is_not_finite_changes_nothing(build_any: Build) -> None:
     def explode(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
         return logprobs.sum() * float("nan"), {}
 
-    engine, untouched = build(), build()
+    engine, untouched = build_any(), build_any()
     for each in (engine, untouched):
         step(each)
     engine.forward_backward([BATCH], get_loss(explode))
@@ -240,8 +251,8 @@ def test_gradient_that_is_not_finite_changes_nothing(build: Build) -> None:
     assert_equal(parameters(engine), parameters(untouched))
 
 
-def test_checkpoint_round_trip_is_bitwise(build: Build, tmp_path: Path) -> None:
-    engine, fresh = build(), build()
+def test_checkpoint_round_trip_is_bitwise(build_any: Build, tmp_path: Path) -> None:
+    engine, fresh = build_any(), build_any()
     step(engine)
     engine.save_checkpoint(tmp_path / "checkpoint")
     step(fresh)
