@@ -5,7 +5,8 @@ import torch
 
 from rl.data.packing import Document
 from trainer.config import TrainerConfig
-from trainer.engines.titan.context import context_masks, document_mask, row_multiple, shard_row
+from trainer.engines.pytorch.attention_plan import document_mask
+from trainer.engines.titan.context import context_masks, row_multiple, shard_row
 
 DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(1), Document(9))
 LENGTH = 24

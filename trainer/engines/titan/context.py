@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl.data.packing import Document
 from trainer.config import TrainerConfig
+from trainer.engines.pytorch.attention_plan import document_mask
 
 # Positions per block of a block mask, on a GPU.
 _BLOCK = 128
@@ -113,13 +114,3 @@ def context_masks(documents: Sequence[Document], shard: RowShard) -> ContextMask
         first, stop = int(shard.rows[begin]), int(shard.rows[end - 1]) + 1
         pieces.append(Piece(end - begin, start, stop, document_mask(document, first - start, stop - start)))
     return ContextMasks(shard.order.argsort(), tuple(pieces))
-
-
-def document_mask(document: Document, first: int, stop: int) -> Tensor:
-    """[stop - first, stop] bool: which tokens of a document its tokens `first` to `stop - 1` may attend to."""
-    mask = torch.ones(stop - first, stop, dtype=torch.bool).tril(first)
-    if document.suffixes:
-        sizes = torch.tensor((document.prefix, *document.suffixes))
-        suffix = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
-        mask &= (suffix[first:, None] == suffix) | (suffix == 0)
-    return mask

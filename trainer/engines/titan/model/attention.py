@@ -1,13 +1,13 @@
 """The one place that chooses the attention kernel, which keeps the documents of a packed row apart.
 
 On a GPU torchtitan's own kernels are used: `varlen` in bfloat16, and `flex` in float32, which `varlen` does not
-support. Neither has a backward pass on the CPU. There `DocumentAttention` runs one `scaled_dot_product_attention` per
-document, and the suffixes of a document may share a prefix.
+support. Neither has a backward pass on the CPU. There `DocumentAttention` computes each document by the way that
+`trainer.engines.pytorch.document_attention` chooses, and the suffixes of a document may share a prefix.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -20,22 +20,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
-from trainer.engines.titan.context import ContextMasks, RowShard, context_masks, document_mask
-
-# Below this many mean tokens per call the CPU kernel is faster in float32 than in bfloat16; at 90 tokens, twice as
-# fast.
-_SHORT_CALL = 256
-# Up to this many tokens of a document with suffixes, one masked call is faster than one call per suffix.
-_DENSE_DOCUMENT = 256
-
-
-class DocumentMasks(NamedTuple):
-    """A packed row as `DocumentAttention` needs it."""
-
-    documents: tuple[Document, ...]
-    masks: tuple[Tensor | None, ...]
-    """For each document [tokens, tokens] bool, true where a row may attend to a column. None for plain causal
-    attention, and for a document with suffixes that is too large for one call."""
+from trainer.engines.pytorch.document_attention import document_attention, plan_row
+from trainer.engines.titan.context import ContextMasks, RowShard, context_masks
 
 
 class DocumentAttention(FlexAttention):
@@ -57,32 +43,13 @@ class DocumentAttention(FlexAttention):
         enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
-        """[1, L, heads, head_dim] each; `attention_masks` is the row's `DocumentMasks`.
+        """[1, L, heads, head_dim] each; `attention_masks` is the row's plan, see `document_attention`.
 
         Under context parallelism the queries are those of a shard of the row, and `attention_masks` its `ContextMasks`.
         """
         if isinstance(attention_masks, ContextMasks):
             return _attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale, enable_gqa=enable_gqa)
-        assert isinstance(attention_masks, DocumentMasks)
-        documents = attention_masks.documents
-        lengths = [document.num_tokens for document in documents]
-        num_calls = sum(
-            1 if mask is not None else 1 + len(d.suffixes) for d, mask in zip(*attention_masks, strict=True)
-        )
-        dtype = torch.float32 if sum(lengths) < _SHORT_CALL * num_calls else q_BLNH.dtype
-        parts = zip(*(x.to(dtype).transpose(1, 2).split(lengths, dim=2) for x in (q_BLNH, k_BLNH, v_BLNH)), strict=True)
-        outputs: list[Tensor] = []
-        for document, mask, (q, k, v) in zip(documents, attention_masks.masks, parts, strict=True):
-            if mask is None and document.suffixes:
-                outputs += _attend_by_suffix(document, q, k, v, scale=scale, enable_gqa=enable_gqa)
-                continue
-            causal = mask is None
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=enable_gqa
-                )
-            )
-        return torch.cat(outputs, dim=2).transpose(1, 2).to(q_BLNH.dtype)
+        return document_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale)
 
 
 def choose_inner_attention(
@@ -102,7 +69,7 @@ def shares_prefixes(device: torch.device) -> bool:
 def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Document]) -> Any:
     """What the chosen kernel needs to know about a packed row with positions [1, L]."""
     if positions.device.type == "cpu":
-        return DocumentMasks(tuple(documents), tuple(_mask(document) for document in documents))
+        return plan_row(documents)
     masks: AttentionMasksType | None = model.get_attention_masks(positions)
     return masks
 
@@ -115,13 +82,6 @@ def sharded_attention_masks(
         return context_masks(documents, shard)
     _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
     return masks
-
-
-def _mask(document: Document) -> Tensor | None:
-    """See `DocumentMasks.masks`."""
-    if not document.suffixes or document.num_tokens > _DENSE_DOCUMENT:
-        return None
-    return document_mask(document, 0, document.num_tokens)
 
 
 def _attend_in_context(
@@ -142,30 +102,3 @@ def _attend_in_context(
         for part, piece in zip(queries, masks.pieces, strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _attend_by_suffix(
-    document: Document, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool
-) -> list[Tensor]:
-    """Calls the kernel for the prefix, then for each suffix with the prefix's keys and its own.
-
-    All tensors are [1, heads, tokens, dim].
-    """
-    sizes = (document.prefix, *document.suffixes)
-    (q_prefix, *q_suffixes), (k_prefix, *k_suffixes), (v_prefix, *v_suffixes) = (
-        x.split(sizes, dim=2) for x in (q, k, v)
-    )
-    outputs = [
-        F.scaled_dot_product_attention(q_prefix, k_prefix, v_prefix, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    ]
-    for q_suffix, k_suffix, v_suffix in zip(q_suffixes, k_suffixes, v_suffixes, strict=True):
-        size = q_suffix.shape[2]
-        if size:
-            mask = torch.ones(size, document.prefix + size, dtype=torch.bool).tril(document.prefix)
-            keys, values = torch.cat([k_prefix, k_suffix], dim=2), torch.cat([v_prefix, v_suffix], dim=2)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q_suffix, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-                )
-            )
-    return outputs

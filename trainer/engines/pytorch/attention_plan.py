@@ -1,0 +1,128 @@
+"""Cuts the documents of a packed row into tiles for `block_attention`, once per row.
+
+A tile is some adjacent queries of a document and the keys that they may attend to, so what the causal mask hides beyond
+a tile is not computed. Short documents of about the same length are padded to one length and computed together. In a
+long document with suffixes, the tiles of a suffix leave out the keys of all earlier suffixes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl.data.packing import Document
+
+# Short documents whose lengths have the same multiple of this above them are padded to the longest of them.
+_LENGTH_MULTIPLE = 16
+# Up to this many tokens a document is computed together with others, and a mask alone keeps its suffixes apart.
+_SHORT_DOCUMENT = 256
+# Queries of a tile. Smaller tiles compute less that the mask hides; larger ones make fewer calls.
+_SHORT_TILE, _LONG_TILE = 32, 64
+
+
+class Tile(NamedTuple):
+    """Queries `start` to `stop - 1` of a document, and their keys: 0 to `prefix - 1` and `first` to `stop - 1`."""
+
+    start: int
+    stop: int
+    prefix: int
+    first: int
+    mask: Tensor
+    """[1 or N, stop - start, w] float32, 0 or minus infinity, for the last w keys. N is the number of documents."""
+
+
+class DocumentBatch(NamedTuple):
+    """Documents that have the same tiles, one after the other."""
+
+    num_documents: int
+    size: int
+    """Tokens of each document with its padding."""
+    tiles: tuple[Tile, ...]
+
+
+class AttentionPlan(NamedTuple):
+    """What to compute for a row of L tokens. The tokens are first brought into the order of the batches."""
+
+    batches: tuple[DocumentBatch, ...]
+    order: Tensor | None
+    """[P] int64 indices into the row of the batches' tokens; padding repeats a token. None for the row itself."""
+    places: Tensor | None
+    """[L] int64 indices into `order` of the row's tokens."""
+    padding: Tensor | None
+    """Indices into `order` of the padding."""
+
+
+def plan_attention(documents: Sequence[Document]) -> AttentionPlan:
+    """The plan for a row of these documents."""
+    starts = list(itertools.accumulate((document.num_tokens for document in documents), initial=0))
+    long = [i for i, document in enumerate(documents) if document.num_tokens > _SHORT_DOCUMENT]
+    short: dict[tuple[int, bool], list[int]] = {}
+    for i, document in enumerate(documents):
+        if 0 < document.num_tokens <= _SHORT_DOCUMENT:
+            short.setdefault((-(-document.num_tokens // _LENGTH_MULTIPLE), bool(document.suffixes)), []).append(i)
+    batches = [_one_document(documents[i]) for i in long]
+    order = [torch.arange(starts[i], starts[i + 1]) for i in long]
+    is_real = [torch.ones(len(rows), dtype=torch.bool) for rows in order]
+    for members in short.values():
+        batch = _short_documents([documents[i] for i in members])
+        lengths = torch.tensor([documents[i].num_tokens for i in members])[:, None]
+        within = torch.arange(batch.size)
+        order.append((torch.tensor([starts[i] for i in members])[:, None] + within.minimum(lengths - 1)).flatten())
+        is_real.append((within < lengths).flatten())
+        batches.append(batch)
+    rows, real = torch.cat(order), torch.cat(is_real)
+    if torch.equal(rows, torch.arange(starts[-1])):
+        return AttentionPlan(tuple(batches), None, None, None)
+    places = real.nonzero()[:, 0]
+    places = places[rows[places].argsort()]
+    return AttentionPlan(tuple(batches), rows, places, None if bool(real.all()) else (~real).nonzero()[:, 0])
+
+
+def document_mask(document: Document, first: int, stop: int) -> Tensor:
+    """[stop - first, stop] bool: which tokens of a document its tokens `first` to `stop - 1` may attend to."""
+    mask = torch.ones(stop - first, stop, dtype=torch.bool).tril(first)
+    if document.suffixes:
+        sizes = torch.tensor((document.prefix, *document.suffixes))
+        suffix = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
+        mask &= (suffix[first:, None] == suffix) | (suffix == 0)
+    return mask
+
+
+def _short_documents(documents: Sequence[Document]) -> DocumentBatch:
+    """Documents of similar length, all with suffixes or all without, padded to the longest."""
+    size = max(document.num_tokens for document in documents)
+    parts = _cut(0, size, _SHORT_TILE)
+    if not documents[0].suffixes:
+        return DocumentBatch(len(documents), size, tuple(_causal_tile(s, e) for s, e in parts))
+    allowed = torch.ones(len(documents), size, size, dtype=torch.bool).tril()  # padding has to attend to something
+    for mask, document in zip(allowed, documents, strict=True):
+        mask[: document.num_tokens, : document.num_tokens] = document_mask(document, 0, document.num_tokens)
+    return DocumentBatch(len(documents), size, tuple(Tile(s, e, 0, 0, _added(allowed[:, s:e, :e])) for s, e in parts))
+
+
+def _one_document(document: Document) -> DocumentBatch:
+    prefix, size = document.prefix, document.num_tokens
+    tiles = [_causal_tile(s, e) for s, e in _cut(0, prefix, _LONG_TILE)]
+    ends = itertools.accumulate(document.suffixes, initial=prefix)
+    begin_of = [begin for begin, length in zip(ends, document.suffixes, strict=False) for _ in range(length)]
+    for s, e in _cut(prefix, size, _LONG_TILE):
+        first = begin_of[s - prefix]
+        tiles.append(Tile(s, e, prefix, first, _added(document_mask(document, s, e)[None, :, first:])))
+    return DocumentBatch(1, size, tuple(tiles))
+
+
+def _causal_tile(start: int, stop: int) -> Tile:
+    """A tile where only the causal mask applies."""
+    size = stop - start
+    return Tile(start, stop, 0, 0, _added(torch.ones(1, size, size, dtype=torch.bool).tril()))
+
+
+def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return [(s, min(s + size, stop)) for s in range(start, stop, size)]
+
+
+def _added(allowed: Tensor) -> Tensor:
+    """A mask in the form that is added to scores."""
+    return torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)

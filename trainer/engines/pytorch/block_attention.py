@@ -1,0 +1,160 @@
+"""Attention on the CPU by plain matrix products over tiles, whose backward pass takes about twice its forward pass.
+
+The scores of a tile stay in the cache. The backward pass computes them again, so that memory is linear in the tokens of
+a row (the idea: FlashAttention, arXiv 2205.14135). A tile sees all keys of its queries at once, so its softmax is an
+ordinary one.
+
+Legend: L tokens of the row, N documents of a batch, T tokens of each, G key-value heads, R query heads for each of
+them, D head dimension, B queries and K keys of a tile, M = N * G pairs of a document and a key-value head, of which a
+part has m.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.engines.pytorch.attention_plan import AttentionPlan, DocumentBatch, Tile
+
+# Scores that are computed at once: 1 MB, which stays in the cache.
+_CHUNK_SCORES = 1 << 18
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, scale: float | None, dtype: torch.dtype
+) -> Tensor:
+    """Attention within the documents of a row: q [L, G * R, D], k and v [L, G, D] -> [L, G * R, D].
+
+    Scores and their softmax are computed in float32, the other products in `dtype`.
+    """
+    result: Any = _BlockAttention.apply(q, k, v, plan, q.shape[-1] ** -0.5 if scale is None else scale, dtype)
+    return result
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.plan, ctx.scale, ctx.dtype = plan, scale, dtype
+        q, k, v = (_in_order(x, plan.order) for x in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for batch, rows in _batches(plan):
+            queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, scale, dtype)
+            outputs = torch.empty(queries.shape, dtype=dtype)
+            for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
+                probs = part.probs(queries[part.rows], part.keys_of(keys))
+                outputs[part.rows] = torch.bmm(probs.to(dtype), part.keys_of(values))
+            _store(out[rows], outputs, batch)
+        return _in_order(out, plan.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plan: AttentionPlan = ctx.plan
+        dtype: torch.dtype = ctx.dtype
+        q, k, v, grad_out = (_in_order(x, plan.order) for x in (*ctx.saved_tensors, grads[0]))
+        if plan.padding is not None:
+            grad_out.index_fill_(0, plan.padding, 0.0)
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        for batch, rows in _batches(plan):
+            queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, ctx.scale, dtype)
+            grad_outputs = _load(grad_out[rows], batch, k.shape[1], dtype)
+            grad_queries, grad_keys, grad_values = torch.empty_like(queries), *torch.zeros(2, *keys.shape)
+            for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
+                part_queries, part_keys, part_grad = queries[part.rows], part.keys_of(keys), grad_outputs[part.rows]
+                probs = part.probs(part_queries, part_keys)
+                grad_probs = torch.bmm(part_grad, part.keys_of(values).transpose(1, 2)).float()
+                grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, torch.float32).to(dtype)
+                part.add_to_keys(grad_values, torch.bmm(probs.to(dtype).transpose(1, 2), part_grad))
+                part.add_to_keys(grad_keys, torch.bmm(grad_scores.transpose(1, 2), part_queries.to(dtype)))
+                grad_queries[part.rows] = torch.bmm(grad_scores, part_keys.to(dtype))
+            _store(grad_q[rows], grad_queries, batch)
+            _store(grad_k[rows], grad_keys.mul_(ctx.scale), batch)
+            _store(grad_v[rows], grad_values, batch)
+        return *(_in_order(x, plan.places) for x in (grad_q, grad_k, grad_v)), None, None, None
+
+
+class _Part(NamedTuple):
+    """What is computed at once: one tile of some documents and heads."""
+
+    tile: Tile
+    pairs: slice
+    """Which m of the M pairs."""
+    rows: tuple[slice, slice]
+    """The tile's queries in [M, T * R, D]."""
+    mask: Tensor
+    """[1 or the part's documents, 1, B, 1, w]"""
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """[M, T, D] -> [m, K, D]"""
+        tile = self.tile
+        if tile.first <= tile.prefix:
+            return x[self.pairs, : tile.stop]
+        return torch.cat([x[self.pairs, : tile.prefix], x[self.pairs, tile.first : tile.stop]], dim=1)
+
+    def add_to_keys(self, x: Tensor, update: Tensor) -> None:
+        """Adds [m, K, D] to the tile's keys of x [M, T, D]."""
+        tile = self.tile
+        if tile.first <= tile.prefix:
+            x[self.pairs, : tile.stop].add_(update)
+            return
+        x[self.pairs, : tile.prefix].add_(update[:, : tile.prefix])
+        x[self.pairs, tile.first : tile.stop].add_(update[:, tile.prefix :])
+
+    def probs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries [m, B * R, D] and keys [m, K, D] -> [m, B * R, K] float32"""
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        size, num_masked = self.mask.shape[2], self.mask.shape[-1]
+        scores.view(len(self.mask), -1, size, queries.shape[1] // size, keys.shape[1])[..., -num_masked:] += self.mask
+        return torch.softmax(scores, -1)
+
+
+def _parts(batch: DocumentBatch, num_heads: int, num_shared: int) -> Iterator[_Part]:
+    """Cuts a batch's tiles into parts. `num_heads` is G, `num_shared` is R."""
+    num_pairs = batch.num_documents * num_heads
+    for tile in batch.tiles:
+        own_masks = len(tile.mask) > 1
+        unit = num_heads if own_masks else 1  # documents with masks of their own are not cut between heads
+        rows = slice(tile.start * num_shared, tile.stop * num_shared)
+        num_scores = unit * (rows.stop - rows.start) * (tile.prefix + tile.stop - tile.first)
+        step = unit * max(1, _CHUNK_SCORES // num_scores)
+        for start in range(0, num_pairs, step):
+            pairs = slice(start, start + step)
+            mask = tile.mask[start // unit : (start + step) // unit] if own_masks else tile.mask
+            yield _Part(tile, pairs, (pairs, rows), mask[:, None, :, None])
+
+
+def _batches(plan: AttentionPlan) -> Iterator[tuple[DocumentBatch, slice]]:
+    """Each batch with its tokens."""
+    start = 0
+    for batch in plan.batches:
+        stop = start + batch.num_documents * batch.size
+        yield batch, slice(start, stop)
+        start = stop
+
+
+def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(0, order)
+
+
+def _load_all(
+    q: Tensor, k: Tensor, v: Tensor, batch: DocumentBatch, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, scaled keys, both float32, and values."""
+    queries, keys = (_load(x, batch, k.shape[1], torch.float32) for x in (q, k))
+    return queries, keys.mul_(scale), _load(v, batch, k.shape[1], dtype)
+
+
+def _load(x: Tensor, batch: DocumentBatch, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """[N * T, G * R, D] -> [M, T * R, D], heads first. R is 1 for keys and values."""
+    tokens = x.view(batch.num_documents, batch.size, num_heads, -1, x.shape[-1]).transpose(1, 2)
+    return torch.empty(tokens.shape, dtype=dtype).copy_(tokens).view(batch.num_documents * num_heads, -1, x.shape[-1])
+
+
+def _store(x: Tensor, value: Tensor, batch: DocumentBatch) -> None:
+    """Copies [M, T * R, D] into x [N * T, G * R, D]."""
+    num_heads = len(value) // batch.num_documents
+    tokens = value.view(batch.num_documents, num_heads, batch.size, -1, x.shape[-1]).transpose(1, 2)
+    x.view(tokens.shape).copy_(tokens)

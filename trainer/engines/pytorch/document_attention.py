@@ -1,0 +1,72 @@
+"""The one place that chooses how attention over a packed row is computed on the CPU, document by document.
+
+`python -m benchmarks.attention` measures the ways to compute it, for documents of every length, and the choice.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from rl.data.packing import Document
+from rl.hardware import has_fast_bfloat16
+from trainer.engines.pytorch.attention_plan import AttentionPlan, plan_attention
+from trainer.engines.pytorch.block_attention import block_attention
+
+# Above this many tokens PyTorch's kernel takes less time for a document without suffixes.
+_LONG_DOCUMENT = 1024
+
+
+class RowPart(NamedTuple):
+    """Adjacent documents of a row that are computed in the same way."""
+
+    num_tokens: int
+    plan: AttentionPlan | None
+    """None for one document that PyTorch's kernel computes."""
+
+
+def plan_row(documents: Sequence[Document]) -> tuple[RowPart, ...]:
+    """Chooses for each document of a row, once for all layers."""
+    parts: list[RowPart] = []
+    for is_long, group in itertools.groupby(documents, _is_long):
+        members = list(group)
+        if is_long:
+            parts += [RowPart(document.num_tokens, None) for document in members]
+        else:
+            parts.append(RowPart(sum(document.num_tokens for document in members), plan_attention(members)))
+    return tuple(parts)
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[RowPart], *, scale: float | None) -> Tensor:
+    """q [1, L, heads, D], k and v [1, L, key-value heads, D] -> [1, L, heads, D], for a row planned as `parts`."""
+    dtype = _product_dtype(q.dtype)
+    sizes = [part.num_tokens for part in parts]
+    outputs = [
+        _kernel_attention(*inputs, scale=scale, dtype=dtype)
+        if part.plan is None
+        else block_attention(*(x[0] for x in inputs), part.plan, scale=scale, dtype=dtype)[None]
+        for part, *inputs in zip(parts, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
+    ]
+    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+def _is_long(document: Document) -> bool:
+    return not document.suffixes and document.num_tokens > _LONG_DOCUMENT
+
+
+def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, dtype: torch.dtype) -> Tensor:
+    """PyTorch's kernel for one document: [1, T, heads, D] each."""
+    output = F.scaled_dot_product_attention(
+        *(x.to(dtype).transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2).to(q.dtype)
+
+
+@functools.cache
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products: float32 for bfloat16 inputs where the processor is faster in float32."""
+    return torch.float32 if dtype == torch.bfloat16 and not has_fast_bfloat16() else dtype
