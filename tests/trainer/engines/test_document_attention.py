@@ -1,5 +1,6 @@
 """Attention over packed rows on the CPU against its definition, with autograd in float64."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.packing import Document
+from trainer.engines.pytorch import block_attention as blocks
 from trainer.engines.pytorch import document_attention as module
 from trainer.engines.pytorch.attention_plan import plan_attention
 from trainer.engines.pytorch.block_attention import block_attention
@@ -117,7 +119,8 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_memory_is_linear_in_tokens() -> None:
+def test_memory_is_linear_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "no_dispatch", contextlib.nullcontext)  # else the mode would see nothing
     documents = (*(Document(250) for _ in range(20)), Document(1000), Document(500, (250,) * 10))
     plan = plan_attention(documents)
     inputs, grad = random_row(sum(document.num_tokens for document in documents), (6, 2), torch.float32)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from trainer.engines.pytorch.attention_plan import AttentionPlan, DocumentBatch, Tile
 
@@ -39,16 +40,9 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.plan, ctx.scale, ctx.dtype = plan, scale, dtype
-        q, k, v = (_in_order(x, plan.order) for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype)
-        for batch, rows in _batches(plan):
-            queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, scale, dtype)
-            outputs = torch.empty(queries.shape, dtype=dtype)
-            for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
-                probs = part.probs(queries[part.rows], part.keys_of(keys))
-                outputs[part.rows] = torch.bmm(probs.to(dtype), part.keys_of(values))
-            _store(out[rows], outputs, batch)
-        return _in_order(out, plan.places)
+        # Selective activation checkpointing would keep all scores, because it watches for `bmm` and keeps its results.
+        with no_dispatch():
+            return _attend(q, k, v, plan, scale, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,6 +68,20 @@ class _BlockAttention(torch.autograd.Function):
             _store(grad_k[rows], grad_keys.mul_(ctx.scale), batch)
             _store(grad_v[rows], grad_values, batch)
         return *(_in_order(x, plan.places) for x in (grad_q, grad_k, grad_v)), None, None, None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, dtype: torch.dtype) -> Tensor:
+    """The forward pass."""
+    q, k, v = (_in_order(x, plan.order) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype)
+    for batch, rows in _batches(plan):
+        queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, scale, dtype)
+        outputs = torch.empty(queries.shape, dtype=dtype)
+        for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
+            probs = part.probs(queries[part.rows], part.keys_of(keys))
+            outputs[part.rows] = torch.bmm(probs.to(dtype), part.keys_of(values))
+        _store(out[rows], outputs, batch)
+    return _in_order(out, plan.places)
 
 
 class _Part(NamedTuple):
