@@ -75,11 +75,11 @@ def test_equals_its_definition_in_float64(name: str, heads: tuple[int, int]) -> 
     parts = plan_row(documents)
     inputs, grad = random_row(sum(document.num_tokens for document in documents), heads, torch.float32)
 
-    def attend(*row: Tensor) -> Tensor:
-        return document_attention(*(x[None] for x in row), parts, scale=None)[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return document_attention(q[None], k[None], v[None], parts, scale=None)[0]
 
     exact = [x.double() for x in inputs]
-    expected = with_gradients(lambda *row: attend_by_definition(*row, documents), exact, grad.double())
+    expected = with_gradients(lambda q, k, v: attend_by_definition(q, k, v, documents), exact, grad.double())
     assert max(errors(with_gradients(attend, inputs, grad), expected)) < 1e-6
     with torch.no_grad():
         assert (attend(*inputs) - expected[0]).abs().max() < 1e-5
@@ -91,8 +91,8 @@ def test_bfloat16_inputs_lose_only_what_rounding_costs(dtype: torch.dtype) -> No
     plan = plan_attention(documents)
     inputs, grad = random_row(sum(document.num_tokens for document in documents), (6, 2), torch.bfloat16)
     exact = [x.double() for x in inputs]
-    expected = with_gradients(lambda *row: attend_by_definition(*row, documents), exact, grad.double())
-    got = with_gradients(lambda *row: block_attention(*row, plan, scale=None, dtype=dtype), inputs, grad)
+    expected = with_gradients(lambda q, k, v: attend_by_definition(q, k, v, documents), exact, grad.double())
+    got = with_gradients(lambda q, k, v: block_attention(q, k, v, plan, scale=None, dtype=dtype), inputs, grad)
     assert [x.dtype for x in got] == [torch.bfloat16] * 4
     assert max(errors(got, expected)) < 2 * 2**-8
 
@@ -100,9 +100,9 @@ def test_bfloat16_inputs_lose_only_what_rounding_costs(dtype: torch.dtype) -> No
 def test_the_scale_is_that_of_the_caller() -> None:
     inputs, grad = random_row(40, (2, 1), torch.float32)
     plan = plan_attention([Document(40)])
-    got = with_gradients(lambda *row: block_attention(*row, plan, scale=0.5, dtype=torch.float32), inputs, grad)
+    got = with_gradients(lambda q, k, v: block_attention(q, k, v, plan, scale=0.5, dtype=torch.float32), inputs, grad)
     exact = [inputs[0].double() * 0.5 * DIM**0.5, *(x.double() for x in inputs[1:])]
-    expected = with_gradients(lambda *row: attend_by_definition(*row, (Document(40),)), exact, grad.double())
+    expected = with_gradients(lambda q, k, v: attend_by_definition(q, k, v, (Document(40),)), exact, grad.double())
     expected[1] *= 0.5 * DIM**0.5
     assert max(errors(got, expected)) < 1e-6
 
@@ -125,7 +125,7 @@ def test_memory_is_linear_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_attention(documents)
     inputs, grad = random_row(sum(document.num_tokens for document in documents), (6, 2), torch.float32)
     with LargestTensor() as largest:
-        with_gradients(lambda *row: block_attention(*row, plan, scale=None, dtype=torch.float32), inputs, grad)
+        with_gradients(lambda q, k, v: block_attention(q, k, v, plan, scale=None, dtype=torch.float32), inputs, grad)
     assert largest.num_elements <= max(inputs[0].numel() * 1.1, 2 * 2**18)
 
 
@@ -137,5 +137,5 @@ def test_every_document_has_its_way() -> None:
 def test_bfloat16_is_multiplied_in_the_faster_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(module, "has_fast_bfloat16", lambda fast=fast: fast)
-        assert module._product_dtype.__wrapped__(torch.bfloat16) == dtype
-        assert module._product_dtype.__wrapped__(torch.float32) == torch.float32
+        assert module.product_dtype.__wrapped__(torch.bfloat16) == dtype
+        assert module.product_dtype.__wrapped__(torch.float32) == torch.float32

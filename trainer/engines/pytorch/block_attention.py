@@ -60,7 +60,7 @@ class _BlockAttention(torch.autograd.Function):
                 part_queries, part_keys, part_grad = queries[part.rows], part.keys_of(keys), grad_outputs[part.rows]
                 probs = part.probs(part_queries, part_keys)
                 grad_probs = torch.bmm(part_grad, part.keys_of(values).transpose(1, 2)).float()
-                grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, torch.float32).to(dtype)
+                grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, torch.float32).to(dtype)
                 part.add_to_keys(grad_values, torch.bmm(probs.to(dtype).transpose(1, 2), part_grad))
                 part.add_to_keys(grad_keys, torch.bmm(grad_scores.transpose(1, 2), part_queries.to(dtype)))
                 grad_queries[part.rows] = torch.bmm(grad_scores, part_keys.to(dtype))

@@ -43,13 +43,13 @@ def plan_row(documents: Sequence[Document]) -> tuple[RowPart, ...]:
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[RowPart], *, scale: float | None) -> Tensor:
     """q [1, L, heads, D], k and v [1, L, key-value heads, D] -> [1, L, heads, D], for a row planned as `parts`."""
-    dtype = _product_dtype(q.dtype)
+    dtype = product_dtype(q.dtype)
     sizes = [part.num_tokens for part in parts]
     outputs = [
-        _kernel_attention(*inputs, scale=scale, dtype=dtype)
+        _kernel_attention(q, k, v, scale=scale, dtype=dtype)
         if part.plan is None
-        else block_attention(*(x[0] for x in inputs), part.plan, scale=scale, dtype=dtype)[None]
-        for part, *inputs in zip(parts, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
+        else block_attention(q[0], k[0], v[0], part.plan, scale=scale, dtype=dtype)[None]
+        for part, q, k, v in zip(parts, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
@@ -60,13 +60,12 @@ def _is_long(document: Document) -> bool:
 
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, dtype: torch.dtype) -> Tensor:
     """PyTorch's kernel for one document: [1, T, heads, D] each."""
-    output = F.scaled_dot_product_attention(
-        *(x.to(dtype).transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-    )
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     return output.transpose(1, 2).to(q.dtype)
 
 
 @functools.cache
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix products: float32 for bfloat16 inputs where the processor is faster in float32."""
     return torch.float32 if dtype == torch.bfloat16 and not has_fast_bfloat16() else dtype
