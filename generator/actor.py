@@ -66,6 +66,8 @@ class VLLMGenerator(Actor):
         try:
             async with asyncio.timeout(self._store_timeout_s):
                 store = await torchstore.client()
+                if frozen and policy is not None and await self._engine.freeze(policy, version):
+                    return
                 if record is None:
                     record = await find_record(store, version, policy)
         except TimeoutError:
