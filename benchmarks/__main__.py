@@ -15,6 +15,8 @@ BENCHMARKS = (
     "weight_growth",
     "generation_throughput",
     "inflight_updates",
+    "attention",
+    "mfu",
     "trainer_throughput",
     "layouts",
     "split_invariance",
