@@ -15,8 +15,6 @@ BENCHMARKS = (
     "weight_growth",
     "generation_throughput",
     "inflight_updates",
-    "attention",
-    "mfu",
     "trainer_throughput",
     "layouts",
     "split_invariance",

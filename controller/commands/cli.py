@@ -20,6 +20,7 @@ from controller.commands import (
     parity,
     report_run,
     run,
+    serve,
     show,
 )
 from controller.commands import list as list_recipes
@@ -58,8 +59,9 @@ def _command(arguments: Sequence[str]) -> int:
     """Runs one command. Returns the exit status."""
     try:
         parser, commands = _parser(resuming="--resume" in arguments)
-        # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields.
-        if len(arguments) > 1 and arguments[0] in commands and arguments[1] in ("-h", "--help"):
+        # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields. `serve` has fields without a recipe.
+        asks = len(arguments) > 1 and arguments[0] != "serve" and arguments[1] in ("-h", "--help")
+        if asks and arguments[0] in commands:
             commands[arguments[0]].print_help()
             return 0
         options, overrides = parser.parse_known_args(arguments)
@@ -79,7 +81,19 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
     parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands, resuming=resuming)
-    for command in (list_recipes, show, list_runs, report_run, compare, eval_run, export_run, parity, check_env, model):
+    for command in (
+        list_recipes,
+        show,
+        list_runs,
+        report_run,
+        compare,
+        eval_run,
+        export_run,
+        parity,
+        check_env,
+        model,
+        serve,
+    ):
         command.add_parser(commands)
     return parser, commands.choices
 

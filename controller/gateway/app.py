@@ -17,6 +17,7 @@ from tinker import types
 from controller.gateway.answers import Answer, PendingAnswer
 from controller.gateway.gateway import Gateway
 from controller.gateway.listing import Door, listing
+from controller.gateway.monitoring import add_monitoring
 from controller.gateway.wire import decode_request
 
 POLL_S = 25.0
@@ -43,6 +44,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
+    add_monitoring(app, gateway)
     return app
 
 

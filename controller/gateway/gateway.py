@@ -39,10 +39,11 @@ class ClientSession:
 class Gateway:
     """What the server knows. Lives on one event loop."""
 
-    def __init__(self, model: ServedModel, folder: Path) -> None:
-        """`folder` is the server's: it keeps its database and checkpoints there."""
+    def __init__(self, model: ServedModel, folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
+        """`folder` is the server's: it keeps its database and checkpoints there. `say` is told who trains what."""
         folder.mkdir(parents=True, exist_ok=True)
         self.model = model
+        self._say = say
         self.database = Database(folder / "gateway.sqlite")
         self.archive = Archive(folder, self.database)
         self.answers = Answers()
@@ -76,6 +77,7 @@ class Gateway:
             return
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
             await self.training.pop(run_id).close()
+            self._say(f"{run_id} ended")
         for policy in self.samplers.forget_session(session_id):
             await self.snapshots.drop(policy)
         self.answers.forget_owner(session_id)
@@ -199,6 +201,7 @@ class Gateway:
                 pending.set(Answer.failure(error))
                 return pending
             self.database.save(row)
+            self._say(f"{row.id} trains an adapter of rank {row.rank} of {row.base_model}")
             client = TrainingClient(row, self.model, self.snapshots, self.archive)
             self.training[row.id] = client
             client.turns.put(0, lambda: first(client), pending)

@@ -191,3 +191,20 @@ def test_a_session_that_finishes_gives_its_adapters_and_snapshots_up(server: Run
         training.save_weights_and_get_sampling_client().result()
         assert (len(server.host.adapters), len(server.host.generator.tables)) == (before[0] + 1, before[1] + 1)
     assert (len(server.host.adapters), len(server.host.generator.tables)) == before
+
+
+def test_metrics_count_requests_by_route_and_show_what_is_there(server: RunningServer) -> None:
+    def metrics() -> dict[str, float]:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = metrics()
+    training = new_client(server)
+    train(training)
+    after = metrics()
+    steps = 'gateway_requests_total{route="/api/v1/optim_step",status="200"}'
+    assert after[steps] == before.get(steps, 0) + 1
+    assert after["gateway_training_clients"] == before["gateway_training_clients"] + 1
+    assert after["gateway_requests_waiting"] == 0
+    assert training.model_id not in " ".join(after)

@@ -1,0 +1,62 @@
+"""`ownloop serve --model NAME`: a server for scripts that use the official `tinker` SDK."""
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+
+from controller.commands.command import FAILED, Commands
+from controller.commands.output import CapturedOutput
+from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
+from controller.commands.recipes import override
+
+
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "serve", help="serve a model to scripts that use the tinker SDK", allow_abbrev=False, add_help=False
+    )
+    parser.set_defaults(command=serve)
+
+
+def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serves until a signal ends it. Returns 1 if the processes failed."""
+    del options
+    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
+        raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
+    from controller.gateway.config import ServeConfig
+    from controller.runs.models import resolve_model
+    from generator.config import GeneratorConfig
+    from rl.hardware import cpu_dtype
+    from trainer.config import TrainerConfig
+
+    with CapturedOutput() as output:
+        from controller.meshes.gpus import gpus_here
+
+        dtype = "bfloat16" if gpus_here() else cpu_dtype()
+        default = ServeConfig(
+            trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
+        )
+        config = override(default, overrides, "ownloop serve", "Serves a model to scripts that use the tinker SDK.")
+        if not config.model:
+            raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
+        model = resolve_model(config.model, lambda text: print(text, file=output.errors))
+        (config.folder / "logs").mkdir(parents=True, exist_ok=True)
+        output.move_to(config.folder / "logs" / "server.log")
+        from controller.gateway.serving import serve as run_server
+
+        adopt_orphans()
+        with StopSignals(lambda: None) as stop:
+            try:
+                stop.run(run_server(config, model, lambda text: print(text, file=output.terminal)))
+            except ValueError:
+                raise
+            except Exception as error:
+                print(f"error: {type(error).__name__}: {error}", file=output.errors)
+                return FAILED
+            except BaseException:
+                if stop.received is None:
+                    raise
+                return 128 + stop.received
+            finally:
+                end_descendants(grace_s=0.5)
+    return 0

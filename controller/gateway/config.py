@@ -1,0 +1,51 @@
+"""What `ownloop serve` serves and where. Importing this module needs no package of the gateway's."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from generator.config import GeneratorConfig
+from rl.checks import check_at_least
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """A server of one model, whose adapters clients train and sample from."""
+
+    model: str = ""
+    """The base model: a directory, a name of `ownloop model`, or ORG/NAME on the Hugging Face Hub."""
+    names: tuple[str, ...] = ()
+    """Further names by which clients may ask for the model, for scripts that name another one."""
+    host: str = "127.0.0.1"
+    """The address to listen at. Only addresses of this host itself are accepted."""
+    port: int = 8000
+    """The port to listen at; 0 takes any free one."""
+    folder: Path = Path("gateway")
+    """Where checkpoints, the database and logs are kept."""
+    max_rank: int = 32
+    """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
+    max_snapshots: int = 24
+    """Versions of adapters that the generator keeps for sampling clients."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The trainer; its `model` and `lora` are set by the server."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    """The generator; its `model` and `lora` are set by the server."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_at_least(1, max_rank=self.max_rank, max_snapshots=self.max_snapshots)
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
+        try:
+            loopback = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            # The gateway knows no users yet: whoever reaches it may use it.
+            raise ValueError(
+                f"ServeConfig.host is {self.host!r}; it must be an address of this host itself, such as 127.0.0.1. "
+                "From another host, forward the port: ssh -L 8000:127.0.0.1:8000 HOST"
+            )
+        if self.trainer.lora is not None or self.generator.lora is not None:
+            raise ValueError("ServeConfig: trainer.lora and generator.lora are set by the server; use max_rank")

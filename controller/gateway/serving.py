@@ -1,0 +1,106 @@
+"""Runs a server: a trainer and a generator of one model, and the gateway before them."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from controller.gateway.app import make_app
+from controller.gateway.config import ServeConfig
+from controller.gateway.gateway import Gateway
+from controller.gateway.monitoring import log
+from controller.gateway.served_model import ServedModel
+from controller.meshes.adapters import BoundGenerator
+from controller.meshes.launch import Launcher
+from generator.config import LoRALimits
+from rl.lora import LoRAConfig
+
+Say = Callable[[str], None]
+_ADAPTERS_AT_ONCE = 8
+
+
+async def serve(config: ServeConfig, model: Path, say: Say) -> None:
+    """Serves until it is cancelled. `say` is told where, and who trains what.
+
+    Raises ValueError if the address is taken, and for what trainer and generator refuse, before any process starts.
+    """
+    listener = listen(config.host, config.port)
+    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
+    limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
+    generator_config = replace(config.generator, lora=limits)
+    trainer_config = replace(config.trainer, lora=LoRAConfig(rank=config.max_rank))
+    with listener, _request_log(config.folder / "logs" / "requests.log"):
+        async with Launcher(config.folder / "logs") as launcher:
+            policy, generator = await asyncio.gather(
+                launcher.trainer(model, trainer_config, generator=generator_config),
+                launcher.generator(model, generator_config),
+            )
+            assert isinstance(generator, BoundGenerator), "with `lora` it is"
+            base = await launcher.reference(model, trainer_config)
+            await policy.drop()  # a loop's adapter; here every client makes its own
+            served = ServedModel(
+                names=tuple(dict.fromkeys((config.model, str(model), *config.names))),
+                tokenizer=str(model),
+                adapter=base.adapter,
+                generator=generator.unbound,
+                max_rank=config.max_rank,
+                max_context=generator_config.max_model_len,
+                max_snapshots=config.max_snapshots,
+            )
+            app = make_app(Gateway(served, config.folder, say))
+            host, port = listener.getsockname()[:2]
+            say(f"serving {', '.join(served.names)}; checkpoints and logs go to {config.folder}")
+            say(f"clients: export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-local")
+            options = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on")
+            await _Server(options).serve_until_cancelled(listener)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises ValueError if it is taken or not of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+@contextlib.contextmanager
+def _request_log(file: Path) -> Generator[None]:
+    """Within the block, `monitoring` writes its lines to this file."""
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without signal handlers, because `ownloop` has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Captures none."""
+        yield
+
+    async def serve_until_cancelled(self, listener: socket.socket) -> None:
+        """Serves; when cancelled, ends the requests that run."""
+        running = asyncio.create_task(self.serve(sockets=[listener]))
+        try:
+            await asyncio.shield(running)
+        finally:
+            self.should_exit = self.force_exit = True
+            await running
