@@ -26,6 +26,7 @@ CHANGEABLE = (
     "on_failure",
     "max_restarts",
     "restart_window_minutes",
+    "log",
 )
 """Fields that may be changed when a run is resumed."""
 

@@ -14,6 +14,7 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
+from rl.runs.loggers.table import check_loggers
 from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
 
@@ -62,6 +63,8 @@ class LoopConfig:
     """Most restarts within `restart_window_minutes`; one more failure ends the run."""
     restart_window_minutes: float = 60.0
     """The time in which `max_restarts` are counted."""
+    log: tuple[str, ...] = ()
+    """Where metrics and samples go beside the run's folder: "tensorboard", "wandb", "trackio". See `docs/report.md`."""
     seed: int = 0
     """Seed of the training data's order and of sampling."""
 
@@ -79,6 +82,7 @@ class LoopConfig:
         )
         check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
+        check_loggers(self.log)
         self.adam(self.learning_rate)
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")

@@ -16,6 +16,7 @@ from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, nu
 from rl.hardware import hand_back_memory
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.runs.folder import RunFolder, read_metrics
+from rl.runs.loggers.table import RunLoggers
 from rl.runs.recording import RecordingError
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -29,11 +30,24 @@ EQUAL_REWARDS = "in every group all rewards were equal"
 class Report:
     """One run's reporting. Steps count from 1; step 0 is the model before training."""
 
-    def __init__(self, folder: RunFolder, console: Console, total_steps: int, best_reward: float = 1.0) -> None:
-        """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        console: Console,
+        total_steps: int,
+        best_reward: float = 1.0,
+        *,
+        log: Sequence[str] = (),
+        config: object = None,
+    ) -> None:
+        """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
+
+        `log` names the loggers beside the folder, which show `config`. Raises ValueError if one cannot begin.
+        """
         self.folder = folder
         self.total_steps = total_steps
         self._console = console
+        self._log = RunLoggers(log, folder, config, console.warn)
         self._live = LiveReport(folder)
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
@@ -134,7 +148,7 @@ class Report:
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
         self._log_intervals(step, evaluation.intervals)
-        self.folder.log_rollouts(step, evaluation.groups, split="eval")
+        self._log.log_rollouts(step, evaluation.groups, split="eval")
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
         self._curves_are_old = True
         self._draw_if_due()
@@ -157,7 +171,7 @@ class Report:
                 f"eval_{name}_low": interval.low,
                 f"eval_{name}_high": interval.high,
             }
-        self.folder.log_metrics(row)
+        self._log.log_metrics(row)
 
     def finish(self) -> None:
         """Draws the curves, writes the report, and prints three samples and the sentence that says what was achieved.
@@ -167,6 +181,7 @@ class Report:
         self.folder.in_background(self._drawing())
         self._live.finish()
         self.folder.flush()
+        self._log.close()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())
 
@@ -190,8 +205,8 @@ class Report:
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
         self._count(row)
-        self.folder.log_metrics(row)
-        self.folder.log_rollouts(step, groups)
+        self._log.log_metrics(row)
+        self._log.log_rollouts(step, groups)
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups

@@ -36,8 +36,8 @@ class Run:
 
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
-        env = getattr(config, "env", None)
-        self._report = Report(folder, console, config.num_steps, best_reward=getattr(env, "best_reward", 1.0))
+        best_reward = getattr(getattr(config, "env", None), "best_reward", 1.0)
+        self._report = Report(folder, console, config.num_steps, best_reward=best_reward, log=config.log, config=config)
         self._config = config
         self._checkpoints: Checkpoints | None = None
         self._step = 0

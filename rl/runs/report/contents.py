@@ -39,7 +39,7 @@ def report_contents(run: Path, decode: Decode | None = None, command: str = "") 
     config: dict[str, Any] = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
     rows = read_metrics(run / METRICS)
     steps = [row for row in rows if "seconds_step" in row]
-    memory = [name for name in (steps[-1] if steps else {}) if name.startswith("memory_peak_bytes_")]
+    memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]
     return {
         "name": run.name,
         "state": state_of(run),
