@@ -1,0 +1,113 @@
+"""Every loop trains an adapter when its recipe says so: what is served is what is trained, and the base stays."""
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from controller.loops.accumulate import AccumulateConfig
+from controller.loops.dapo import DAPOConfig
+from controller.loops.distill import DistillConfig
+from controller.loops.dpo import DPOConfig
+from controller.loops.grpo import GRPOConfig
+from controller.loops.grpo_async import GRPOAsyncConfig
+from controller.loops.ppo import PPOConfig
+from controller.loops.sft import SFTConfig
+from controller.runs.console import Console
+from controller.runs.loop_config import LoopConfig
+from generator.config import GeneratorConfig
+from rl.algorithms.actor_critic import PPOParams
+from rl.data.sources import JsonlExamples, JsonlPreferences
+from rl.envs.even_words import EvenWords
+from rl.lora import LoRAConfig
+from rl.runs.folder import RunFolder
+from rl.types import SamplingParams
+from tests.generator.served_models import served_llama
+from trainer.config import TrainerConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
+
+TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
+LORA = LoRAConfig(rank=8, alpha=16)
+
+
+def _recipe(loop: str, model: Path) -> LoopConfig:
+    """Two steps of a loop."""
+    common: dict[str, Any] = {
+        "model": str(model),
+        "lora": LORA,
+        "trainer": TRAINER,
+        "num_steps": 2,
+        "num_eval": 8,
+        "evaluate_every": 2,
+        "checkpoint_every": 1,
+        "learning_rate": 1e-2,
+    }
+    sampled: dict[str, Any] = {
+        "env": EvenWords(),
+        "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64),
+        "sampling": SamplingParams(max_tokens=8),
+        "prompts_per_step": 4,
+        "group_size": 4,
+    }
+    lines = [{"prompt": f"w{n} w40", "completion": "w5", "chosen": "w6", "rejected": "w7"} for n in range(10, 40)]
+    data = model.with_name("data.jsonl")
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    match loop:
+        case "grpo":
+            return GRPOConfig(**common, **sampled)
+        case "grpo_async":
+            return GRPOAsyncConfig(**common, **sampled, max_staleness=1)
+        case "dapo":
+            return DAPOConfig(**common, **sampled)
+        case "ppo":
+            critic = replace(TRAINER, head="value")
+            options: dict[str, Any] = {"critic": critic, "critic_learning_rate": 1e-2}
+            return PPOConfig(**common, **sampled, **options, ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=1))
+        case "accumulate":
+            return AccumulateConfig(**common, **sampled, tokens_per_step=150, kl_target=1.0)
+        case "distill":
+            return DistillConfig(**common, **sampled, teacher=str(model), teacher_trainer=TRAINER)
+        case "sft":
+            return SFTConfig(**common, data=JsonlExamples(path=data), examples_per_step=8, max_tokens=64)
+        case _:
+            return DPOConfig(**common, data=JsonlPreferences(path=data), pairs_per_step=8, max_tokens=64)
+
+
+@pytest.mark.parametrize("loop", ["grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo"])
+def test_a_loop_trains_and_serves_an_adapter(loop: str, tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = _recipe(loop, model)
+    folder = RunFolder(tmp_path / "run", config)
+    asyncio.run(config.loop()(config, folder, Console(io.StringIO())))
+    steps = [row for row in folder.metrics() if "grad_norm" in row]
+    assert [row["step"] for row in steps] == ([2] if loop == "dapo" else [1, 2])  # all of dapo's first groups are equal
+    if loop not in ("sft", "dpo", "grpo_async"):  # the second step's tokens are of the adapter that was pushed
+        assert all(row["logprob_mismatch_max"] < 1e-4 for row in steps)
+    if loop == "ppo":
+        assert abs(steps[0]["kl_reference"]) < 1e-6 < 1e-4 < abs(steps[1]["kl_reference"])
+    assert {path.name for path in folder.logs.iterdir() if "reference" in path.name} == set()  # no second copy
+    _check_exports(folder.path / "model", model)
+
+
+def _check_exports(merged: Path, base: Path) -> None:
+    """The adapter changes the model, as peft has it on the base, and the merged model is that very change."""
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        before = plain(tokens).logits
+        adapted = PeftModel.from_pretrained(plain, merged / "adapter")(tokens).logits
+        after = AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+    assert (adapted - before).abs().max() > 1e-3
+    assert (after - adapted).abs().max() < 1e-4
+    embedding = "model.embed_tokens.weight"
+    ours, theirs = (load_file(folder / "model.safetensors")[embedding] for folder in (merged, base))
+    assert torch.equal(ours, theirs)
