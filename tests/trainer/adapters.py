@@ -1,5 +1,7 @@
 """Adapters to test with."""
 
+import zlib
+
 import torch
 
 from trainer.config import TrainerConfig
@@ -9,9 +11,9 @@ from trainer.engines.base import Engine
 
 def randomize(engine: Engine, seed: int = 0) -> Engine:
     """Gives a new adapter a B other than zero, with which A has gradients too."""
-    generator = torch.Generator().manual_seed(seed)
     for name, parameter in engine.hf_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name:  # a rank may hold some of the layers only
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             parameter.data.normal_(std=0.1, generator=generator)
     return engine
 

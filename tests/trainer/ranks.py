@@ -15,6 +15,7 @@ from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from tests.stores import FakeStore, living, read_buffer
+from tests.trainer.adapters import load_engine_or_adapter
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
@@ -39,9 +40,7 @@ def _save_results(rank: int, config: TrainerConfig, directory: Path) -> None:
 
 def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     """What is compared between layouts: gradients, a failing loss, three steps, a checkpoint and an export."""
-    from trainer.engines import load_engine
-
-    engine = load_engine(config)
+    engine = load_engine_or_adapter(config)
     index = config.data_parallel_rank(rank)
     results: dict[str, Any] = {}
     batch = random_batch(LENGTHS)
@@ -66,7 +65,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     except ValueError as error:
         results["unmatched"] = str(error)
     # Of a pipeline, one rank holds layer 0.
-    steps = [engine.optim_step(replace(PARAMS, learning_rate_multipliers={"model.layers.0.*": 1.0}), 0.1)]
+    steps = [engine.optim_step(replace(PARAMS, learning_rate_multipliers={"*model.layers.0.*": 1.0}), 0.1)]
     for _ in range(2):
         engine.forward(local_batch(batch))  # gathers parameters, which must not outlive the step
         engine.forward_backward(local_batch(batch), get_loss("cross_entropy"))
@@ -75,6 +74,8 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     results["parameters"] = whole(engine)
     engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks go on below
     engine.export_hf(directory / "export", torch.float32)
+    if config.lora is not None:
+        engine.export_peft(directory / "export_peft", torch.float32)
     results["published"] = published(engine)
     results["forward"] = engine.forward(local_batch(batch), entropy=True)
 

@@ -1,22 +1,26 @@
 """Several ranks must compute what one computes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl.lora import LoRAConfig
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer import ranks
+from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.reference import ReferencePolicy, by_stored_name
 from trainer.config import TrainerConfig
-from trainer.engines import load_engine
 from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
 
 pytestmark = pytest.mark.ranks
 
+INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
@@ -34,6 +38,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapter_fsdp2_tied": {"data_parallel_shard": 2},
+    "adapter_tp2_tied": {"tensor_parallel": 2},
+    "adapter_tp2_without_sp_untied": {"tensor_parallel": 2, "sequence_parallel": False},
+    "adapter_cp2_untied": {"context_parallel": 2, "activation_checkpointing": "full"},
+    "adapter_pp2_untied": {"pipeline_parallel": 2},
+    "adapter_interleaved_pp2_tp2_layers": {"pipeline_parallel": 2, "tensor_parallel": 2, **INTERLEAVED},
+    "adapter_pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "adapter_hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "adapter_fsdp2_tp2_tied": {"data_parallel_shard": 2, "tensor_parallel": 2, "activation_checkpointing": "selective"},
+    "adapter_cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
+    "adapter_ep2_moe": {"data_parallel_shard": 2, "expert_parallel": 2},
+    "adapter_fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    "adapter_transformers_fsdp2_tied": {
+        "engine": "fsdp2",
+        "data_parallel_shard": 2,
+        "activation_checkpointing": "full",
+    },
+    "adapter_transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+}
 SLOW = {
     "fsdp1_hsdp2x2_untied",
     "hsdp2x2_untied",
@@ -42,13 +66,15 @@ SLOW = {
     "fsdp2_tp2_ep2_moe",
     "cp2_tp2_untied",
     "transformers_hsdp2x2_untied",
+    *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
 }
 
 Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LAYOUTS, *ADAPTERS)],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The layout, its results, those of one rank, and where the layout wrote."""
@@ -58,9 +84,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     elif request.param.endswith("_moe"):
         model = tiny_qwen3_moe(directory / "model")
     else:
-        model = tiny_qwen3(directory / "model", tied=False)
-    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50)
-    config = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **LAYOUTS[request.param])
+        model = tiny_qwen3(
+            directory / "model", tied=False, num_hidden_layers=4 if request.param.endswith("_layers") else 2
+        )
+    lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
+    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
+    config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
     for name in ("one", "many"):
         (directory / name).mkdir()
     return config, ranks.run(config, directory / "many"), ranks.run(one, directory / "one"), directory
@@ -121,13 +150,18 @@ def test_checkpoint_restores_bitwise(results: Results) -> None:
 
 def test_checkpoint_loads_in_another_layout(results: Results) -> None:
     config, many, _, directory = results
-    engine = load_engine(TrainerConfig(model=config.model, compute_dtype="float32"))
+    engine = load_engine_or_adapter(TrainerConfig(model=config.model, compute_dtype="float32", lora=config.lora))
     assert engine.load_checkpoint(directory / "many" / "checkpoint") == 3
     assert worst(dict(engine.hf_parameters()), many["parameters"]) == 0
 
 
 def test_export_holds_the_parameters(results: Results) -> None:
-    _, many, _, directory = results
+    config, many, _, directory = results
+    if config.lora is not None:  # the merged model is compared by its scores, below
+        assert (
+            worst(load_file(directory / "many" / "export_peft" / "adapter_model.safetensors"), many["parameters"]) == 0
+        )
+        return
     model = AutoModelForCausalLM.from_pretrained(directory / "many" / "export", dtype=torch.float32)
     assert worst(by_stored_name(dict(model.named_parameters())), many["parameters"]) == 0
 
