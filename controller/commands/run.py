@@ -1,4 +1,4 @@
-"""`ownloop run RECIPE [--field value ...]` and `ownloop run --resume RUN`: a run, to the end of its last process.
+"""`ownloop run RECIPE [--field value ...]`, `--resume RUN` and `--fork RUN`: a run, to the end of its last process.
 
 Does what every loop needs around it: the configuration, the run's folder, a quiet terminal, an orderly end. The loop is
 the coroutine function that the configuration's method `loop` returns, called with (config, folder, console). The
@@ -34,13 +34,17 @@ def add_parser(commands: Commands, *, resuming: bool) -> None:
         parser.add_argument(
             "recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path"
         )
-        parser.add_argument("--name", help="folder of the run within --runs; by default recipe, seed and time")
+    parser.add_argument("--name", help="folder of a new run within --runs; by default recipe, seed and time")
     parser.add_argument(
         "--resume",
         metavar="RUN",
         help="go on with a run: its folder, or its name within --runs; with --trust even if you did not start it",
     )
+    parser.add_argument(
+        "--fork", metavar="RUN", help="a new run from a checkpoint of this one; every --field may be changed"
+    )
     if resuming:
+        parser.add_argument("--at", type=int, metavar="STEP", help="the checkpoint to fork at (default: the newest)")
         parser.add_argument(
             "--trust", action="store_true", help="execute the folder's recipe even if no run of yours wrote it"
         )
@@ -49,7 +53,7 @@ def add_parser(commands: Commands, *, resuming: bool) -> None:
             "--replay", type=Path, metavar="RUN", help="train on the rollouts of a run, or of a file; sample nothing"
         )
     add_runs_option(parser)
-    parser.set_defaults(command=resume if resuming else run)
+    parser.set_defaults(command=resume_or_fork if resuming else run)
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -71,6 +75,41 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         loop = _loop(config)
         folder = RunFolder(_run_path(options, config), config)
         save_recipe(folder.path, file, overrides, recording)
+        folder.command = command_of(folder.path)
+        return _until_the_end(loop, config, folder, output)
+
+
+def resume_or_fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Goes on with a run, or with a new one that begins at its checkpoint. Returns the exit status."""
+    if options.resume and options.fork:
+        raise ValueError("--resume goes on with a run and --fork begins a new one; give one of them")
+    if options.fork:
+        return fork(options, overrides)
+    for name in ("name", "at"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for a new run; --resume goes on in the folder of {options.resume}")
+    return resume(options, overrides)
+
+
+def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Begins a new run at a checkpoint of another. Returns the exit status."""
+    from controller.commands.fork import forked_configuration, forked_folder
+    from controller.commands.next_command import command_of
+    from controller.commands.resume import find_run, saved_recipe
+    from controller.runs.checkpoint_models import checkpoint_of
+
+    parent = find_run(options.fork, options.runs)
+    checkpoint = checkpoint_of(parent, options.at)
+    check_hardware(Path(saved_recipe(parent)["file"]))
+    with CapturedOutput() as output:
+
+        def tell(text: str) -> None:
+            print(text, file=output.errors)
+
+        config = forked_configuration(parent, overrides, tell, trust=options.trust)
+        loop = _loop(config)
+        name = options.name or f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = forked_folder(options.runs / name, config, parent, checkpoint, overrides)
         folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
 

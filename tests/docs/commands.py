@@ -55,14 +55,14 @@ def _check_ownloop(arguments: Sequence[str]) -> None:
     cli = importlib.import_module("controller.commands.cli")
     if {"-h", "--help"} & set(arguments):
         arguments = [word for word in arguments if word not in ("-h", "--help")]
-    parser, _ = cli._parser(resuming="--resume" in arguments)
+    parser, _ = cli._parser(resuming="--resume" in arguments or "--fork" in arguments)
     options, overrides = parser.parse_known_args(arguments)
     if arguments[0] == "show" and arguments[1].startswith(_RUNS):
         assert not overrides, f"unexpected {overrides}"
     elif hasattr(options, "recipe"):
         override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
     else:  # a resumed run has its recipe in its folder
-        assert not overrides or options.resume, f"unexpected {overrides}"
+        assert not overrides or options.resume or options.fork, f"unexpected {overrides}"
 
 
 def _check_python(arguments: Sequence[str]) -> None:

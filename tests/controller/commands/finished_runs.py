@@ -3,6 +3,7 @@
 import asyncio
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,11 @@ def finished_run(name: str, *options: str) -> Path:
     config = configuration("mine.py", options, "run")
     folder = RunFolder(Path("runs") / name, config)
     save_recipe(folder.path, Path("mine.py"), options)
+    to_the_end(config, folder)
+    return Path("runs") / name
+
+
+def to_the_end(config: Any, folder: RunFolder) -> None:
+    """Runs the loop of a configuration."""
     asyncio.run(config.loop()(config, folder, Console(io.StringIO())))
     folder.close()
-    return folder.path

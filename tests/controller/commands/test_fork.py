@@ -1,0 +1,70 @@
+"""`ownloop run --fork`: a new run from a checkpoint of another."""
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from controller.commands.fork import forked_configuration, forked_folder
+from controller.commands.resume import resumed_configuration
+from controller.runs.checkpoint_models import checkpoint_of
+from rl.runs.recording import recorded_files
+from tests.controller.commands.finished_runs import finished_run, in_this_process, to_the_end
+from tests.controller.commands.test_run import contents, refused
+from tests.e2e.cli_runs import metric_rows, model_hash
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    """A finished run of four steps with a checkpoint of each; the working directory holds its `runs`."""
+    folder = tmp_path_factory.mktemp("fork")
+    with pytest.MonkeyPatch.context() as patch:
+        in_this_process(patch, folder)
+        yield finished_run("a", "--num-steps", "4", "--keep-checkpoints", "4")
+
+
+def fork(parent: Path, name: str, step: int, *options: str) -> Path:
+    """Forks a run and runs the fork to its end."""
+    config = forked_configuration(parent, options, print)
+    folder = forked_folder(parent.parent / name, config, parent, checkpoint_of(parent, step), options)
+    to_the_end(config, folder)
+    return parent.parent / name
+
+
+def test_without_overrides_its_metrics_equal_its_parent_s(parent: Path) -> None:
+    before = contents(parent)
+    child = fork(parent, "same", 2)
+    assert metric_rows(child) == metric_rows(parent)
+    assert model_hash(child) == model_hash(parent)
+    files = [(kind, step) for kind, step, _ in recorded_files(child / "rollouts")]
+    assert files == [(kind, step) for kind, step, _ in recorded_files(parent / "rollouts")]
+    assert contents(parent) == before, "the parent is as it was"
+    assert json.loads((child / "parent.json").read_text()) == {"run": str(parent.absolute()), "step": 2}
+
+
+def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
+    child = fork(parent, "other", 2, "--learning-rate", "1e-2", "--num-steps", "5")
+    ours, theirs = metric_rows(child), metric_rows(parent)
+    at = [row["step"] for row in ours].index(3)
+    assert ours[:at] == theirs[:at]
+    assert ours[at]["reward_mean"] == theirs[at]["reward_mean"], "the same policy and the same problems"
+    rates = [row["learning_rate"] for row in ours if "learning_rate" in row]
+    assert rates == [3e-3, 3e-3, 1e-2, 1e-2, 1e-2]
+    config = resumed_configuration(child, [])
+    assert (config.learning_rate, config.num_steps) == (1e-2, 5), "it can be resumed itself"
+
+
+def test_what_cannot_be_forked(parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    error = refused(capfd, "run", "--fork", "a", "--at", "9")
+    assert error == "error: runs/a has no checkpoint of step 9; it has those of 1, 2, 3, 4\n"
+    error = refused(capfd, "run", "--fork", "a", "--at", "4")
+    assert error == "error: num_steps is 4, and the checkpoint is of step 4; --num-steps must be more\n"
+    error = refused(capfd, "run", "--fork", "a", "--learning-rat", "1")
+    assert "unknown option --learning-rat; did you mean '--learning-rate'" in error
+    error = refused(capfd, "run", "--fork", "a", "--resume", "a")
+    assert error == "error: --resume goes on with a run and --fork begins a new one; give one of them\n"
+    error = refused(capfd, "run", "--resume", "a", "--at", "2")
+    assert error == "error: --at is for a new run; --resume goes on in the folder of a\n"
+    error = refused(capfd, "run", "--fork", "a", "--at", "2", "--name", "a")
+    assert error.endswith("/runs/a already holds a run; name a new folder\n")
