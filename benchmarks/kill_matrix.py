@@ -8,8 +8,8 @@ in `grpo` or in `grpo_async`. A covering array makes every two values of differe
 chooses another. Four more cells have no space left, a read-only folder, little shared memory, or a clock that jumps.
 
 A run may go on by itself, or end within 30 s of the fault with an error that names what failed, and then resume. Either
-way its metrics must be those of a run without the fault, step for step. `grpo_async` is not repeatable: there every
-group must have been trained on exactly once. No process may be left. Bars: nothing hangs, is left, or is unequal.
+way its metrics must be those of a run without the fault, step for step, to 1e-5. `grpo_async` is not repeatable: there
+every group must have been trained on exactly once. No process may be left. Bars: nothing hangs, is left, or is unequal.
 """
 
 import tempfile

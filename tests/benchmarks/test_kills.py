@@ -74,6 +74,8 @@ WHOLE = dict.fromkeys(range(NUM_STEPS + 1), 0.5)
     [
         (WHOLE, ["b", "a"], True, None),
         ({**WHOLE, 3: 0.6}, ["a", "b"], True, "loss of step 3 is 0.6; without the fault 0.5"),
+        ({**WHOLE, 3: 0.5001}, ["a", "b"], True, "loss of step 3 is 0.5001; without the fault 0.5"),
+        ({**WHOLE, 3: 0.500001}, ["a", "b"], True, None),
         ({**WHOLE, 3: 0.6}, ["a", "b"], False, None),
         ({step: 0.5 for step in WHOLE if step != 2}, ["a", "b"], False, "steps [0, 1, 3, 4, 5, 6] instead of 0 to 6"),
         (WHOLE, ["a"], False, "groups trained on"),
