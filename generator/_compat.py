@@ -18,6 +18,7 @@ from vllm import ir
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from generator.options import CPU_KERNELS
 
@@ -30,6 +31,8 @@ def patch_cpu() -> None:
         gemm.dispatch_cpu_unquantized_gemm = _PackBesideWeight(gemm.dispatch_cpu_unquantized_gemm)
     sampler.batched_count_greater_than = _no_ranks
     _register_norms()
+    # See `_cpu_lora.py` for the reason and the condition for its removal.
+    setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
 from rl.lora import LivePolicy, Policy
+from rl.startup import import_for_good, without_garbage_collection
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.registry import find_record
@@ -20,9 +21,11 @@ class VLLMGenerator(Actor):
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
+        import_for_good("generator.engine")
         from generator.engine import GenerationEngine
 
-        self._engine = GenerationEngine(config)
+        with without_garbage_collection():
+            self._engine = GenerationEngine(config)
         self._store_timeout_s = config.deadlines.at_least_s
         self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
 
@@ -63,6 +66,8 @@ class VLLMGenerator(Actor):
         try:
             async with asyncio.timeout(self._store_timeout_s):
                 store = await torchstore.client()
+                if frozen and policy is not None and await self._engine.freeze(policy, version):
+                    return
                 if record is None:
                     record = await find_record(store, version, policy)
         except TimeoutError:

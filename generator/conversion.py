@@ -6,6 +6,7 @@ import vllm
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
+from generator.policies import ServedPolicy
 from rl.types import Completion, SamplingParams
 
 
@@ -29,8 +30,10 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
     )
 
 
-def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
+def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, policy: ServedPolicy) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
+
+    `policy` is what was sampled from; vLLM's own versions of the weights are numbers of updates (`updates.py`).
 
     Without a tokenizer the text is empty. Raises RuntimeError if vLLM did not finish the sample.
     """
@@ -48,7 +51,9 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
     return Completion(
         tokens=tokens,
         logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
-        versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
+        versions=tuple(
+            policy.version_at(int(span.version)) for span in sample.weight_versions for _ in range(span.start, span.end)
+        ),
         text=text,
         finish_reason=sample.finish_reason,
         prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs.logprobs),

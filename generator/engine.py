@@ -2,25 +2,22 @@
 
 One thread builds the engine and steps it. Callers put commands into its queue. Before every step the thread takes all
 commands from it, so a new request joins the running ones at the next token (continuous batching). A weight update in
-"drain" mode waits at the head of the queue until the running requests have finished, and later requests wait behind it;
-an "inflight" update is applied between two steps. `generator/updates.py` applies updates.
+"drain" mode waits until the running requests of its policy have finished, and that policy's later requests wait behind
+it (`generator/backlog.py`); an "inflight" update is applied between two steps. `generator/updates.py` applies updates.
 
 In a tensor-parallel group every rank runs this class. Rank 0 takes the commands and broadcasts them, and all ranks take
 the same steps. The engine knows neither actors nor the controller.
 """
 
 import asyncio
-import contextlib
 import itertools
-import queue
 import secrets
 import threading
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
@@ -31,11 +28,14 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import patch_cpu
+from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
-from generator.engine_commands import Cancel, Close, Command, Generate, Update
-from generator.engine_status import ActivityClock, EngineStatus, EngineStoppedError, describe
+from generator.engine_calls import EngineCalls
+from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Update
+from generator.engine_status import ActivityClock, EngineStatus
 from generator.options import engine_options
+from generator.policies import ServedPolicy
 from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.lora import Policy
@@ -44,7 +44,6 @@ from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.transport import Feed
 from rl.weights.version_index import Store
 
-_IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
 
@@ -58,13 +57,11 @@ class GenerationEngine:
         raises.
         """
         self._config = config
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._answers: dict[str, Future[Any]] = {}
+        self._calls = EngineCalls()
         self._feeds: dict[str, Feed] = {}  # of updates whose bytes rank 0 has to fetch
-        self._backlog: deque[Generate | Update | Close] = deque()
-        self._running: set[str] = set()  # ids of the requests in vLLM
+        self._backlog = Backlog()
+        self._running: dict[str, ServedPolicy] = {}  # by the ids of the requests in vLLM
         self._ids = itertools.count()
-        self._failure: BaseException | None = None
         self._clock = ActivityClock()
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(built,), name="generation-engine", daemon=True)
@@ -73,8 +70,8 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Policy version of the weights; 0, which stands for those of the model's directory, until the first update."""
-        return self._updates.version
+        """Version of the model's weights; 0, which stands for those of its directory, until their first update."""
+        return self._updates.model.version
 
     @property
     def num_unfinished(self) -> int:
@@ -83,7 +80,7 @@ class GenerationEngine:
 
     def status(self) -> EngineStatus:
         """What the engine's thread is doing. Answers at once, whatever the thread does."""
-        return self._clock.status(self.num_unfinished, self._failure)
+        return self._clock.status(self.num_unfinished, self._calls.failure)
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
@@ -102,12 +99,12 @@ class GenerationEngine:
         if sampling.seed is None:  # drawn once, so that all tensor-parallel ranks sample the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
-        request = Generate(self._next_id(), tokens, sampling, num_distinct)
-        answer = self._submit(request)
+        request = Generate(self._next_id(), tokens, sampling, num_distinct, policy)
+        answer = self._calls.submit(request)
         try:
             return (await asyncio.wrap_future(answer)) * (num_samples // num_distinct)
         except asyncio.CancelledError:
-            self._commands.put(Cancel(request.id))
+            self._calls.put(Cancel(request.id))
             raise
 
     async def update_weights(
@@ -127,11 +124,11 @@ class GenerationEngine:
         """
         check_known("mode", mode, PULL_MODES)
         check_pull(record.policy, self._config, frozen=frozen)
-        update = Update(self._next_id(), record, mode, keep_prefix_cache)
+        update = Update(self._next_id(), record, frozen, mode, keep_prefix_cache)
         feed = self._updates.feed(record, store)
         if feed is not None:
             self._feeds[update.id] = feed
-        done = asyncio.wrap_future(self._submit(update))
+        done = asyncio.wrap_future(self._calls.submit(update))
         fetching = asyncio.create_task(feed.fetch(done)) if feed is not None else None
         try:
             await asyncio.shield(done)  # a swap that has begun is always brought to its end
@@ -139,26 +136,25 @@ class GenerationEngine:
             if fetching is not None and done.done():
                 fetching.cancel()
 
+    async def freeze(self, name: str, version: int) -> bool:
+        """Keeps an adapter's newest version as `(name, version)`, if it is this one. Returns whether it is kept now."""
+        return await asyncio.wrap_future(self._calls.submit(Freeze(self._next_id(), name, version)))
+
     async def drop_policy(self, policy: Policy) -> None:
-        """Forgets an adapter or a frozen version of one. Raises ValueError if there is none."""
+        """Serves an adapter or a frozen version no longer; running requests finish. Raises ValueError without it."""
         check_policy(policy, self._config)
+        if policy is None:
+            raise ValueError("policy is None; the model itself cannot be dropped")
+        await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
     def close(self) -> None:
         """Ends the thread. Unfinished requests raise `EngineStoppedError`."""
         if self._thread.is_alive():
-            self._commands.put(Close(self._next_id()))
+            self._calls.put(Close(self._next_id()))
             self._thread.join()
 
     def _next_id(self) -> str:
         return str(next(self._ids))
-
-    def _submit(self, command: Generate | Update) -> Future[Any]:
-        if self._failure is not None:
-            raise _stopped(self._failure)
-        answer: Future[Any] = Future()
-        self._answers[command.id] = answer
-        self._commands.put(command)
-        return answer
 
     # All methods below run in the engine's thread.
 
@@ -172,12 +168,10 @@ class GenerationEngine:
         try:
             while self._serve():
                 pass
-            self._failure = RuntimeError("it was closed")
+            self._calls.end(RuntimeError("it was closed"))
         except BaseException as error:
             traceback.print_exc()
-            self._failure = error
-        for request_id in list(self._answers):
-            self._answer(request_id, error=_stopped(self._failure))
+            self._calls.end(error)
 
     def _build(self) -> None:
         if current_platform.is_cpu():
@@ -185,41 +179,54 @@ class GenerationEngine:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
         self._tokenizer: Any = self._engine.renderer.tokenizer
         self._group = get_tp_group()
-        self._updates = WeightUpdates(self._engine, self._group, self._config.model)
+        self._updates = WeightUpdates(self._engine, self._group, self._config)
 
     def _serve(self) -> bool:
         """Handles all queued commands, waiting for one if there is nothing to do, and steps once. False to stop."""
-        for command in self._receive(wait=not self._engine.has_unfinished_requests() and not self._backlog):
+        idle = not self._engine.has_unfinished_requests() and not self._backlog
+        for command in self._calls.receive(self._group, self._clock, wait=idle):
             if isinstance(command, Cancel):
-                self._cancel(command.id)
+                self._cancel(command)
             else:
                 self._backlog.append(command)
-        while self._backlog:
-            command = self._backlog[0]
+        while (command := self._backlog.next(self._has_requests)) is not None:
             if isinstance(command, Close):
                 return False
-            if isinstance(command, Update) and command.mode == "drain" and self._engine.has_unfinished_requests():
-                break
-            self._backlog.popleft()
             try:
-                if isinstance(command, Update):
-                    self._update(command)
-                    self._answer(command.id)
-                else:
-                    self._admit(command)
+                self._carry_out(command)
             except Exception as error:
-                self._answer(command.id, error=error)
+                self._calls.answer(command.id, error=error)
         if self._engine.has_unfinished_requests():
             self._step()
         return True
+
+    def _has_requests(self, policy: Policy) -> bool:
+        if policy is None:  # they all compute with the model itself
+            return self._engine.has_unfinished_requests()
+        return any(served.policy == policy for served in self._running.values())
+
+    def _carry_out(self, command: Queued) -> None:
+        match command:
+            case Generate():
+                self._admit(command)
+            case Update():
+                self._update(command)
+                self._calls.answer(command.id)
+            case Freeze():
+                self._calls.answer(command.id, self._updates.freeze(command.name, command.version))
+            case Drop():
+                self._updates.drop(command.policy)
+                self._calls.answer(command.id)
+            case Close():
+                raise AssertionError("the caller ends the thread")
 
     def _step(self) -> None:
         with self._clock.during("step"):
             outputs = self._engine.step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
-            self._running.discard(output.request_id)
-            self._finish(output)
+            self._finish(output, self._running.pop(output.request_id))
+        self._updates.free_dropped()
 
     def _update(self, update: Update) -> None:
         """Applies an update. If it leaves a mixture of versions, running requests are aborted."""
@@ -227,34 +234,23 @@ class GenerationEngine:
         try:
             with self._clock.during("pull"):
                 self._updates.apply(
-                    update.record, self._feeds.pop(update.id, None), keep_prefix_cache=update.keep_prefix_cache
+                    update.record,
+                    self._feeds.pop(update.id, None),
+                    frozen=update.frozen,
+                    keep_prefix_cache=update.keep_prefix_cache,
                 )
         finally:
             if self._updates.inconsistent is not None:
                 self._engine.abort_request(list(self._running))
                 for request_id in self._running:
-                    self._answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.inconsistent)))
+                    self._calls.answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.inconsistent)))
                 self._running.clear()
-
-    def _receive(self, *, wait: bool) -> list[Command]:
-        """Takes rank 0's commands out of its queue and returns them on every rank."""
-        commands: list[Command] = []
-        if self._group.rank_in_group == 0:
-            with contextlib.suppress(queue.Empty):
-                if wait:
-                    with self._clock.idle():
-                        commands.append(self._commands.get(timeout=_IDLE_S))
-                while True:
-                    commands.append(self._commands.get_nowait())
-            with self._clock.during("broadcast"):
-                return cast(list[Command], self._group.broadcast_object(commands))
-        with self._clock.idle():
-            return cast(list[Command], self._group.broadcast_object())
 
     def _admit(self, request: Generate) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
+        policy = self._updates.find(request.policy)
         sampling = request.sampling
         if sampling.stop and self._tokenizer is None:
             raise ValueError(
@@ -262,38 +258,26 @@ class GenerationEngine:
             )
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
         try:
-            self._engine.add_request(request.id, prompt, to_vllm(sampling, request.num_samples))
+            self._engine.add_request(
+                request.id, prompt, to_vllm(sampling, request.num_samples), lora_request=policy.lora_request
+            )
         except (ValueError, VLLMValidationError) as error:
             # Callers need not have imported vLLM, so its own exceptions would be of no use to them.
             raise ValueError(str(error)) from None
-        self._running.add(request.id)
+        self._running[request.id] = policy
 
-    def _finish(self, output: RequestOutput) -> None:
+    def _finish(self, output: RequestOutput, policy: ServedPolicy) -> None:
         try:
-            completions = [to_completion(sample, self._tokenizer, output.prompt_logprobs) for sample in output.outputs]
+            completions = [
+                to_completion(sample, self._tokenizer, output.prompt_logprobs, policy) for sample in output.outputs
+            ]
         except Exception as error:
-            self._answer(output.request_id, error=error)
+            self._calls.answer(output.request_id, error=error)
         else:
-            self._answer(output.request_id, completions)
+            self._calls.answer(output.request_id, completions)
 
-    def _cancel(self, request_id: str) -> None:
-        waiting = [command for command in self._backlog if command.id == request_id]
-        for command in waiting:
-            self._backlog.remove(command)
-        if not waiting:
-            self._engine.abort_request([request_id])
-            self._running.discard(request_id)
-        self._answers.pop(request_id, None)
-
-    def _answer(self, request_id: str, result: Any = None, error: BaseException | None = None) -> None:
-        answer = self._answers.pop(request_id, None)
-        if answer is None or not answer.set_running_or_notify_cancel():
-            return  # rank 0 answers, or the call was cancelled
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)
-
-
-def _stopped(failure: BaseException) -> EngineStoppedError:
-    return EngineStoppedError(f"the generation engine has stopped: {describe(failure)}")
+    def _cancel(self, cancel: Cancel) -> None:
+        if not self._backlog.cancel(cancel):
+            self._engine.abort_request([cancel.id])
+            self._running.pop(cancel.id, None)
+        self._calls.forget(cancel.id)

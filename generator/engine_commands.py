@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rl.lora import Policy
 from rl.types import PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord
 
@@ -14,6 +15,7 @@ class Generate:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     num_samples: int
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,26 @@ class Update:
 
     id: str
     record: VersionRecord
+    frozen: bool
     mode: PullMode
     keep_prefix_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Keep an adapter's newest version, if it is this one."""
+
+    id: str
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Serve a policy no longer."""
+
+    id: str
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +61,4 @@ class Close:
     id: str
 
 
-Command = Generate | Cancel | Update | Close
+Command = Generate | Cancel | Update | Freeze | Drop | Close

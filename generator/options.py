@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from generator.config import GeneratorConfig
+from generator.config import LORA_RANKS, GeneratorConfig
 from rl.hardware import cpu_malloc_env
 from rl.hf_config import read_config
+from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `_compat` registers kernels with vLLM."""
@@ -82,6 +83,14 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         }
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"
+    if config.lora is not None:
+        options |= {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= config.lora.max_rank),
+            "max_loras": config.lora.max_adapters,
+            "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
+            "lora_target_modules": [*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES],
+        }
     return {**options, **config.engine_args}
 
 

@@ -45,13 +45,23 @@ class WeightLoader:
 
     def check(self, record: VersionRecord) -> None:
         """Raises `WeightsMismatchError` if the version is not one of this model."""
+        self.check_dtype(record)
+        if record.layout != self._fitting:
+            self._check_shapes(record)
+            self._fitting = record.layout
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the model's tensors and of its output projection, by their Hugging Face names."""
+        embedding = self._expected.get("model.embed_tokens.weight")
+        return self._expected if embedding is None else {"lm_head.weight": embedding, **self._expected}
+
+    def check_dtype(self, record: VersionRecord) -> None:
+        """Raises `WeightsMismatchError` if the version was published in another dtype than this generator's."""
         if record.dtype != self._dtype:
             raise WeightsMismatchError(
                 f"version {record.version} was published as {record.dtype}; this generator holds {self._dtype}"
             )
-        if record.layout != self._fitting:
-            self._check_shapes(record)
-            self._fitting = record.layout
 
     def _check_shapes(self, record: VersionRecord) -> None:
         published = {spec.name: spec.shape for spec in record.manifest}
@@ -115,7 +125,8 @@ class WeightLoader:
     def _load(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        left = {name for name, _ in self._model.named_parameters()} - loaded
+        # vLLM puts adapters around the layers of the model, and leaves this out of the names of what it has loaded.
+        left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {_some(left)}")
 

@@ -11,6 +11,7 @@ from monarch.actor import Actor, endpoint
 from rl.hardware import cpu_malloc_env
 from rl.lora import LoRAConfig
 from rl.losses import Loss
+from rl.startup import without_garbage_collection
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
@@ -56,7 +57,8 @@ class PolicyTrainer(Actor):
         """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
-        self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
+        with without_garbage_collection():
+            self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:

@@ -123,10 +123,7 @@ def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> Chec
     its `.metadata` names code to run; and for a shard that does or that cannot be read.
     """
     info = read_info(path)
-    differing = [key for key in model if info.model.get(key) != model[key]]
-    if differing:
-        details = ", ".join(f"{key} {info.model.get(key)!r} instead of {model[key]!r}" for key in differing)
-        raise ValueError(f"{path} is a checkpoint of another model: {details}")
+    _check_model(path, info.model, model)
     reader = CheckpointReader(path)
     reader.read_metadata()  # here too, because DCP logs its error with a traceback before it goes on to the next file
     try:
@@ -137,6 +134,26 @@ def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> Chec
         )  # ranks fail for the same reason
         raise ValueError(f"checkpoint {path} cannot be read: {'; '.join(reasons)}") from error
     return info
+
+
+def _check_model(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises ValueError if a checkpoint of the model `theirs` does not fit the model `ours`.
+
+    The description of an adapter has a `base`, with the name of the model under it and a hash of that model's weights.
+    """
+    their_base, our_base = theirs.get("base"), ours.get("base")
+    if (their_base is None) != (our_base is None):
+        what = ("a whole model", "an adapter") if their_base is None else ("an adapter", "a whole model")
+        raise ValueError(f"{path} is a checkpoint of {what[0]}; {what[1]}'s is needed")
+    if their_base is not None and our_base is not None and their_base["weights"] != our_base["weights"]:
+        raise ValueError(
+            f"{path} is a checkpoint of an adapter over another model: {their_base['name']!r} (weights "
+            f"{their_base['weights']}) instead of {our_base['name']!r} (weights {our_base['weights']})"
+        )
+    differing = [key for key in ours if key != "base" and theirs.get(key) != ours[key]]
+    if differing:
+        details = ", ".join(f"{key} {theirs.get(key)!r} instead of {ours[key]!r}" for key in differing)
+        raise ValueError(f"{path} is a checkpoint of another model: {details}")
 
 
 def _partial(path: Path) -> Path:

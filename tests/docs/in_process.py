@@ -5,13 +5,15 @@ trainer pushed. Only the processes, the transport and vLLM are missing, so that 
 """
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.meshes.launch import Launcher
@@ -36,16 +38,21 @@ def tiny_chat_model(path: Path) -> Path:
 
 
 class InProcessTrainer(EngineTrainer):
-    """Pushes into a dictionary: policy version -> weights by Hugging Face name."""
+    """Pushes into a dictionary: policy version -> weights by Hugging Face name. Those of an adapter are merged."""
 
     def __init__(self, config: TrainerConfig, published: _Weights) -> None:
-        options = {name: value for name, value in asdict(config).items() if name not in ("model", "compute_dtype")}
-        super().__init__(config.model, **options)
+        options = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "compute_dtype"}
+        super().__init__(options.pop("model"), **options)
         self._published = published
 
     async def push_model_state_dict(self) -> int:
         """See `rl.protocols.Trainer`."""
-        weights = {name: weight.detach().clone() for name, weight in self.engine.hf_parameters()}
+        if self.engine is self._base:
+            weights = {name: weight.detach().clone() for name, weight in self.engine.hf_parameters()}
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self.engine.export_hf(Path(folder) / "merged", torch.float32)
+                weights = load_file(Path(folder) / "merged" / "model.safetensors")
         self._published[self.engine.policy_version] = weights
         return self.engine.policy_version
 
@@ -126,13 +133,23 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("OWNLOOP_CACHE", str(folder))
     published: _Weights = {}
 
+    bases: list[tuple[TrainerConfig, InProcessTrainer]] = []
+
     def trainer(self: Launcher, model: Path, config: TrainerConfig, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(_made(InProcessTrainer(replace(config, model=model), published)))
+        base = InProcessTrainer(replace(config, model=model), published)
+        bases.append((config, base))
+        return asyncio.create_task(_made(base) if config.lora is None else base.adapter("policy", config.lora))
+
+    def reference(self: Launcher, model: Path, config: TrainerConfig, **options: Any) -> asyncio.Task[Any]:
+        if config.lora is None:
+            return trainer(self, model, config)
+        return asyncio.create_task(_made([base for trained, base in bases if trained == config][-1]))
 
     def generator(self: Launcher, model: Path, config: GeneratorConfig, **options: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(_made(InProcessGenerator(model, published)))
 
     monkeypatch.setattr(Launcher, "trainer", trainer)
+    monkeypatch.setattr(Launcher, "reference", reference)
     monkeypatch.setattr(Launcher, "generator", generator)
     monkeypatch.setattr("rl.runs.plot.plot_curve", lambda *_, **__: None)
 

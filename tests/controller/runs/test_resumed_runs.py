@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rl.envs.even_words import EvenWords
+from rl.lora import LoRAConfig
 from rl.rollouts.columns import read_groups
 from rl.runs.comparison import is_timing
 from rl.runs.folder import complete_checkpoints, read_metrics
@@ -18,6 +19,7 @@ from tests.docs.loop_runs import LOOPS, run_loop
 from tests.rl.recordings import recorded_rows
 
 STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
+ADAPTER = LoRAConfig(rank=4, train_unembed=False)
 SYNCHRONOUS = tuple(loop for loop in LOOPS if loop not in ("grpo", "grpo_async"))  # grpo: tests/e2e/test_resume.py
 
 
@@ -44,15 +46,18 @@ def _weights(run: Path) -> str:
     return hashlib.blake2b(file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("loop", SYNCHRONOUS)
-def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loop", "lora"), [*((loop, None) for loop in SYNCHRONOUS), ("ppo", ADAPTER), ("dpo", ADAPTER)]
+)
+def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfig | None, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
+    changes: dict[str, Any] = {**STEPS, "lora": lora}
     with killed_after(4, whole) as killed:
-        run_loop(loop, whole, **STEPS)
+        run_loop(loop, whole, **changes)
     assert killed.keys() == {*KILLS}
     for call, run in killed.items():
         assert complete_checkpoints(run / "checkpoints"), "the kill was before the first checkpoint"
-        run_loop(loop, run, resume=True, **STEPS)
+        run_loop(loop, run, resume=True, **changes)
         assert _metrics(run) == _metrics(whole), call
         assert _rollouts(run) == _rollouts(whole), call
         assert _weights(run) == _weights(whole), call

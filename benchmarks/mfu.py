@@ -1,0 +1,148 @@
+"""How much of the processor's matrix rate `forward_backward` reaches (model FLOP/s utilization, MFU), with SmolLM2.
+
+    python -m benchmarks.mfu [--quick | --smoke] [--repeats N] [--threads N]
+
+2,048 tokens in documents that share nothing, every token scored. Counted are the operations that a step needs (PaLM,
+arXiv 2204.02311, appendix B): 6 for each parameter and token, and the causal half of the attention's products; not
+what is computed twice. The rate of matrix products is measured in turns with the steps, in the same dtype, at the
+model's largest shape.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Bar, benchmark_model, parser, print_result
+from rl.hardware import cpu_dtype
+from rl.types import Datum
+
+LIMITS = {(8, 256): 0.60, (4, 512): 0.55, (2, 1024): 0.50}
+"""(Documents, tokens of each) -> the least share of the matrix rate, in bfloat16."""
+FLOAT32_LIMIT = 0.70
+"""The same in float32, whose products take a larger part of the time."""
+WARM_UPS = 1
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    options_parser = parser(__doc__, quick="one repeat")
+    options_parser.add_argument("--repeats", type=int, default=3, help=f"measured rounds, after {WARM_UPS} warm-up")
+    options_parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = options_parser.parse_args()
+    forms = {(2, 32): 0.0, (1, 64): 0.0} if options.smoke else LIMITS
+    with benchmark_model(smoke=options.smoke) as model:
+        set_environment(options.threads)
+        figures = measure(model, list(forms), 1 if options.quick or options.smoke else options.repeats, options.threads)
+    bars = [
+        Bar(
+            name=f"mfu_{name(form)}",
+            value=figures[f"mfu_{name(form)}"],
+            limit=limit if cpu_dtype() == "bfloat16" else FLOAT32_LIMIT,
+            at_most=False,
+        )
+        for form, limit in forms.items()
+    ]
+    print_result("mfu", bars, {"dtype": cpu_dtype(), "threads": options.threads, **figures})
+
+
+def set_environment(threads: int) -> None:
+    """Gives this process what a trainer process has. glibc reads its part at the start, so the process starts again."""
+    from trainer.actor import trainer_env
+    from trainer.config import TrainerConfig
+
+    wanted = trainer_env(TrainerConfig(num_threads=threads))
+    if not wanted.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.mfu", *sys.argv[1:]], {**os.environ, **wanted})
+
+
+def measure(model: Path, forms: list[tuple[int, int]], repeats: int, threads: int) -> dict[str, float]:
+    """All figures by name: medians of rounds in which the forms and the plain products take turns."""
+    from rl.losses import get_loss
+    from trainer.config import TrainerConfig
+    from trainer.engines import load_engine
+
+    engine: Any = load_engine(
+        TrainerConfig(model=model, num_threads=threads, max_tokens_per_microbatch=2048, compute_dtype=cpu_dtype())
+    )
+    loss = get_loss("cross_entropy")
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    product = matrix_product(config)
+    batches = {form: make_batch(form, config["vocab_size"]) for form in forms}
+    seconds: dict[tuple[int, int], list[float]] = {form: [] for form in forms}
+    rates: list[float] = []
+    for repeat in range(WARM_UPS + repeats):
+        for form, batch in batches.items():
+            rate = product()
+            start = time.perf_counter()
+            engine.forward_backward([batch], loss)
+            taken = time.perf_counter() - start
+            engine.zero_grad()
+            if repeat >= WARM_UPS:
+                seconds[form].append(taken)
+                rates.append(rate)
+    peak = statistics.median(rates)
+    figures = {"peak_gflops": peak / 1e9}
+    num_parameters = sum(parameter.numel() for _, parameter in engine.hf_parameters())
+    for form, values in seconds.items():
+        tokens = form[0] * form[1]
+        operations = tokens * operations_per_token(config, num_parameters, form[1])
+        taken = statistics.median(values)
+        figures[f"tokens_per_s_{name(form)}"] = tokens / taken
+        figures[f"mfu_{name(form)}"] = mfu = operations / taken / peak
+        print(f"{name(form):<10}{tokens / taken:8.0f} tokens/s {mfu:8.1%} of {peak / 1e9:.0f} GFLOP/s")
+    return figures
+
+
+def operations_per_token(config: dict[str, Any], num_parameters: int, length: int) -> float:
+    """Floating-point operations of a forward and backward pass that a token of a document needs on average.
+
+    The embedding is counted because the tied output projection multiplies by it.
+    """
+    assert config["tie_word_embeddings"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    attention = 12 * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim * length / 2
+    return 6 * num_parameters + attention
+
+
+def matrix_product(config: dict[str, Any]) -> Callable[[], float]:
+    """A function that measures operations per second of the largest product of a layer."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, cpu_dtype())
+    hidden = torch.randn(2048, config["hidden_size"]).to(dtype)
+    weight = torch.randn(config["intermediate_size"], config["hidden_size"]).to(dtype)
+    operations = 2 * hidden.numel() * len(weight)
+
+    def rate() -> float:
+        taken: list[float] = []
+        for _ in range(20):
+            start = time.perf_counter()
+            torch.nn.functional.linear(hidden, weight)
+            taken.append(time.perf_counter() - start)
+        return operations / statistics.median(taken)
+
+    return rate
+
+
+def make_batch(form: tuple[int, int], num_tokens: int) -> list[Datum]:
+    """Random documents with a target at every position."""
+    rng = np.random.default_rng(0)
+    sequences = rng.integers(0, num_tokens, (form[0], form[1] + 1))
+    weights = np.ones(form[1], dtype=np.float32)
+    return [Datum(tokens=s[:-1], loss_inputs={"target_tokens": s[1:], "weights": weights}) for s in sequences]
+
+
+def name(form: tuple[int, int]) -> str:
+    """As in the names of figures."""
+    return f"{form[0]}x{form[1]}"
+
+
+if __name__ == "__main__":
+    main()

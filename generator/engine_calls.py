@@ -1,0 +1,84 @@
+"""The commands that callers put to an engine's thread, and the thread's answers."""
+
+import contextlib
+import queue
+import threading
+from concurrent.futures import Future
+from typing import Any, cast
+
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from generator.engine_commands import Command
+from generator.engine_status import ActivityClock, EngineStoppedError, describe
+
+_IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
+
+
+class EngineCalls:
+    """Passes commands to the engine's thread. Any thread may call `submit` and `put`; that thread calls the rest."""
+
+    def __init__(self) -> None:
+        """Starts without commands."""
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._answers: dict[str, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the thread has ended; None while it runs."""
+        return self._failure
+
+    def submit(self, command: Command) -> Future[Any]:
+        """Passes a command on and returns its answer. Raises `EngineStoppedError` once the thread has ended."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._failure is not None:
+                raise _stopped(self._failure)
+            self._answers[command.id] = answer
+        self._commands.put(command)
+        return answer
+
+    def put(self, command: Command) -> None:
+        """Passes on a command that needs no answer."""
+        self._commands.put(command)
+
+    def receive(self, group: GroupCoordinator, clock: ActivityClock, *, wait: bool) -> list[Command]:
+        """Takes rank 0's commands out of its queue and returns them on every rank."""
+        commands: list[Command] = []
+        if group.rank_in_group == 0:
+            with contextlib.suppress(queue.Empty):
+                if wait:
+                    with clock.idle():
+                        commands.append(self._commands.get(timeout=_IDLE_S))
+                while True:
+                    commands.append(self._commands.get_nowait())
+            with clock.during("broadcast"):
+                return cast(list[Command], group.broadcast_object(commands))
+        with clock.idle():
+            return cast(list[Command], group.broadcast_object())
+
+    def answer(self, command_id: str, result: Any = None, error: BaseException | None = None) -> None:
+        """Answers a command. Does nothing on the ranks that were not asked, nor if the caller has given up."""
+        answer = self._answers.pop(command_id, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    def forget(self, command_id: str) -> None:
+        """Notes that nobody waits for an answer any more."""
+        self._answers.pop(command_id, None)
+
+    def end(self, failure: BaseException) -> None:
+        """Notes that the thread has ended. All commands without an answer raise `EngineStoppedError`."""
+        with self._lock:
+            self._failure = failure
+        for command_id in list(self._answers):
+            self.answer(command_id, error=_stopped(failure))
+
+
+def _stopped(failure: BaseException) -> EngineStoppedError:
+    return EngineStoppedError(f"the generation engine has stopped: {describe(failure)}")
