@@ -1,8 +1,9 @@
 """The mismatch between trainer and generator: log-probs of the same tokens from both, and the causes of a difference.
 
 Possible causes are removed one after the other: sampling away from the model's own distribution, weights that were
-never pulled, packing, the dtype. How much the mismatch shrinks at each removal tells how much that cause contributes.
-A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is saved.
+never pulled, packing, an adapter, the dtype. How much the mismatch shrinks at each removal tells how much that cause
+contributes. A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is
+saved.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.data.supervised import text_to_datum
@@ -32,12 +34,14 @@ _MAX_TOKENS = 32
 _NEGLIGIBLE = 1e-4  # the size of float32's rounding
 _NOTABLE = 0.1  # the smallest part of a mismatch for which a cause is named
 _LEARNING_RATE = 1e-3  # moves log-probs by far more than the rounding of bfloat16
+_ADAPTER_LEARNING_RATE = 1e-2
 _CAUSES = (
     "sampling away from the model's own distribution (temperature, top_p, top_k)",
     "the generator's weights: before a pull they are not the trainer's",
     "packing: a sequence is scored differently when other sequences share its row",
     "the dtype: in float32 both sides agree",
 )
+_ADAPTER_CAUSE = "the adapter: over the frozen model alone both sides agree"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +124,24 @@ async def measure_parity(
         raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves max_model_len no room for an answer")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))
     async with Launcher(log_dir) as launcher:
-        found = await compare(*await _start(launcher, models, trainer, generator), prompts, sampling)
+        running = await _start(launcher, models, trainer, generator)
+        found = await compare(running.train, running.generate, prompts, sampling, running.frozen)
     mismatches, sides = list(found.mismatches), list(found.sides)
     if (trainer.compute_dtype, generator.dtype) != ("float32", "float32"):
         in_float32 = replace(trainer, compute_dtype="float32"), replace(generator, dtype="float32")
         async with Launcher(log_dir / "float32") as launcher:
-            train, generate = await _start(launcher, models, *in_float32)
-            await generate.pull_model_state_dict(await train.push_model_state_dict())
+            running = await _start(launcher, models, *in_float32)
+            if running.frozen is None:
+                await running.generate.pull_model_state_dict(await running.train.push_model_state_dict())
+            train, generate = running.frozen or (running.train, running.generate)
             exact_p = await _score(train, found.sequences, one_by_one=True)
             exact_q = await _rescore(generate, found.sequences)
         mismatches.append(_mismatch("- and float32 on both sides", exact_p, exact_q))
         sides.append(_mismatch(f"trainer: float32, not {trainer.compute_dtype}", exact_p, found.single))
         sides.append(_mismatch(f"generator: float32, not {generator.dtype}", exact_q, found.pulled))
+    means = [mismatch.mean for mismatch in mismatches]
     explanation = " ".join(
-        [*compare_tokenizers(*models), explain([mismatch.mean for mismatch in mismatches], found.stepped.mean)]
+        [*compare_tokenizers(*models), explain(means, found.stepped.mean, adapter=trainer.lora is not None)]
     )
     return ParityReport(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
 
@@ -148,16 +156,27 @@ class Comparison:
     sequences: tuple[tuple[Tokens, Tokens], ...]
     """(prompt, completion) pairs."""
     single: Logprobs
-    """The trainer's log-probs of all completions, each scored alone."""
+    """The trainer's log-probs of all completions, each scored alone. If there is an adapter, it is left out."""
     pulled: Logprobs
-    """The generator's log-probs of the same tokens, with the trainer's weights, at temperature 1."""
+    """The generator's log-probs of the same tokens, with the trainer's weights, at temperature 1, likewise."""
 
 
 async def compare(
-    train: Trainer, generate: Generator, prompts: Sequence[Tokens], sampling: SamplingParams
+    train: Trainer,
+    generate: Generator,
+    prompts: Sequence[Tokens],
+    sampling: SamplingParams,
+    frozen: tuple[Trainer, Generator] | None = None,
 ) -> Comparison:
-    """Compares a running trainer and generator in all but the dtype. Does an optimizer step, a push and a pull."""
+    """Compares a running trainer and generator in all but the dtype. Does an optimizer step, a push and a pull.
+
+    If an adapter is trained, `frozen` are both sides without it, and it does an optimizer step before all else: a new
+    adapter changes nothing, so nothing could be wrong with it.
+    """
     sampling = replace(sampling, stop=(), seed=0)
+    rate = _LEARNING_RATE if frozen is None else _ADAPTER_LEARNING_RATE
+    if frozen is not None:
+        await _learn(train, generate, [(prompt[:1], prompt[1:]) for prompt in prompts if len(prompt) > 1], rate)
     groups = await asyncio.gather(*(generate.generate(p, sampling, _GROUP_SIZE) for p in prompts))
     sequences = tuple((p, sample.tokens) for p, group in zip(prompts, groups, strict=True) for sample in group)
     sampled = np.concatenate([sample.logprobs for group in groups for sample in group])
@@ -165,31 +184,40 @@ async def compare(
     loaded = await _rescore(generate, sequences)
     await generate.pull_model_state_dict(await train.push_model_state_dict())
     pulled = await _rescore(generate, sequences)
-
-    lesson = [text_to_datum(*sequence, "completion") for sequence in sequences]
-    await train.forward_backward(lesson, "cross_entropy")
-    await train.optim_step(AdamParams(learning_rate=_LEARNING_RATE), grad_scale=1 / len(sampled))
-    await generate.pull_model_state_dict(await train.push_model_state_dict())
-    stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
-    mismatches = (
+    mismatches = [
         _mismatch("as configured", packed, sampled),
         _mismatch("- at temperature 1, uncut", packed, loaded),
         _mismatch("- and after a pull", packed, pulled),
         _mismatch("- and one sequence per row", single, pulled),
-    )
+    ]
     sides = (
         _mismatch("generator: scored, not sampled", loaded, sampled),
         _mismatch("generator: after a pull, not before", pulled, loaded),
         _mismatch("trainer: one sequence per row", single, packed),
     )
-    return Comparison(mismatches, stepped, sides, sequences, single, pulled)
+    await _learn(train, generate, sequences, rate)
+    stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
+    if frozen is not None:
+        single, pulled = await _score(frozen[0], sequences, one_by_one=True), await _rescore(frozen[1], sequences)
+        mismatches.append(_mismatch("- and without the adapter", single, pulled))
+    return Comparison(tuple(mismatches), stepped, sides, sequences, single, pulled)
 
 
-def explain(means: Sequence[float], stepped: float) -> str:
+async def _learn(train: Trainer, generate: Generator, sequences: Sequence[tuple[Tokens, Tokens]], rate: float) -> None:
+    """An optimizer step towards the completions, pushed and pulled."""
+    lesson = [text_to_datum(*sequence, "completion") for sequence in sequences]
+    output = await train.forward_backward(lesson, "cross_entropy")
+    await train.optim_step(AdamParams(learning_rate=rate), grad_scale=1 / output.metrics["num_loss_tokens"])
+    await generate.pull_model_state_dict(await train.push_model_state_dict())
+
+
+def explain(means: Sequence[float], stepped: float, *, adapter: bool = False) -> str:
     """One sentence that says how much of the mismatch each cause explains.
 
     `means` are the mean mismatches as configured and after each removal, `stepped` the one after an optimizer step.
+    With `adapter`, leaving it out is the last removal but the dtype's.
     """
+    causes = (*_CAUSES[:3], *([_ADAPTER_CAUSE] if adapter else []), *_CAUSES[3:])
     first, last = means[0], means[-1]
     if stepped > max(2 * means[2], _NEGLIGIBLE):
         return f"After an optimizer step the mismatch is {stepped:.2e}: the pulled weights are not the trainer's."
@@ -199,17 +227,29 @@ def explain(means: Sequence[float], stepped: float) -> str:
     named = [index for index in np.argsort(shares)[::-1].tolist() if shares[index] >= _NOTABLE]
     if not named:
         return f"None of these explains the mismatch of {first:.2e}; {last:.2e} of it stays."
-    parts = "; ".join(f"{shares[index]:.0%} by {_CAUSES[index]}" for index in named)
+    parts = "; ".join(f"{shares[index]:.0%} by {causes[index]}" for index in named)
     rest = f"; {last / first:.0%} by none of these" if last > max(_NOTABLE * first, _NEGLIGIBLE) else ""
     return f"The mismatch of {first:.2e} is explained, {parts}{rest}."
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Both sides, and both of them without the adapter, if there is one."""
+
+    train: Trainer
+    generate: Generator
+    frozen: tuple[Trainer, Generator] | None
+
+
 async def _start(
     launcher: Launcher, models: tuple[Path, Path], trainer: TrainerConfig, generator: GeneratorConfig
-) -> tuple[Trainer, Generator]:
-    return await asyncio.gather(
+) -> _Running:
+    train, generate = await asyncio.gather(
         launcher.trainer(models[0], trainer, generator=generator), launcher.generator(models[1], generator)
     )
+    if not isinstance(generate, BoundGenerator):
+        return _Running(train, generate, None)
+    return _Running(train, generate, (await launcher.reference(models[0], trainer), generate.unbound))
 
 
 async def _score(trainer: Trainer, sequences: Sequence[tuple[Tokens, Tokens]], *, one_by_one: bool = False) -> Logprobs:

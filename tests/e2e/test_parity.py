@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
 from controller.runs.mismatch import Comparison, compare, explain, measure_parity
-from generator.config import GeneratorConfig
-from rl.lora import LivePolicy, Policy
+from generator.config import GeneratorConfig, LoRALimits
+from rl.data.supervised import text_to_datum
+from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams
 from tests.e2e.weight_meshes import PROMPTS
@@ -38,6 +40,14 @@ class _LeakyTrainer:
     async def forward(self, batch: Sequence[Datum]) -> ForwardBackwardOutput:
         output = await self._trainer.forward(batch)
         return output if len(batch) == 1 else replace(output, logprobs=[p - 0.5 for p in output.logprobs])
+
+
+class _WrongAdapter(_LeakyTrainer):
+    """A trainer whose adapter is not the one that is served."""
+
+    async def forward(self, batch: Sequence[Datum]) -> ForwardBackwardOutput:
+        output = await self._trainer.forward(batch)
+        return replace(output, logprobs=[p - 0.1 for p in output.logprobs])
 
 
 class _StaleGenerator:
@@ -101,6 +111,32 @@ def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
             assert "100% by packing" in _sentence(leaky)
             unpulled = await compare(train, _StaleGenerator(generate), PROMPTS, SAMPLING)
             assert "the pulled weights are not the trainer's" in _sentence(unpulled)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_told_from_the_frozen_model(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    trainer = TrainerConfig(compute_dtype="float32", lora=LoRAConfig(rank=8))
+    generator = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8, lora=LoRALimits(max_rank=8))
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            train, base, generate = await asyncio.gather(
+                launcher.trainer(model, trainer, generator=generator),
+                launcher.reference(model, trainer),
+                launcher.generator(model, generator),
+            )
+            assert isinstance(generate, BoundGenerator)
+            frozen = base, generate.unbound
+            same = await compare(train, generate, PROMPTS, SAMPLING, frozen)
+            assert explain([m.mean for m in same.mismatches], same.stepped.mean, adapter=True).startswith("There is no")
+            with_adapter = await train.forward([text_to_datum(*same.sequences[0], "completion")])
+            without = await base.forward([text_to_datum(*same.sequences[0], "completion")])
+            assert abs(with_adapter.logprobs[0] - without.logprobs[0]).max() > 0.01  # it has learned something
+            wrong = await compare(_WrongAdapter(train), generate, PROMPTS, SAMPLING, frozen)  # pyright: ignore[reportArgumentType]
+            sentence = explain([m.mean for m in wrong.mismatches], wrong.stepped.mean, adapter=True)
+            assert "100% by the adapter: over the frozen model alone both sides agree." in sentence
 
     asyncio.run(main())
 

@@ -30,6 +30,21 @@ def test_the_causes_are_what_closed_the_mismatch(means: list[float], stepped: fl
     assert sentence in explain(means, stepped)
 
 
+@pytest.mark.parametrize(
+    ("means", "sentence"),
+    [
+        ([0.2, 0.2, 0.2, 0.2, 1e-6], "100% by the adapter: over the frozen model alone both sides agree."),
+        (
+            [0.2, 0.2, 0.2, 0.2, 0.05, 1e-6],
+            "75% by the adapter: over the frozen model alone both sides agree; 25% by the d",
+        ),
+        ([0.2, 0.2, 0.2, 0.05, 0.05, 1e-6], "75% by packing: a sequence is scored differently when"),
+    ],
+)
+def test_an_adapter_is_a_cause_of_its_own(means: list[float], sentence: str) -> None:
+    assert sentence in explain(means, 0.2, adapter=True)
+
+
 def test_another_tokenizer_is_named(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     other = shutil.copytree(model, tmp_path / "other")
