@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.hardware import has_bfloat16
+from rl.hardware import has_fast_bfloat16
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ISA_CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -79,11 +79,11 @@ def print_result(benchmark: str, bars: Sequence[Bar], figures: Mapping[str, obje
 
 
 def machine() -> dict[str, Any]:
-    """The kind of machine that a figure belongs to: CPU, usable cores, bfloat16 instructions, and caps in force."""
+    """The kind of machine that a figure belongs to: CPU, usable cores, whether bfloat16 is fast, and caps in force."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "bfloat16": has_bfloat16(),
+        "bfloat16": has_fast_bfloat16(),
         "isa_caps": {name: os.environ[name] for name in _ISA_CAPS if name in os.environ},
         "python": platform.python_version(),
     }

@@ -1,7 +1,7 @@
 """The results that are kept, and RESULTS.md, the page made of them.
 
 `results/<kind>/<benchmark>.json` holds the last line of a benchmark's latest full run on one kind of processor: `bf16`
-has bfloat16 instructions, `fp32` has none. So a run replaces its own figures, and the other kind's stay.
+is faster in bfloat16 than in float32, `fp32` is not. So a run replaces its own figures, and the other kind's stay.
 """
 
 import json
@@ -13,14 +13,14 @@ from benchmarks.harness import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "benchmarks" / "RESULTS.md"
-KINDS = {"bf16": "with bfloat16 instructions", "fp32": "without bfloat16 instructions"}
+KINDS = {"bf16": "with fast bfloat16 instructions", "fp32": "without fast bfloat16 instructions"}
 """Kind of processor -> what it has, in words."""
 _HEAD = """# Results
 
 Written by `make bench`, or `python -m benchmarks NAME`, from `results/`. Figures are medians, and ratios are taken
-within one run, with both sides in turns. The two columns are two kinds of processor: with bfloat16 instructions and
-without. Each section names the command, the commit and the machine of its figures. What was tried and did not help, and
-what the recipes learned, is in [LEARNING.md](LEARNING.md), which is written by hand.
+within one run, with both sides in turns. The two columns are two kinds of processor: with fast bfloat16 instructions
+and without. Each section names the command, the commit and the machine of its figures. What was tried and did not help,
+and what the recipes learned, is in [LEARNING.md](LEARNING.md), which is written by hand.
 
 | benchmark | bar | limit | bf16 | fp32 |
 |---|---|---|---|---|"""

@@ -39,8 +39,11 @@ def test_results_page_shows_both_kinds_of_processor_side_by_side(tmp_path: Path)
         save({"benchmark": "step", "bars": [bar], "figures": figures, "machine": made, "commit": "abc"}, tmp_path)
     shown = page(BENCHMARKS, tmp_path)
     assert "| step | ratio | <= 1 | **2, not met** | 0.5 |" in shown
-    assert "`python -m benchmarks.step` at commit abc, 2 cores of C (with bfloat16 instructions), Python 3.11." in shown
-    assert "(without bfloat16 instructions, ATEN_CPU_CAPABILITY=avx2)" in shown
+    assert (
+        "`python -m benchmarks.step` at commit abc, 2 cores of C (with fast bfloat16 instructions), Python 3.11."
+        in shown
+    )
+    assert "(without fast bfloat16 instructions, ATEN_CPU_CAPABILITY=avx2)" in shown
     assert shown.count("| seconds | 0.5, 1 |") == 2
 
     (tmp_path / "fp32" / "step.json").unlink()

@@ -13,6 +13,9 @@ from rl.hardware import cpu_dtype
     [
         ("processor : 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16 amx_bf16\n", "bfloat16"),
         ("processor : 0\nflags\t\t: fpu sse avx2 avx512_bf16\n", "bfloat16"),
+        ("vendor_id : GenuineIntel\nflags\t\t: avx2 avx512_bf16 avx512_fp16 amx_bf16\n", "bfloat16"),
+        ("vendor_id : GenuineIntel\nflags\t\t: avx2 avx512_bf16 avx512_fp16\n", "float32"),
+        ("vendor_id : AuthenticAMD\nflags\t\t: avx2 avx512_bf16 avx512_fp16\n", "bfloat16"),
         ("processor : 0\nflags\t\t: fpu sse avx2 f16c fma\n", "float32"),
         ("processor : 0\nflags\t\t: fpu sse avx2 avx512f avx512bw avx512vl avx512dq\n", "float32"),
         ("processor : 0\nFeatures\t: fp asimd asimddp bf16 i8mm\n", "bfloat16"),
@@ -20,7 +23,9 @@ from rl.hardware import cpu_dtype
         ("", "float32"),
     ],
 )
-def test_bfloat16_only_where_the_processor_has_instructions_for_it(tmp_path: Path, cpuinfo: str, dtype: str) -> None:
+def test_bfloat16_only_where_the_processor_has_fast_instructions_for_it(
+    tmp_path: Path, cpuinfo: str, dtype: str
+) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(cpuinfo)
     assert cpu_dtype(file) == dtype
