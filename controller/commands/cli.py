@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from controller.commands import (
+    chat,
     check_env,
     compare,
     eval_run,
@@ -22,6 +23,7 @@ from controller.commands import (
     run,
     serve,
     show,
+    sweep,
 )
 from controller.commands import list as list_recipes
 from controller.commands.command import USAGE
@@ -82,6 +84,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands, resuming=resuming)
     for command in (
+        sweep,
         list_recipes,
         show,
         list_runs,
@@ -89,6 +92,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         compare,
         eval_run,
         export_run,
+        chat,
         parity,
         check_env,
         model,

@@ -31,11 +31,16 @@ def list_runs(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not runs:
         print(f"there are no runs in {options.runs}; --runs names another folder")
         return 0
+    print_runs(runs)
+    return 0
+
+
+def print_runs(runs: Sequence[Path]) -> None:
+    """Prints a line per run, below a heading."""
     table = [_HEAD, *map(_row, runs)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
 
 
 def _row(run: Path) -> tuple[str, ...]:

@@ -20,6 +20,11 @@ class Renderer:
         self.max_model_len = max_model_len
         """Most tokens of a whole episode; None leaves the limit to the generator."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chats."""
+        return bool(self._tokenizer.chat_template)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The tokens of a prompt. Raises ValueError for a chat if the model has no chat template."""
         if isinstance(prompt, str):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from rl.runs.folder import METRICS, complete_checkpoints
 
+FINISHED = "finished"
+"""The state of a run that has come to its end."""
 _MODEL = Path("model") / "config.json"
 
 
@@ -17,7 +19,7 @@ def state_of(run: Path) -> str:
         return "running"
     model, metrics = run / _MODEL, run / METRICS
     if model.is_file() and metrics.is_file() and model.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
-        return "finished"
+        return FINISHED
     complete = complete_checkpoints(run / "checkpoints")
     return f"stopped, saved at {int(complete[-1].name.rpartition('-')[2])}" if complete else "stopped, nothing saved"
 
@@ -34,3 +36,10 @@ def is_running(run: Path) -> bool:
         for line in locks.splitlines()
         if "->" not in line  # one that waits
     )
+
+
+def set_aside(run: Path) -> None:
+    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none."""
+    if run.is_dir():
+        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())
+        run.rename(run.with_name(f"{run.name}.stopped-{number}"))

@@ -59,6 +59,9 @@ def _check_ownloop(arguments: Sequence[str]) -> None:
     options, overrides = parser.parse_known_args(arguments)
     if arguments[0] == "show" and arguments[1].startswith(_RUNS):
         assert not overrides, f"unexpected {overrides}"
+    elif arguments[0] == "sweep":
+        for combination in importlib.import_module("controller.commands.sweep").combinations_of(overrides).values():
+            override(load_recipe(find_recipe(options.recipe)), combination, "ownloop")
     elif hasattr(options, "recipe"):
         override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
     else:  # a resumed run has its recipe in its folder

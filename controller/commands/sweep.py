@@ -1,0 +1,108 @@
+"""`ownloop sweep RECIPE --seed 0 1 2 --learning-rate 1e-5 2e-5`: a run for every combination, one after the other.
+
+Each is an `ownloop run` with a folder of its own within the sweep's. Started again, the sweep goes on: finished runs
+stay, a run that was stopped is resumed, and the others follow.
+"""
+
+import argparse
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from controller.commands.command import FAILED, Commands, add_runs_option
+from controller.commands.recipes import check_hardware, configuration, find_recipe
+
+_STOPPED = 128  # statuses above this are signals
+
+
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "sweep", help="run a recipe once for every combination of values, one after the other", allow_abbrev=False
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="fields follow, with one or several values each")
+    parser.add_argument("--name", help="folder of the sweep within --runs; by default <recipe>-sweep")
+    add_runs_option(parser)
+    parser.set_defaults(command=sweep)
+
+
+def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Runs what is left to run and prints a table. Returns 1 if a run failed, and the run's status after a signal."""
+    from rl.runs.state import FINISHED, state_of
+
+    check_hardware(find_recipe(options.recipe))
+    combinations = combinations_of(overrides)
+    for combination in combinations.values():
+        configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
+    folder: Path = options.runs / (options.name or f"{Path(options.recipe).stem}-sweep")
+    failed = False
+    for number, (name, combination) in enumerate(combinations.items(), start=1):
+        run = folder / name
+        if run.is_dir() and state_of(run) == FINISHED:
+            continue
+        print(f"run {number} of {len(combinations)}: {name}", flush=True)
+        status = _run(options.recipe, folder, name, combination)
+        if status < 0 or status > _STOPPED:
+            return status if status > 0 else _STOPPED - status
+        failed = failed or status != 0
+    _print_table(folder, list(combinations))
+    return FAILED if failed else 0
+
+
+def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Name of a run -> its options, for every combination of the values that the options have.
+
+    Raises ValueError if there is only one combination.
+    """
+    values: dict[str, list[str]] = {}
+    for word in overrides:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            values.setdefault(option, []).extend([value] if equals else [])
+        elif not values:
+            raise ValueError(f"unexpected argument {word}; a sweep takes options: --seed 0 1 2")
+        else:
+            values[next(reversed(values))].append(word)
+    swept = {option: given for option, given in values.items() if len(given) > 1}
+    if not swept:
+        raise ValueError(
+            "a sweep needs an option with several values: --seed 0 1 2; for one run there is `ownloop run`"
+        )
+    found: dict[str, list[str]] = {}
+    for chosen in itertools.product(*swept.values()):
+        one = {**values, **{option: [value] for option, value in zip(swept, chosen, strict=True)}}
+        name = ",".join(f"{option.removeprefix('--')}={value}" for option, value in zip(swept, chosen, strict=True))
+        found[re.sub(r"[^\w.,=+-]", "_", name)] = [word for option, given in one.items() for word in (option, *given)]
+    return found
+
+
+def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> int:
+    """Starts a run or goes on with it, and waits for its end. Returns its exit status, negative after a signal."""
+    from rl.runs.folder import complete_checkpoints
+    from rl.runs.state import set_aside
+
+    run = folder / name
+    if complete_checkpoints(run / "checkpoints"):
+        arguments = ["--resume", str(run)]
+    else:
+        set_aside(run)
+        arguments = [recipe, *combination, "--runs", str(folder), "--name", name]
+    process = subprocess.Popen([sys.executable, "-m", "controller.commands.cli", "run", *arguments])
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a job manager tells the sweep alone
+        signal.signal(number, lambda received, _: process.send_signal(received))
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal has told the run too, which saves its last step and ends
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _print_table(folder: Path, names: Sequence[str]) -> None:
+    from controller.commands.list_runs import print_runs
+
+    print()
+    print_runs([folder / name for name in names if (folder / name).is_dir()])
