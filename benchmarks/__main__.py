@@ -23,6 +23,7 @@ BENCHMARKS = (
     "split_invariance",
     "async_speedup",
     "recording",
+    "controller_scale",
     "sandbox",
 )
 """Modules of this package, in the order in which they run by default."""

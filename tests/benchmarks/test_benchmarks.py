@@ -32,6 +32,7 @@ MARKS: dict[str, Any] = {
     "attention": (),
     "mfu": (),
     "recording": (),
+    "controller_scale": (),
     "sandbox": (),
 }
 """Of the scripts that run every time; the others start vLLM or several meshes, and take 30 to 60 s each."""
