@@ -3,11 +3,15 @@
 import argparse
 import importlib.util
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import override
+
+if TYPE_CHECKING:
+    from controller.gateway.config import ServeConfig
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,22 +27,10 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
-    from controller.gateway.config import ServeConfig
     from controller.runs.models import resolve_model
-    from generator.config import GeneratorConfig
-    from rl.hardware import cpu_dtype
-    from trainer.config import TrainerConfig
 
     with CapturedOutput() as output:
-        from controller.meshes.gpus import gpus_here
-
-        dtype = "bfloat16" if gpus_here() else cpu_dtype()
-        default = ServeConfig(
-            trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
-        )
-        config = override(default, overrides, "ownloop serve", "Serves a model to scripts that use the tinker SDK.")
-        if not config.model:
-            raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
+        config = configuration(overrides)
         model = resolve_model(config.model, lambda text: print(text, file=output.errors))
         (config.folder / "logs").mkdir(parents=True, exist_ok=True)
         output.move_to(config.folder / "logs" / "server.log")
@@ -60,3 +52,21 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             finally:
                 end_descendants(grace_s=0.5)
     return 0
+
+
+def configuration(overrides: Sequence[str]) -> "ServeConfig":
+    """What to serve, by these options. Raises ValueError without `--model`, and as `override` does."""
+    from controller.gateway.config import ServeConfig
+    from controller.meshes.gpus import gpus_here
+    from generator.config import GeneratorConfig
+    from rl.hardware import cpu_dtype
+    from trainer.config import TrainerConfig
+
+    dtype = "bfloat16" if gpus_here() else cpu_dtype()
+    default = ServeConfig(
+        trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
+    )
+    config = override(default, overrides, "ownloop serve", "Serves a model to scripts that use the tinker SDK.")
+    if not config.model:
+        raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
+    return config

@@ -41,6 +41,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _mistake)
     app.add_exception_handler(404, _unknown)
+    app.add_exception_handler(405, _unknown)
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
@@ -213,7 +214,7 @@ async def _mistake(request: Request, error: Exception) -> JSONResponse:
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     detail = getattr(error, "detail", None)
-    if detail in (None, "Not Found"):
+    if detail in (None, "Not Found", "Method Not Allowed"):
         detail = f"{request.method} {request.url.path} is not supported by this server; its documentation lists what is"
     return JSONResponse({"detail": detail}, 404)
 

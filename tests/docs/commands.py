@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 
+from controller.commands import serve
 from controller.commands.recipes import find_recipe, load_recipe, override
 from tests.docs.pages import ROOT
 
@@ -62,6 +63,8 @@ def _check_ownloop(arguments: Sequence[str]) -> None:
     elif arguments[0] == "sweep":
         for combination in importlib.import_module("controller.commands.sweep").combinations_of(overrides).values():
             override(load_recipe(find_recipe(options.recipe)), combination, "ownloop")
+    elif arguments[0] == "serve":
+        serve.configuration(overrides)
     elif hasattr(options, "recipe"):
         override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
     else:  # a resumed run has its recipe in its folder
