@@ -4,7 +4,7 @@ Nothing is patched when this module is imported. The worker that a tensor-parall
 `_cpu_worker.py`, because vLLM imports it by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -33,6 +33,39 @@ def patch_cpu() -> None:
     _register_norms()
     # See `_cpu_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
+
+
+def patch_prompt_logprobs(runner: Any) -> None:
+    """Has a model runner score every prompt with the adapter of its own request.
+
+    vLLM computes the logits of prompts while its kernels still have the adapters of the step's samples, row by row. An
+    adapter of the output projection is then missing from its own prompts, and added to those of others.
+
+    Remove when `tests/generator/test_prompt_logprobs.py` passes without it.
+    """
+    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
+
+    def one_by_one(hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Any]:
+        wanted: dict[str, int] = runner.num_prompt_logprobs
+        scored: dict[str, Any] = {}
+        try:
+            for name in set(wanted) & set(num_scheduled_tokens):
+                request = runner.requests[name]
+                remaining = len(request.prompt_token_ids or ()) - request.num_computed_tokens - 1
+                num_rows = min(num_scheduled_tokens[name], remaining)
+                if num_rows > 0:
+                    lora = request.lora_request
+                    rows = (lora.lora_int_id if lora else 0,) * num_rows
+                    runner._set_active_loras(rows, rows, {lora} if lora else set())
+                runner.num_prompt_logprobs = {name: wanted[name]}
+                scored |= original(hidden_states, num_scheduled_tokens)
+                if not runner.num_prompt_logprobs:  # this was its last part
+                    del wanted[name]
+        finally:
+            runner.num_prompt_logprobs = wanted
+        return scored
+
+    runner._get_prompt_logprobs_dict = one_by_one
 
 
 @dataclass(frozen=True, slots=True)

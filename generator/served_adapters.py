@@ -18,6 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from generator._compat import patch_prompt_logprobs
 from generator.config import LoRALimits
 from generator.policies import ServedPolicy, unknown_policy
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
@@ -34,6 +35,7 @@ class Adapters:
         self._scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
         worker: Any = engine.model_executor.driver_worker
         self._runner = getattr(worker, "worker", worker).model_runner
+        patch_prompt_logprobs(self._runner)
         self._manager = self._runner.lora_manager._adapter_manager
         self._adaptable = set(_adaptable(self._manager))
         self._served: dict[Policy, ServedPolicy] = {}

@@ -131,6 +131,7 @@ def test_an_adapter_is_told_from_the_frozen_model(tmp_path: Path) -> None:
             frozen = base, generate.unbound
             same = await compare(train, generate, PROMPTS, SAMPLING, frozen)
             assert explain([m.mean for m in same.mismatches], same.stepped.mean, adapter=True).startswith("There is no")
+            assert all(mismatch.mean < 1e-4 for mismatch in (*same.mismatches, same.stepped))
             with_adapter = await train.forward([text_to_datum(*same.sequences[0], "completion")])
             without = await base.forward([text_to_datum(*same.sequences[0], "completion")])
             assert abs(with_adapter.logprobs[0] - without.logprobs[0]).max() > 0.01  # it has learned something
