@@ -4,6 +4,7 @@ Both are written by the thread that writes the recordings. How often the page is
 the last time, so that a long run, whose page takes longer, writes it less often.
 """
 
+import contextlib
 import time
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class LiveReport:
         self._timeline = Timeline(folder.path / TIMELINE)
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
+        self._num_steps = 0
+        folder.on_end.append(self._stop)
         self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
         self._page_due_at = time.monotonic() + _SECONDS_BETWEEN
         self._timeline_due_at = time.monotonic() + _TIMELINE_SECONDS_BETWEEN
@@ -41,6 +44,7 @@ class LiveReport:
 
     def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
         """Has the files written if they are due. Call it once the step's metrics and rollouts are handed over."""
+        self._num_steps += 1
         self._last = self._last if output is None else (step, batch, output)
         now = time.monotonic()
         if now >= self._page_due_at:
@@ -53,8 +57,18 @@ class LiveReport:
 
     def finish(self) -> None:
         """Has the files written, for a run that is over."""
+        self._write_last_page("finished")
+
+    def _stop(self) -> None:
+        """Has the files written for a run that ended before its end, if it has done a step."""
+        if self._num_steps:
+            with contextlib.suppress(RecordingError):  # which has ended the run
+                self._write_last_page("stopped")
+
+    def _write_last_page(self, state: str) -> None:
+        self._num_steps = 0
         self._add_samples()
-        self._folder.in_background(lambda: self._write_page(state="finished"))
+        self._folder.in_background(lambda: self._write_page(state=state))
 
     def _add_samples(self) -> None:
         """Keeps some answers of the last step with an update."""

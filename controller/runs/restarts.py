@@ -38,6 +38,8 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
             traceback.print_exc()
             console.warn(f"{error.mesh} failed: {error.reason}")
             console.phase(f"restarting after the newest checkpoint ({limit})")
+        finally:
+            folder.end_loop()
         folder.begin_again()
 
 

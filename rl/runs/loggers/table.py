@@ -50,6 +50,7 @@ class RunLoggers:
         self._folder = folder
         self._others = {name: LOGGERS[name].make(folder.path, shown) for name in names}
         self._warn = warn
+        folder.on_end.append(self.close)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Logger`."""
@@ -62,7 +63,7 @@ class RunLoggers:
         self._each(lambda logger: logger.log_rollouts(step, groups, split=split))
 
     def close(self) -> None:
-        """Closes all but the folder, which its owner closes."""
+        """Closes all but the folder, which its owner closes. May be called again."""
         self._each(lambda logger: logger.close())
         self._others.clear()
 

@@ -70,6 +70,15 @@ def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path, cl
     live.finish()
     folder.flush()
     assert '"state": "finished"' in page.read_text()
+    folder.end_loop()
+    folder.flush()
+    assert '"state": "finished"' in page.read_text()
+    live.after_step(3)  # as in a run that goes on and is then stopped
+    LiveReport(folder)  # one that has done no step writes nothing
+    folder.on_end.append(live._stop)  # pyright: ignore[reportPrivateUsage]
+    folder.end_loop()
+    folder.flush()
+    assert '"state": "stopped"' in page.read_text()
 
 
 def test_a_mistake_in_the_page_does_not_end_the_run_but_a_full_disk_does(

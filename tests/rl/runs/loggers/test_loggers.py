@@ -15,6 +15,7 @@ from rl.runs.folder import RunFolder
 from rl.runs.loggers import table
 from rl.runs.loggers.table import LOGGERS, RunLoggers, check_loggers
 from rl.types import Group
+from tests.controller.commands.test_cli import ownloop
 from tests.rl.fakes import completion, single_turn
 
 METRICS = [
@@ -141,6 +142,39 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = SQLiteStorage.get_logs("ownloop", name)
     rewards = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
     assert rewards == [(1, 0.5), (2, 0.75)]
+
+
+CRASHING = """
+from dataclasses import dataclass
+from rl.runs.loggers.table import RunLoggers
+
+@dataclass(frozen=True, kw_only=True)
+class CrashingConfig:
+    seed: int = 0
+    def loop(self):
+        return train
+
+async def train(config, folder, console):
+    log = RunLoggers(["wandb", "tensorboard"], folder, config, console.warn)
+    log.log_metrics({"step": 1.0, "reward_mean": 0.5})
+    raise RuntimeError("boom")
+
+def recipe():
+    return CrashingConfig()
+"""
+
+
+@needs("wandb")
+@needs("tensorboard")
+def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "mine.py").write_text(CRASHING)
+    result = ownloop(tmp_path, "run", "mine.py", "--name", "a")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: RuntimeError: boom")
+    assert "Traceback" not in result.stderr
+    run = tmp_path / "runs" / "a"
+    assert [record["reward_mean"] for record in wandb_records(run) if "reward_mean" in record] == [0.5]
 
 
 class Failing:

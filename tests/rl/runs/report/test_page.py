@@ -97,15 +97,21 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path: Path) -> None
     assert write_report(folder.path).is_file()
 
 
+def _drawn(page: str, folder: Path) -> str:
+    """The document that a browser has made of a page, opened from the disk."""
+    file = folder / "shown.html"
+    file.write_text(page)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    command = [str(BROWSER), *options, file.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     folder = reported_run(tmp_path / "a")
-    file = write_report(folder.path, _decode, "ownloop run mine")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    result = subprocess.run(
-        [str(BROWSER), *options, file.as_uri()], capture_output=True, text=True, check=True, timeout=60
-    )
-    drawn = result.stdout
+    page = write_report(folder.path, _decode, "ownloop run mine").read_text()
+    hover = "document.querySelector('#mismatch .token').dispatchEvent(new MouseEvent('mousemove'));"
+    drawn = _drawn(page.replace("</body>", f"<script>{hover}</script></body>"), tmp_path)
     assert re.findall(r"<h2>(.*?)</h2>", drawn) == [
         "Curves",
         "Where the time went",
@@ -120,3 +126,5 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     assert re.search(r"running; 20 of 40 steps", drawn)
     assert "No rule of docs/report.md warns of anything." in drawn
     assert drawn.count('class="reward"') == 6
+    (tip,) = re.findall(r'<div id="tip".*?>(.*?)</div>', drawn, re.DOTALL)
+    assert tip == '"c"\ntrainer    -1.2500\ngenerator  -1.0000\ndifference -2.50e-1'
