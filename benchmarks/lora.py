@@ -117,6 +117,7 @@ async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
     from controller.meshes.adapters import BoundGenerator
     from controller.meshes.launch import Launcher
     from controller.meshes.trainer_handle import TrainerHandle
+    from controller.meshes.trainer_mesh import TrainerMesh
     from generator.config import GeneratorConfig, LoRALimits
     from trainer.config import TrainerConfig
 
@@ -124,20 +125,24 @@ async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
     training = TrainerConfig(compute_dtype=dtype, num_threads=threads, max_tokens_per_microbatch=2048)
     serving = GeneratorConfig(dtype=dtype, num_threads=threads, max_model_len=256, max_num_seqs=max(size.requests, 8))
     room = replace(serving, lora=LoRALimits(max_rank=RANK, max_adapters=4))
-    # A launcher has one trainer that pushes, so there are two.
-    with tempfile.TemporaryDirectory() as logs:
-        async with Launcher(Path(logs) / "whole") as first, Launcher(Path(logs) / "adapters") as second:
-            whole, plain, policy, base, bound = await asyncio.gather(
-                first.trainer(model, training, generator=serving),
-                first.generator(model, serving),
-                second.trainer(model, replace(training, lora=lora), generator=room),
-                second.reference(model, replace(training, lora=lora)),
-                second.generator(model, room),
+    with tempfile.TemporaryDirectory() as folder:
+        async with Launcher(logs := Path(folder)) as launcher:
+            policy, base, bound, plain = await asyncio.gather(
+                launcher.trainer(model, replace(training, lora=lora), generator=room),
+                launcher.reference(model, replace(training, lora=lora)),
+                launcher.generator(model, room),
+                launcher.generator(model, serving, name="plain"),
             )
-            assert isinstance(whole, TrainerHandle)
+            # A launcher has one trainer that pushes. This one's versions are the model's, the other's are adapters'.
+            records = launcher._version_records  # pyright: ignore[reportPrivateUsage]
+            training = replace(training, model=model)
+            mesh = await TrainerMesh.launch(training, dtype, logs, name="whole", version_records=records)
             assert isinstance(base, TrainerHandle)
             assert isinstance(bound, BoundGenerator)
-            yield Sides(whole, base, [policy], plain, bound.unbound)
+            try:
+                yield Sides(TrainerHandle(mesh), base, [policy], plain, bound.unbound)
+            finally:
+                await mesh.mesh.stop()
 
 
 async def measure_training(running: Sides, size: Size, vocabulary: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from controller.meshes.adapters import POLICY, BoundGenerator
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
@@ -25,7 +26,7 @@ from tests.trainer.engine_trainer import EngineTrainer
 from trainer.config import TrainerConfig
 
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-_Weights = dict[int, dict[str, torch.Tensor]]
+_Weights = dict[tuple[LivePolicy, int], dict[str, torch.Tensor]]
 
 
 def tiny_chat_model(path: Path) -> Path:
@@ -38,7 +39,7 @@ def tiny_chat_model(path: Path) -> Path:
 
 
 class InProcessTrainer(EngineTrainer):
-    """Pushes into a dictionary: policy version -> weights by Hugging Face name. Those of an adapter are merged."""
+    """Pushes into a dictionary: policy and version -> weights by Hugging Face name. Those of an adapter are merged."""
 
     def __init__(self, config: TrainerConfig, published: _Weights) -> None:
         options = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "compute_dtype"}
@@ -53,7 +54,7 @@ class InProcessTrainer(EngineTrainer):
             with tempfile.TemporaryDirectory() as folder:
                 self.engine.export_hf(Path(folder) / "merged", torch.float32)
                 weights = load_file(Path(folder) / "merged" / "model.safetensors")
-        self._published[self.engine.policy_version] = weights
+        self._published[self._name or None, self.engine.policy_version] = weights
         return self.engine.policy_version
 
 
@@ -62,9 +63,11 @@ class InProcessGenerator:
 
     def __init__(self, model: Path, published: _Weights) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model)
+        self._model.lm_head.weight = torch.nn.Parameter(self._model.lm_head.weight.detach().clone())
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._published = published
-        self._version = 0
+        weights = {name: weight.clone() for name, weight in self._model.state_dict().items()}
+        self._served: dict[Policy, tuple[int, dict[str, torch.Tensor]]] = {None: (0, weights)}
 
     async def pull_model_state_dict(
         self,
@@ -76,20 +79,24 @@ class InProcessGenerator:
         keep_prefix_cache: bool = False,
     ) -> None:
         """See `rl.protocols.Generator`."""
-        self._model.load_state_dict(self._published[version], strict=False)  # a tied output layer has no entry
-        self._version = version
+        weights = self._published[policy, version]
+        head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # the embedding's, where it is tied
+        self._served[(policy, version) if frozen else policy] = version, {**weights, "lm_head.weight": head}
 
     async def drop_policy(self, policy: Policy) -> None:
-        """See `rl.protocols.Generator`; there is one policy."""
+        """See `rl.protocols.Generator`."""
+        del self._served[policy]
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """See `rl.protocols.Generator`. Knows temperature, `max_tokens` and `seed`."""
         await asyncio.sleep(0)
+        version, weights = self._served[policy]
+        self._model.load_state_dict(weights)
         seeds = [((sampling.seed or 0) + index) % (1 << 63) for index in range(num_samples)]
         sequences = self._sample(prompt_tokens, sampling, [torch.Generator().manual_seed(seed) for seed in seeds])
-        return [self._completion(sequence) for sequence in sequences]
+        return [self._completion(sequence, version) for sequence in sequences]
 
     @torch.no_grad()
     def _sample(
@@ -110,7 +117,7 @@ class InProcessGenerator:
             rows = torch.cat([rows, torch.tensor(new)[:, None]], dim=1)
         return sequences
 
-    def _completion(self, sequence: Sequence[tuple[int, float]]) -> Completion:
+    def _completion(self, sequence: Sequence[tuple[int, float]], version: int) -> Completion:
         """A sequence up to the end token, if it has one."""
         tokens = tuple(token for token, _ in sequence)
         ended = self._tokenizer.eos_token_id in tokens
@@ -118,7 +125,7 @@ class InProcessGenerator:
         return Completion(
             tokens=tokens,
             logprobs=tuple(logprob for _, logprob in sequence[: len(tokens)]),
-            versions=(self._version,) * len(tokens),
+            versions=(version,) * len(tokens),
             text=self._tokenizer.decode(tokens, skip_special_tokens=True),
             finish_reason="stop" if ended else "length",
         )
@@ -132,13 +139,12 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     tiny_chat_model(folder / "models" / "smollm2-135m-instruct")
     monkeypatch.setenv("OWNLOOP_CACHE", str(folder))
     published: _Weights = {}
-
     bases: list[tuple[TrainerConfig, InProcessTrainer]] = []
 
     def trainer(self: Launcher, model: Path, config: TrainerConfig, **options: Any) -> asyncio.Task[Any]:
         base = InProcessTrainer(replace(config, model=model), published)
         bases.append((config, base))
-        return asyncio.create_task(_made(base) if config.lora is None else base.adapter("policy", config.lora))
+        return asyncio.create_task(_made(base) if config.lora is None else base.adapter(POLICY, config.lora))
 
     def reference(self: Launcher, model: Path, config: TrainerConfig, **options: Any) -> asyncio.Task[Any]:
         if config.lora is None:
@@ -146,7 +152,8 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         return asyncio.create_task(_made([base for trained, base in bases if trained == config][-1]))
 
     def generator(self: Launcher, model: Path, config: GeneratorConfig, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(_made(InProcessGenerator(model, published)))
+        made = InProcessGenerator(model, published)
+        return asyncio.create_task(_made(made if config.lora is None else BoundGenerator(made, POLICY)))
 
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "reference", reference)
