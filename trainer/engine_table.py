@@ -16,16 +16,20 @@ class EngineEntry:
     layout_check: str
     """A `trainer.engines.model_check.LayoutCheck`. The controller imports its module, so the module must not import
     torchtitan or transformers."""
+    trains_adapters: bool = False
+    """Whether the engine freezes its model under `TrainerConfig.lora` and has layers that can be adapted."""
 
 
 ENGINES: Mapping[str, EngineEntry] = {
     "torchtitan": EngineEntry(
         engine="trainer.engines.titan.engine:TitanEngine",
         layout_check="trainer.engines.titan.layout_check:check_layout",
+        trains_adapters=True,
     ),
     "fsdp2": EngineEntry(
         engine="trainer.engines.hf.fsdp2:Fsdp2Engine",
         layout_check="trainer.engines.hf.layout_check:check_layout",
+        trains_adapters=True,
     ),
     "fsdp1": EngineEntry(
         engine="trainer.engines.hf.fsdp1:Fsdp1Engine",

@@ -67,10 +67,11 @@ def _check_lora(config: TrainerConfig) -> None:
                 f"TrainerConfig.{name} is {getattr(config, name)!r} and lora is given; with adapters it must be "
                 f"{accepted!r}, or lora None, which trains the whole model"
             )
-    if config.engine == "fsdp1":
+    if not ENGINES[config.engine].trains_adapters:
+        accepted = ", ".join(repr(name) for name, entry in ENGINES.items() if entry.trains_adapters)
         raise ValueError(
-            "TrainerConfig.engine is 'fsdp1' and lora is given; adapters are trained by the engines 'fsdp2', which "
-            "takes the same models, and 'torchtitan'"
+            f"TrainerConfig.engine is {config.engine!r} and lora is given; "
+            f"the engines that train adapters are {accepted}"
         )
 
 
