@@ -11,12 +11,13 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import get_args
 
 from controller.meshes.errors import MeshError
 from controller.meshes.prefix_affinity import PrefixAffinity
-from controller.meshes.replicas import Pull, Replica, ReplicaState, StoppableGenerator
+from controller.meshes.replicas import Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.lora import LivePolicy, Policy
@@ -39,15 +40,14 @@ class GeneratorRouter:
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         """Use `launch`."""
-        self._replicas = [Replica(generator) for generator in generators]
+        self._replicas = ReplicaSet(generators)
         self._start = start
         self._on_failure: OnFailure = on_failure
         self._pauses_s = tuple(pauses_s)
         self._versions: dict[Policy, int] = {}  # what a restarted replica has to pull
         self._cache_resets: dict[Policy, int] = {}  # by policy: how often its prefix cache was emptied
         self._affinity = PrefixAffinity()
-        self._states_changed = asyncio.Condition()
-        self._pull_lock = asyncio.Lock()
+        self._pull_locks: defaultdict[Policy, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pull_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -139,7 +139,7 @@ class GeneratorRouter:
 
     async def drop_policy(self, policy: Policy) -> None:
         """Every replica forgets an adapter, or a frozen version of one. Raises ValueError if no replica has it."""
-        async with self._pull_lock:  # a restarted replica has then pulled it, or will not
+        async with self._pull_locks[policy]:
             replicas = [each for each in self._replicas if each.up and policy not in each.missing]
             outcomes = await asyncio.gather(
                 *(replica.generator.drop_policy(policy) for replica in replicas), return_exceptions=True
@@ -165,13 +165,13 @@ class GeneratorRouter:
         for replica in self._replicas:
             replica.up, replica.error = False, replica.error or MeshError("generator", "it was stopped")
         await asyncio.gather(*(replica.generator.stop() for replica in self._replicas))
-        await self._notify()
+        await self._replicas.notify()
 
     async def _pull(self, pull: Pull) -> None:
         num_failures = 0
         while True:
-            await self._wait_for(_can_pull)
-            async with self._pull_lock:
+            await self._replicas.wait_for(_can_pull)
+            async with self._pull_locks[pull.key]:  # versions of one policy come in order
                 replicas = [replica for replica in self._replicas if _can_pull(replica)]
                 if not replicas:  # between the wait and the lock, the only replica that was up has died
                     continue
@@ -202,7 +202,7 @@ class GeneratorRouter:
                 replica.missing.discard(pull.key)
             elif has_died or len(errors) < len(replicas):
                 self._restart(replica)
-        await self._notify()
+        await self._replicas.notify()
         if len(errors) < len(replicas):
             return None
         if all(died):
@@ -212,7 +212,7 @@ class GeneratorRouter:
 
     async def _choose(self, prompt: tuple[int, ...], policy: Policy) -> Replica:
         """The replica to send a prompt to. Waits until one is serving this policy."""
-        serving = await self._wait_for(lambda replica: replica.serves(policy), policy)
+        serving = await self._replicas.wait_for(lambda replica: replica.serves(policy), policy)
         weights = self._weights(policy)
         least = min(replica.num_samples for replica in serving)
         owners = self._affinity.owners(prompt, weights)
@@ -228,22 +228,6 @@ class GeneratorRouter:
     def _weights(self, policy: Policy) -> Hashable:
         """Another value whenever prefixes that were computed for this policy have become useless."""
         return policy, self._cache_resets.get(policy), self._cache_resets.get(None)
-
-    async def _wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
-        """The replicas that fit. Waits until there is one.
-
-        Raises `MeshError` if all are down for good, and ValueError if no replica that is up can have the policy again.
-        """
-        async with self._states_changed:
-            while not (found := [replica for replica in self._replicas if fits(replica)]):
-                up = [replica for replica in self._replicas if replica.up]
-                if isinstance(policy, tuple) and up and all(policy in replica.missing for replica in up):
-                    raise ValueError(f"policy is {policy!r}; a restarted generator found it no longer published")
-                errors = [replica.error for replica in self._replicas]
-                if all(error is not None for error in errors):
-                    raise MeshError("generator", f"no replica is left: {errors[0]}") from errors[0]
-                await self._states_changed.wait()
-        return found
 
     def _restart(self, replica: Replica) -> None:
         """Sends a replica no more requests, and starts another generator in its place."""
@@ -269,7 +253,7 @@ class GeneratorRouter:
                     flush=True,
                 )
                 await asyncio.sleep(pause_s)
-        await self._notify()
+        await self._replicas.notify()
 
     async def _replace(self, replica: Replica) -> None:
         """Starts another generator in a replica's place, with the current version of every policy."""
@@ -279,18 +263,30 @@ class GeneratorRouter:
         replica.missing.clear()
         replica.pulling = {None}
         replica.up = True
-        async with self._pull_lock:  # a pull in progress ends first, so that the replacement gets its version
-            for policy, version in self._versions.items():
-                name, frozen = (policy[0], True) if isinstance(policy, tuple) else (policy, False)
-                try:
-                    await generator.pull_model_state_dict(version, policy=name, frozen=frozen)
-                except ValueError:  # this version is gone from the store; the next pull brings a newer one
-                    replica.missing.add(policy)
-            replica.pulling.clear()
+        await self._catch_up(replica)
 
-    async def _notify(self) -> None:
-        async with self._states_changed:
-            self._states_changed.notify_all()
+    async def _catch_up(self, replica: Replica) -> None:
+        """Has a new generator pull what the other replicas have pulled, until it has all and no pull is in progress."""
+        pulled: dict[Policy, int | None] = {}
+        while behind := [
+            policy
+            for policy, lock in self._pull_locks.items()
+            if lock.locked() or pulled.get(policy) != self._versions.get(policy)
+        ]:
+            for policy in behind:
+                async with self._pull_locks[policy]:  # a pull in progress ends first
+                    version, before = self._versions.get(policy), pulled.get(policy)
+                    pulled[policy] = version
+                    try:
+                        if version is None and before is not None:
+                            await replica.generator.drop_policy(policy)
+                        elif version is not None and version != before:
+                            name, frozen = (policy[0], True) if isinstance(policy, tuple) else (policy, False)
+                            await replica.generator.pull_model_state_dict(version, policy=name, frozen=frozen)
+                            replica.missing.discard(policy)
+                    except ValueError:  # this version is gone from the store; the next pull brings a newer one
+                        replica.missing.add(policy)
+        replica.pulling.clear()
 
 
 def _can_pull(replica: Replica) -> bool:

@@ -1,9 +1,11 @@
 """What a router knows of each of its generators, and a pull that it asks all of them for."""
 
 import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from controller.meshes.errors import MeshError
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator
 from rl.types import PullMode
@@ -52,6 +54,36 @@ class Replica:
     def serves(self, policy: Policy) -> bool:
         """Whether it can answer requests for a policy now. Without the right model no adapter of it is right."""
         return self.up and not {None, policy} & (self.pulling | self.missing)
+
+
+class ReplicaSet(list[Replica]):
+    """All replicas of a router. Some may be down."""
+
+    def __init__(self, generators: Iterable[StoppableGenerator]) -> None:
+        """Starts with a replica for each generator."""
+        super().__init__(Replica(generator) for generator in generators)
+        self._states_changed = asyncio.Condition()
+
+    async def wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
+        """The replicas that fit. Waits until there is one.
+
+        Raises `MeshError` if all are down for good, and ValueError if no replica that is up can have the policy again.
+        """
+        async with self._states_changed:
+            while not (found := [replica for replica in self if fits(replica)]):
+                up = [replica for replica in self if replica.up]
+                if isinstance(policy, tuple) and up and all(policy in replica.missing for replica in up):
+                    raise ValueError(f"policy is {policy!r}; a restarted generator found it no longer published")
+                errors = [replica.error for replica in self]
+                if all(error is not None for error in errors):
+                    raise MeshError("generator", f"no replica is left: {errors[0]}") from errors[0]
+                await self._states_changed.wait()
+        return found
+
+    async def notify(self) -> None:
+        """Wakes those who wait. To be called after a replica's state has changed."""
+        async with self._states_changed:
+            self._states_changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

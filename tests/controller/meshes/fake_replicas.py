@@ -27,6 +27,7 @@ class FakeReplica:
         self.late = False
         self.answer_tokens: tuple[int, ...] = ()
         self.pull_error: Exception | None = None
+        self.quick: set[Policy] = set()  # pulls of these wait for nothing
         self.may_pull = asyncio.Event()
         self.may_pull.set()
         self._may_answer = asyncio.Event()
@@ -61,7 +62,8 @@ class FakeReplica:
         mode: PullMode = "drain",
         keep_prefix_cache: bool = False,
     ) -> None:
-        await self.may_pull.wait()
+        if policy not in self.quick:
+            await self.may_pull.wait()
         if self._dead:
             raise MeshError("generator", "a process died")
         if self.pull_error is not None:
@@ -73,7 +75,9 @@ class FakeReplica:
         return self.versions.get(None, 0)
 
     async def drop_policy(self, policy: Policy) -> None:
-        self.versions.pop(policy)
+        if policy not in self.versions:
+            raise ValueError(f"policy is {policy!r}, which this generator does not have")
+        del self.versions[policy]
 
     async def stop(self) -> None:
         self.stopped = True
