@@ -33,7 +33,7 @@ class LiveReport:
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
         self._num_steps = 0
-        folder.on_end.append(self._stop)
+        folder.loop_end.call(self._stop)
         self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
         self._page_due_at = time.monotonic() + _SECONDS_BETWEEN
         self._timeline_due_at = time.monotonic() + _TIMELINE_SECONDS_BETWEEN

@@ -39,7 +39,7 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
             console.warn(f"{error.mesh} failed: {error.reason}")
             console.phase(f"restarting after the newest checkpoint ({limit})")
         finally:
-            folder.end_loop()
+            folder.loop_end.has_come()
         folder.begin_again()
 
 

@@ -33,6 +33,7 @@ import numpy as np
 
 from rl.runs.cut_off import cut_lines, cut_recordings, free_folder
 from rl.runs.lines import append_line, drop_unfinished_line, sync_file
+from rl.runs.loop_end import LoopEnd
 from rl.runs.recording import (
     BackgroundWriter,
     RecordingError,
@@ -76,8 +77,7 @@ class RunFolder:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.command = ""
         """The command that starts the same run again, for whoever reads its report."""
-        self.on_end: list[Callable[[], None]] = []
-        """What is to be done when the loop has ended, for whatever reason, and its processes still live."""
+        self.loop_end = LoopEnd()
         self.saving = False
         """Whether the run was stopped and its last finished step is being saved."""
         try:
@@ -126,12 +126,6 @@ class RunFolder:
     def begin_again(self) -> None:
         """The run's loop has failed and begins again after the newest checkpoint, in this process."""
         self.resumed = True
-
-    def end_loop(self) -> None:
-        """Does what `on_end` holds, once."""
-        callbacks, self.on_end = self.on_end, []
-        for callback in callbacks:
-            callback()
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""

@@ -50,7 +50,7 @@ class RunLoggers:
         self._folder = folder
         self._others = {name: LOGGERS[name].make(folder.path, shown) for name in names}
         self._warn = warn
-        folder.on_end.append(self.close)
+        folder.loop_end.call(self.close)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Logger`."""

@@ -70,13 +70,13 @@ def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path, cl
     live.finish()
     folder.flush()
     assert '"state": "finished"' in page.read_text()
-    folder.end_loop()
+    folder.loop_end.has_come()
     folder.flush()
     assert '"state": "finished"' in page.read_text()
     live.after_step(3)  # as in a run that goes on and is then stopped
     LiveReport(folder)  # one that has done no step writes nothing
-    folder.on_end.append(live._stop)  # pyright: ignore[reportPrivateUsage]
-    folder.end_loop()
+    folder.loop_end.call(live._stop)  # pyright: ignore[reportPrivateUsage]
+    folder.loop_end.has_come()
     folder.flush()
     assert '"state": "stopped"' in page.read_text()
 
