@@ -4,7 +4,7 @@ A mistake in a call that has a sequence number is answered through its future, b
 error there would leave a gap that later calls wait for.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tinker import types
 
 from controller.gateway.answers import Answer, PendingAnswer
+from controller.gateway.config import is_this_host
 from controller.gateway.gateway import Gateway
 from controller.gateway.listing import Door, listing
 from controller.gateway.monitoring import add_monitoring
@@ -45,6 +46,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
+    app.middleware("http")(_only_this_host)
     add_monitoring(app, gateway)
     return app
 
@@ -194,6 +196,14 @@ async def retrieve_future(body: types.FutureRetrieveRequest, request: Request, d
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
     return Response(answer.content, media_type=answer.media_type)
+
+
+async def _only_this_host(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Refuses requests for another host's name: a web page can point its own name at this address (DNS rebinding)."""
+    if not is_this_host(request.url.hostname or ""):
+        detail = f"the request is for the host {request.url.hostname}; this server answers for 127.0.0.1 and localhost"
+        return JSONResponse({"detail": detail}, 421)
+    return await answer(request)
 
 
 def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:

@@ -37,11 +37,7 @@ class ServeConfig:
         check_at_least(1, max_rank=self.max_rank, max_snapshots=self.max_snapshots)
         if not 0 <= self.port < 65536:
             raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
-        try:
-            loopback = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
+        if not is_this_host(self.host):
             # The gateway knows no users yet: whoever reaches it may use it.
             raise ValueError(
                 f"ServeConfig.host is {self.host!r}; it must be an address of this host itself, such as 127.0.0.1. "
@@ -49,3 +45,11 @@ class ServeConfig:
             )
         if self.trainer.lora is not None or self.generator.lora is not None:
             raise ValueError("ServeConfig: trainer.lora and generator.lora are set by the server; use max_rank")
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a name or an address always means the host itself."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -127,6 +127,23 @@ def test_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage() -> None:
     assert metrics["clipped_tokens"] == without["clipped_tokens"] + beyond.sum()
 
 
+def test_gspo_takes_the_mean_over_the_tokens_of_its_mask() -> None:
+    p, inputs = random_case(lengths=(4, 3, 5))
+    mask = np.ones(len(p))
+    mask[[0, 1, 5, 7, 11]] = 0
+    masked = replace(inputs, arrays={**inputs.arrays, "sequence_ratio_mask": torch.from_numpy(mask)})
+    w, q, a = _arrays(inputs)
+    expected = 0.0
+    for d in range(inputs.num_datums):
+        rows = inputs.datum_index.numpy() == d
+        s = np.exp((p - q)[rows & (mask != 0)].mean())
+        expected -= np.sum((w * np.minimum(s * a, np.clip(s, 0.8, 1.2) * a))[rows])
+    thresholds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    loss, _ = get_loss("gspo", thresholds)(torch.from_numpy(p), None, masked)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert loss.item() != get_loss("gspo", thresholds)(torch.from_numpy(p), None, inputs)[0].item()
+
+
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
     p, inputs = random_case()
     loss, metrics = get_loss("value", {"clip_range": 0})(torch.tensor(p), None, inputs)

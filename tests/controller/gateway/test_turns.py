@@ -1,0 +1,83 @@
+"""A model's calls run in the order of their numbers, one at a time, whatever happens to one of them."""
+
+import asyncio
+import random
+
+import pytest
+
+pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+
+from controller.gateway.answers import Answer, Answers
+from controller.gateway.turns import Call, Turns
+
+
+def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
+    async def main(numbers: list[int]) -> list[int]:
+        turns, answers, ran, running = Turns("model"), Answers(), list[int](), 0
+
+        def call(number: int) -> Call:
+            async def run() -> Answer:
+                nonlocal running
+                running += 1
+                assert running == 1
+                await asyncio.sleep(0)
+                ran.append(number)
+                running -= 1
+                if number % 7 == 3:
+                    raise ValueError("a user's mistake")
+                return Answer.json({"number": number})
+
+            return run
+
+        pending = {number: answers.open(number, "session")[0] for number in numbers}
+        for number in numbers:
+            turns.put(number, call(number), pending[number])
+            await asyncio.sleep(0)
+        for number, each in pending.items():
+            answer = await each.wait(5)
+            assert answer is not None
+            assert (b"mistake" in answer.content) == (number % 7 == 3)
+        await turns.close()
+        return ran
+
+    for seed in range(20):
+        numbers = list(range(50))
+        random.Random(seed).shuffle(numbers)
+        assert asyncio.run(main(numbers)) == list(range(50))
+
+
+def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        answers = Answers()
+        fetched, _ = answers.open("fetched", "session")
+        kept, _ = answers.open("kept", "session")
+        for pending in (fetched, kept):
+            pending.set(Answer.json({}))
+        await fetched.wait(1)
+        answers.sweep()
+        assert len(answers) == 2  # a client may ask again
+        monkeypatch.setattr("controller.gateway.answers._KEEP_S", -1)
+        answers.sweep()
+        assert answers.find(fetched.id) is None
+        assert answers.find(kept.id) is kept
+        answers.forget_owner("session")
+        assert len(answers) == 0
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_end_with_the_model() -> None:
+    async def main() -> bytes:
+        turns, (pending, _) = Turns("model"), Answers().open(5, "session")
+
+        async def never() -> Answer:
+            raise AssertionError("its turn never comes")
+
+        turns.put(5, never, pending)
+        await asyncio.sleep(0)
+        await turns.close()
+        answer = await pending.wait(1)
+        assert answer is not None
+        return answer.content
+
+    assert b"model has ended" in asyncio.run(main())
