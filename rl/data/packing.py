@@ -2,7 +2,8 @@
 
 All completions of a prompt begin with the same tokens. Under causal attention the hidden states of a prefix do not
 depend on what follows, so the prefix is computed once and all its suffixes attend to it. The gradients of the suffixes
-add up in the prefix. The results are the same, for a fraction of the tokens.
+add up in the prefix. The results are the same, for a fraction of the tokens. Different prompts begin alike too, with
+what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
 Legend: T tokens of a datum, L tokens of the row, S scored positions (those of non-zero weight, counted per datum).
 """
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from rl.types import Datum
 
 Ints = NDArray[np.int64]
+
+# An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
+_SHORTEST_OPENING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> l
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A segment of a row whose tokens attend to no other segment: a prefix followed by its suffixes.
+    """A segment of a row whose tokens attend to no other segment but the opening: a prefix followed by its suffixes.
 
     A suffix attends to the prefix and to itself, but not to other suffixes.
     """
@@ -70,10 +74,12 @@ class Document:
     """Number of tokens of the prefix."""
     suffixes: tuple[int, ...] = ()
     """Number of tokens of each suffix; may be 0."""
+    opening: int = 0
+    """Number of tokens at the start of the row that the document attends to as if it began with them."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole document."""
+        """Tokens of the whole document, without the opening."""
         return self.prefix + sum(self.suffixes)
 
 
@@ -106,26 +112,42 @@ class PackedRow:
         return np.split(flat, starts[1:-1])
 
 
-def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
+def common_opening(datums: Sequence[Datum], groups: Sequence[PrefixGroup]) -> int:
+    """Number of tokens that all datums begin with and that can be computed once for all; 0 if it is not worth it.
+
+    The last token of a shareable prefix is not among them, because it is scored.
+    """
+    if len(groups) < 2:
+        return 0
+    prefixes = [shareable_prefix(datums[group.members[0]]) for group in groups]
+    shortest = min(map(len, prefixes)) - 1
+    alike = np.all([prefix[:shortest] == prefixes[0][:shortest] for prefix in prefixes], axis=0)
+    length = shortest if alike.all() else int(alike.argmin())
+    return length if length >= _SHORTEST_OPENING else 0
+
+
+def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bool = False) -> PackedRow:
     """Packs one micro-batch of at least one datum. All datums must have the same loss inputs.
+
+    With `share_opening`, tokens that all datums begin with are a document of their own, at the start of the row.
 
     `plan_batch` has grouped the whole batch by prefix before, but a rank is sent only the datums of its micro-batches.
     They are grouped again here, which finds the same groups.
     """
     groups = group_by_prefix(datums, share_prefixes=share_prefixes)
-    tokens: list[Ints] = []
-    positions: list[Ints] = []
+    opening = common_opening(datums, groups) if share_opening else 0
+    tokens: list[Ints] = [datums[0].tokens[:opening]]
+    positions: list[Ints] = [np.arange(opening)]
     scored: list[Ints] = []
     datum_index: list[Ints] = []
     datum_position: list[Ints] = []
-    documents: list[Document] = []
-    start = 0  # of the next suffix or document in the row
+    documents: list[Document] = [Document(opening)] if opening else []
+    start = opening  # of the next suffix or document in the row
     for group in groups:
-        prefix = group.prefix
-        if prefix:
-            tokens.append(datums[group.members[0]].tokens[:prefix])
-            positions.append(np.arange(prefix))
-        prefix_start, start = start, start + prefix
+        prefix = max(group.prefix, opening)
+        tokens.append(datums[group.members[0]].tokens[opening:prefix])
+        positions.append(np.arange(opening, prefix))
+        prefix_start, start = start - opening, start + prefix - opening
         for i in group.members:
             datum = datums[i]
             tokens.append(datum.tokens[prefix:])
@@ -137,7 +159,8 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool) -> PackedRow:
             datum_position.append(scored_here)
             start += len(datum.tokens) - prefix
         suffixes = tuple(len(datums[i].tokens) - prefix for i in group.members)
-        documents.append(Document(prefix, suffixes) if prefix else Document(suffixes[0]))
+        own = prefix - opening
+        documents.append(Document(own, suffixes, opening) if own else Document(suffixes[0], opening=opening))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
     lengths = tuple(len(datum.tokens) for datum in datums)
     # Index of each scored position in the concatenation of all datums, unshared: `scored` is in the order of the row.

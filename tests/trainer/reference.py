@@ -16,15 +16,18 @@ TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """(log-probs [T], loss inputs [T]) -> loss [T], before weights."""
 
 
-def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0) -> list[Datum]:
+def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, opening: int = 0) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 
-    As in a rollout, the last token of the prompt is the first position that is scored.
+    All prompts have `opening` more tokens before them, the same ones. As in a rollout, the last token of the prompt is
+    the first position that is scored.
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
-    for prompt_length, completion_lengths in sizes:
-        prompt = rng.integers(0, VOCAB_SIZE, prompt_length)
+    start = rng.integers(0, VOCAB_SIZE, opening)
+    for own_length, completion_lengths in sizes:
+        prompt = np.concatenate([start, rng.integers(0, VOCAB_SIZE, own_length)])
+        prompt_length = len(prompt)
         for length in completion_lengths:
             tokens = np.concatenate([prompt, rng.integers(0, VOCAB_SIZE, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {

@@ -17,10 +17,10 @@ def _datum(prompt: list[int], completion: list[int]) -> Datum:
     return Datum(tokens=tokens[:-1], loss_inputs=inputs)
 
 
-def _batch(sizes: list[tuple[int, list[int]]], seed: int) -> list[Datum]:
+def _batch(sizes: list[tuple[int, list[int]]], seed: int, opening: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
     batch = [
-        _datum([100 * g + k for k in range(p)], rng.integers(1000, 2000, n).tolist())
+        _datum([*range(5000, 5000 + opening), *(100 * g + k for k in range(p))], rng.integers(1000, 2000, n).tolist())
         for g, (p, completions) in enumerate(sizes)
         for n in completions
     ]
@@ -28,28 +28,37 @@ def _batch(sizes: list[tuple[int, list[int]]], seed: int) -> list[Datum]:
 
 
 def _seen(row: PackedRow, index: int) -> list[int]:
-    """The tokens that a position of the row attends to, by the definition of prefix and suffix."""
+    """The tokens that a position of the row attends to, by the definition of opening, prefix and suffix."""
     start = 0
     for document in row.documents:
         prefix_end = start + document.prefix
+        opening = row.tokens[: document.opening].tolist()
         if index < prefix_end:
-            return row.tokens[start : index + 1].tolist()
+            return [*opening, *row.tokens[start : index + 1].tolist()]
         suffix_start = prefix_end
         for size in document.suffixes:
             if index < suffix_start + size:
-                return [*row.tokens[start:prefix_end].tolist(), *row.tokens[suffix_start : index + 1].tolist()]
+                return [
+                    *opening,
+                    *row.tokens[start:prefix_end].tolist(),
+                    *row.tokens[suffix_start : index + 1].tolist(),
+                ]
             suffix_start += size
         start = suffix_start
     raise AssertionError("outside of the row")
 
 
-@given(SIZES, st.integers(0, 2**16), st.booleans())
+@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 7, 8, 12]))
 @settings(max_examples=60, deadline=None)
 def test_every_scored_position_sees_exactly_its_own_datum(
-    sizes: list[tuple[int, list[int]]], seed: int, share: bool
+    sizes: list[tuple[int, list[int]]], seed: int, share: bool, opening: int
 ) -> None:
-    batch = _batch(sizes, seed)
-    row = pack_row(batch, share_prefixes=share)
+    batch = _batch(sizes, seed, opening)
+    row = pack_row(batch, share_prefixes=share, share_opening=True)
+    if share and len(sizes) > 1:
+        assert row.documents[-1].opening == (opening if opening >= 8 else 0)
+        assert np.isin(np.arange(5000, 5000 + opening), row.tokens).all()
+        assert (row.tokens >= 5000).sum() == (opening if opening >= 8 else opening * len(sizes))
     assert sum(d.num_tokens for d in row.documents) == len(row.tokens) == len(row.positions)
     assert len(row.scored) == sum(d.num_loss_tokens for d in batch)
     for k, index in enumerate(row.scored):

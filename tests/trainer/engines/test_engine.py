@@ -92,9 +92,11 @@ def test_every_gradient_equals_autograd(model: Path) -> None:
 GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 
 
-@pytest.mark.parametrize("groups", [GROUPS[:3], GROUPS])
-def test_shared_prefixes_change_no_gradient(model: Path, groups: list[tuple[int, tuple[int, ...]]]) -> None:
-    batch = random_groups(groups)
+@pytest.mark.parametrize(("groups", "opening"), [(GROUPS[:3], 0), (GROUPS, 8)])
+def test_shared_prefixes_change_no_gradient(
+    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int
+) -> None:
+    batch = random_groups(groups, opening=opening)
     engine, reference = build(model), ReferencePolicy(model)
     assert engine.shares_prefixes
     output = engine.forward_backward([batch], get_loss("importance_sampling"))

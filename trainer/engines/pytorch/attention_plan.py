@@ -51,33 +51,51 @@ class AttentionPlan(NamedTuple):
     places: Tensor | None
     """[L] int64 indices into `order` of the row's tokens."""
     padding: Tensor | None
-    """Indices into `order` of the padding."""
+    """Indices into `order` of the padding, and of the copies of the opening that documents begin with."""
+    copies: Tensor | None
+    """[n, o] indices into `order` of n copies of the row's opening of o tokens."""
 
 
 def plan_attention(documents: Sequence[Document]) -> AttentionPlan:
     """The plan for a row of these documents."""
     starts = list(itertools.accumulate((document.num_tokens for document in documents), initial=0))
+    num_tokens = starts[-1]
+    # From here on every document begins with its own copy of the opening.
+    openings = [document.opening for document in documents]
+    starts = [start - opening for start, opening in zip(starts, openings, strict=False)]
+    documents = [Document(d.opening + d.prefix, d.suffixes) for d in documents]
     long = [i for i, document in enumerate(documents) if document.num_tokens > _SHORT_DOCUMENT]
     short: dict[tuple[int, bool], list[int]] = {}
     for i, document in enumerate(documents):
         if 0 < document.num_tokens <= _SHORT_DOCUMENT:
             short.setdefault((-(-document.num_tokens // _LENGTH_MULTIPLE), bool(document.suffixes)), []).append(i)
+    groups = [[i] for i in long] + list(short.values())
     batches = [_one_document(documents[i]) for i in long]
-    order = [torch.arange(starts[i], starts[i + 1]) for i in long]
-    is_real = [torch.ones(len(rows), dtype=torch.bool) for rows in order]
-    for members in short.values():
-        batch = _short_documents([documents[i] for i in members])
-        lengths = torch.tensor([documents[i].num_tokens for i in members])[:, None]
+    batches += [_short_documents([documents[i] for i in members]) for members in short.values()]
+    order: list[Tensor] = []
+    is_real: list[Tensor] = []
+    is_copy: list[Tensor] = []
+    for batch, members in zip(batches, groups, strict=True):
+        start, opening, length = (
+            torch.tensor(x)[:, None]
+            for x in zip(*((starts[i], openings[i], documents[i].num_tokens) for i in members), strict=True)
+        )
         within = torch.arange(batch.size)
-        order.append((torch.tensor([starts[i] for i in members])[:, None] + within.minimum(lengths - 1)).flatten())
-        is_real.append((within < lengths).flatten())
-        batches.append(batch)
-    rows, real = torch.cat(order), torch.cat(is_real)
-    if torch.equal(rows, torch.arange(starts[-1])):
-        return AttentionPlan(tuple(batches), None, None, None)
+        copied = (within < opening).expand(len(members), -1)
+        order.append(torch.where(copied, within, start + within.minimum(length - 1)).flatten())
+        is_real.append((~copied & (within < length)).flatten())
+        is_copy.append(copied.flatten())
+    rows, real, copy = torch.cat(order), torch.cat(is_real), torch.cat(is_copy)
+    if torch.equal(rows, torch.arange(num_tokens)):
+        return AttentionPlan(tuple(batches), None, None, None, None)
     places = real.nonzero()[:, 0]
-    places = places[rows[places].argsort()]
-    return AttentionPlan(tuple(batches), rows, places, None if bool(real.all()) else (~real).nonzero()[:, 0])
+    return AttentionPlan(
+        tuple(batches),
+        rows,
+        places[rows[places].argsort()],
+        None if bool(real.all()) else (~real).nonzero()[:, 0],
+        copy.nonzero().view(-1, max(openings)) if bool(copy.any()) else None,
+    )
 
 
 def document_mask(document: Document, first: int, stop: int) -> Tensor:

@@ -67,7 +67,12 @@ class _BlockAttention(torch.autograd.Function):
             _store(grad_q[rows], grad_queries, batch)
             _store(grad_k[rows], grad_keys.mul_(ctx.scale), batch)
             _store(grad_v[rows], grad_values, batch)
-        return *(_in_order(x, plan.places) for x in (grad_q, grad_k, grad_v)), None, None, None
+        results = [_in_order(x, plan.places) for x in (grad_q, grad_k, grad_v)]
+        if plan.copies is not None:
+            for result, grad in zip(results[1:], (grad_k, grad_v), strict=True):
+                opening = result[: plan.copies.shape[1]]
+                opening.copy_(opening.float() + grad[plan.copies].float().sum(0))
+        return *results, None, None, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, dtype: torch.dtype) -> Tensor:

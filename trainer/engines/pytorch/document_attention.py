@@ -30,7 +30,9 @@ class RowPart(NamedTuple):
 
 
 def plan_row(documents: Sequence[Document]) -> tuple[RowPart, ...]:
-    """Chooses for each document of a row, once for all layers."""
+    """Chooses for each document of a row, once for all layers. With an opening, all documents are computed together."""
+    if any(document.opening for document in documents):
+        return (RowPart(sum(document.num_tokens for document in documents), plan_attention(documents)),)
     parts: list[RowPart] = []
     for is_long, group in itertools.groupby(documents, _is_long):
         members = list(group)

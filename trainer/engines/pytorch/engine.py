@@ -202,7 +202,7 @@ class TorchEngine(Engine):
             microbatch = self.hooks.before(microbatch)
             if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
                 raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
-        return pack_row(microbatch, share_prefixes=self.shares_prefixes) if microbatch else None
+        return self._pack_row(microbatch) if microbatch else None
 
     def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
         if self.hooks.after is None:
@@ -213,8 +213,7 @@ class TorchEngine(Engine):
     def _gradient_restored_on_failure(self) -> Generator[None]:
         """Accumulates the block's gradient apart from the earlier one, and adds the two once the block succeeds.
 
-        That is why the second and later calls of a step hold two gradients. A sum in floating point cannot be undone,
-        so the earlier gradient has to be kept until the last backward pass has succeeded.
+        A sum in floating point cannot be undone, so the second and later calls of a step hold two gradients.
         """
         earlier = self._gradients.attached()
         self.zero_grad()
@@ -277,6 +276,10 @@ class TorchEngine(Engine):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _pack_row(self, microbatch: Microbatch) -> PackedRow:
+        """Hook: packs the datums of a micro-batch into a row, which the engine's model computes."""
+        return pack_row(microbatch, share_prefixes=self.shares_prefixes)
 
     def _move_model(self, device: torch.device) -> None:
         """Hook: moves the parameters, which are resharded and have no gradients now, to a device."""

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from rl.data.packing import PackedRow, pack_row
 from trainer.config import TrainerConfig
+from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
@@ -49,6 +51,11 @@ class TitanEngine(TorchEngine):
     @property
     def shares_prefixes(self) -> bool:
         return shares_prefixes(self._device)
+
+    def _pack_row(self, microbatch: Microbatch) -> PackedRow:
+        shares = self.shares_prefixes
+        share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
+        return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
