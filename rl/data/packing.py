@@ -130,9 +130,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     """Packs one micro-batch of at least one datum. All datums must have the same loss inputs.
 
     With `share_opening`, tokens that all datums begin with are a document of their own, at the start of the row.
-
-    `plan_batch` has grouped the whole batch by prefix before, but a rank is sent only the datums of its micro-batches.
-    They are grouped again here, which finds the same groups.
+    A rank is sent only the datums of its micro-batches, so they are grouped again, which finds the groups of the plan.
     """
     groups = group_by_prefix(datums, share_prefixes=share_prefixes)
     opening = common_opening(datums, groups) if share_opening else 0
@@ -159,11 +157,10 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
             datum_position.append(scored_here)
             start += len(datum.tokens) - prefix
         suffixes = tuple(len(datums[i].tokens) - prefix for i in group.members)
-        own = prefix - opening
-        documents.append(Document(own, suffixes, opening) if own else Document(suffixes[0], opening=opening))
+        documents.append(Document(prefix - opening or suffixes[0], suffixes if prefix > opening else (), opening))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
     lengths = tuple(len(datum.tokens) for datum in datums)
-    # Index of each scored position in the concatenation of all datums, unshared: `scored` is in the order of the row.
+    # Index of each scored position in the concatenation of all datums; `scored` is in the order of the row.
     flat = np.cumsum((0, *lengths))[index] + position
     names = datums[0].loss_inputs.keys() - {"weights"}
     return PackedRow(

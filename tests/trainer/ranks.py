@@ -16,6 +16,7 @@ from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from tests.stores import FakeStore, living, read_buffer
 from tests.trainer.adapters import load_engine_or_adapter
+from tests.trainer.reference import random_groups
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
@@ -44,6 +45,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     index = config.data_parallel_rank(rank)
     results: dict[str, Any] = {}
     batch = random_batch(LENGTHS)
+    alike = random_groups([(3, (5, 6)), (2, (4,)), (1, (3,)), (4, (2, 2))], opening=10)
 
     def local_batch(data: list[Datum]) -> list[list[Datum]]:
         return plan(config, data).split(data)[index]
@@ -52,6 +54,7 @@ def script(config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
     results["logprobs"], results["metrics"] = output.logprobs, output.metrics
     engine.forward(local_batch(batch))  # leaves the gradient as it is
     engine.forward_backward(local_batch(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
+    engine.forward_backward(local_batch(alike), get_loss("importance_sampling"))
     results["gradients"] = whole(engine, gradients=True)
 
     try:
