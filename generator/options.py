@@ -28,6 +28,9 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a directory
     }
+    if config.lora is not None:
+        # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, which is all that CPUs use.
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not torch.cuda.is_available():
         env |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default gives two ranks of one NUMA node the same core

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from generator.config import GeneratorConfig
-from generator.options import check_hardware, engine_options
+from generator.config import GeneratorConfig, LoRALimits
+from generator.options import check_hardware, engine_options, generator_env
 from rl.tiny_models import tiny_llama
 from tests.generator.served_models import served_llama
 
@@ -23,6 +23,7 @@ from tests.generator.served_models import served_llama
         ({"weight_transport": "nccl"}, r"'nccl'; it must be one of \('auto', 'shared_memory', 'torchstore'\)"),
         ({"on_failure": "resend"}, r"on_failure is 'resend'; it must be one of \('retry', 'raise'\)"),
         ({"request_timeout_s": 0}, r"request_timeout_s is 0; it must be above 0"),
+        ({"engine_args": {"max_loras": 2}}, r"set GeneratorConfig\.lora\.max_adapters instead"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0; it must be at least 1"),
         ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
         ({"engine_args": {"tensor_parallel_size": 2}}, r"set GeneratorConfig\.tensor_parallel instead"),
@@ -74,6 +75,27 @@ def test_engine_args_have_the_last_word(tmp_path: Path) -> None:
     options = engine_options(config)
     assert (options["block_size"], options["seed"]) == (64, 3)
     json.dumps(options)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_rank": 0}, r"max_rank is 0; it must be from 1 to 512"),
+        ({"max_adapters": 0}, r"max_adapters is 0; it must be at least 1"),
+        ({"max_adapters": 9, "max_loaded": 8}, r"max_loaded is 8; it must be at least max_adapters, 9"),
+    ],
+)
+def test_wrong_limits_of_adapters_are_named(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoRALimits(**limits)
+
+
+def test_adapters_get_the_next_rank_that_vllm_knows_and_the_runner_that_is_corrected(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = GeneratorConfig(model=model, max_model_len=128, lora=LoRALimits(max_rank=33))
+    options = engine_options(config)
+    assert (options["max_lora_rank"], options["max_loras"], options["max_cpu_loras"]) == (64, 4, 33)
+    assert generator_env(config)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:
