@@ -46,7 +46,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
-    app.middleware("http")(_only_this_host)
+    app.middleware("http")(_check_request)
     add_monitoring(app, gateway)
     return app
 
@@ -198,11 +198,16 @@ async def retrieve_future(body: types.FutureRetrieveRequest, request: Request, d
     return Response(answer.content, media_type=answer.media_type)
 
 
-async def _only_this_host(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuses requests for another host's name: a web page can point its own name at this address (DNS rebinding)."""
+async def _check_request(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Refuses bodies that are too large, and requests for another host's name.
+
+    A web page can point its own name at this address (DNS rebinding), and would then reach the server from a browser.
+    """
     if not is_this_host(request.url.hostname or ""):
         detail = f"the request is for the host {request.url.hostname}; this server answers for 127.0.0.1 and localhost"
         return JSONResponse({"detail": detail}, 421)
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        return JSONResponse({"detail": f"the request is larger than {MAX_BODY_BYTES} bytes"}, 413)
     return await answer(request)
 
 

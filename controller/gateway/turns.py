@@ -26,6 +26,7 @@ class Turns:
         self.gap_s = gap_s
         self._next = 0
         self._waiting: dict[int, tuple[Call, PendingAnswer]] = {}
+        self._closed = False
         self._arrived = asyncio.Event()
         self._runner = asyncio.create_task(self._run())
 
@@ -44,19 +45,22 @@ class Turns:
         self._arrived.set()
 
     async def close(self) -> None:
-        """Ends the calls that wait. Returns when the one that runs has ended."""
-        self._runner.cancel()
-        await asyncio.gather(self._runner, return_exceptions=True)
+        """Ends the calls that wait. Returns when the one that runs has ended: cut off, it could leave things behind."""
+        self._closed = True
+        self._arrived.set()
+        await self._runner
         for _, pending in self._waiting.values():
             pending.set(Answer.failure(ValueError(f"{self._name} has ended")))
         self._waiting.clear()
 
     async def _run(self) -> None:
-        while True:
-            while self._next in self._waiting:
+        while not self._closed:
+            while self._next in self._waiting and not self._closed:
                 call, pending = self._waiting.pop(self._next)
                 self._next += 1
                 pending.set(await answer(call))
+            if self._closed:
+                return
             self._arrived.clear()
             try:
                 async with asyncio.timeout(self.gap_s if self._waiting else None):

@@ -104,6 +104,8 @@ def test_a_body_that_does_not_decompress_or_grows_too_large(server: RunningServe
 
     zstd = {"Content-Encoding": "zstd", "Content-Type": "application/x-protobuf"}
     assert "not zstd" in post(server, "forward_backward", b"plain", **zstd)[1]["detail"]
+    announced = {"Content-Length": str(65 * 2**20)}  # refused before it is read
+    assert post(server, "asample", b"{", **announced)[0] == 413
     bomb = zstandard.ZstdCompressor().compress(bytes(70 * 2**20))
     assert "larger than" in post(server, "forward_backward", bomb, **zstd)[1]["detail"]
 

@@ -67,17 +67,25 @@ def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: py
 
 
 def test_calls_that_wait_end_with_the_model() -> None:
-    async def main() -> bytes:
-        turns, (pending, _) = Turns("model"), Answers().open(5, "session")
+    async def main() -> list[bytes]:
+        turns, answers = Turns("model"), Answers()
+
+        async def long() -> Answer:
+            await asyncio.sleep(0.05)
+            return Answer.json({"whole": True})
 
         async def never() -> Answer:
             raise AssertionError("its turn never comes")
 
-        turns.put(5, never, pending)
-        await asyncio.sleep(0)
+        pending = [answers.open(number, "session")[0] for number in (0, 1, 7)]
+        turns.put(0, long, pending[0])
+        turns.put(1, never, pending[1])
+        turns.put(7, never, pending[2])
+        await asyncio.sleep(0.01)
         await turns.close()
-        answer = await pending.wait(1)
-        assert answer is not None
-        return answer.content
+        found = [await each.wait(1) for each in pending]
+        return [answer.content for answer in found if answer is not None]
 
-    assert b"model has ended" in asyncio.run(main())
+    running, *waiting = asyncio.run(main())
+    assert b"whole" in running
+    assert [b"model has ended" in content for content in waiting] == [True, True]

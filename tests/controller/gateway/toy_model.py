@@ -62,7 +62,10 @@ class ToyTrainer:
         value, metrics = checked(logprobs, None, LossInputs(arrays=arrays, datum_index=index, num_datums=len(lengths)))
         value.backward()
         return ForwardBackwardOutput(
-            logprobs=tuple(p.detach().float().numpy() for p in logprobs.split(lengths)),
+            logprobs=tuple(
+                np.where(d.weights == 0, 0, p.detach().float().numpy())  # as `ForwardBackwardOutput` says
+                for d, p in zip(batch, logprobs.split(lengths), strict=True)
+            ),
             entropy=None,
             metrics={"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}},
         )
@@ -70,7 +73,7 @@ class ToyTrainer:
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         await self.host.work(self.name, "forward")
         validate_batch(batch, vocab_size=VOCAB, max_seq_len=CONTEXT)
-        logprobs = tuple(self._logprobs(datum).detach().float().numpy() for datum in batch)
+        logprobs = tuple(np.where(d.weights == 0, 0, self._logprobs(d).detach().float().numpy()) for d in batch)
         return ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics={})
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
