@@ -3,12 +3,14 @@
 Shapes: N tokens of a step, S samples of it, L slots for adapters, R the maximum rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-Rows = slice | torch.Tensor
+_MAX_BATCHED_ROWS = 256  # above it, one product for each adapter is as fast, and copies less
+_MAX_PADDING = 2.0  # rows that are multiplied at once, for each row that has to be
 
 
 class GroupedLoRA(PunicaWrapperCPU):
@@ -24,8 +26,8 @@ class GroupedLoRA(PunicaWrapperCPU):
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM before a step, with the adapter of every token and of every sample."""
         super().update_metadata(*args, **kwargs)
-        self._tokens = _rows_by_slot(self.token_lora_indices)
-        self._samples = _rows_by_slot(self.sampler_indices)
+        self._tokens = _Rows(self.token_lora_indices)
+        self._samples = _Rows(self.sampler_indices)
 
     def add_lora_linear(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -40,13 +42,8 @@ class GroupedLoRA(PunicaWrapperCPU):
         """Adds B A x to y [N, all outputs]. A [L, 1, R, in] and B [L, 1, out, R] of each projection fused in y."""
         del kwargs
         assert scale == 1, "vLLM has multiplied B with it"
-        for slot, rows in self._tokens.items():
-            inputs, outputs = x[rows], y[rows]
-            parts = outputs.split(output_slices, dim=-1)
-            for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-                part.add_((inputs @ a[slot, 0].T) @ b[slot, 0].T)
-            if isinstance(rows, torch.Tensor):
-                y[rows] = outputs  # indexing with a tensor has copied them
+        assert sum(output_slices) == y.shape[-1]
+        self._tokens.add_products(y, x, lora_a_stacked, lora_b_stacked)
 
     def add_lora_logits(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -60,17 +57,55 @@ class GroupedLoRA(PunicaWrapperCPU):
         """Adds B A x to the logits y [S, padded vocabulary]. A [L, 1, R, hidden], B [L, 1, vocabulary, R]."""
         del kwargs
         assert scale == 1
-        for slot, rows in self._samples.items():
-            b = lora_b_stacked[slot, 0]
-            y[rows, : b.shape[0]] += (x[rows] @ lora_a_stacked[slot, 0].T) @ b.T
+        self._samples.add_products(y[:, : lora_b_stacked.shape[2]], x, [lora_a_stacked], [lora_b_stacked])
 
 
-def _rows_by_slot(slots: torch.Tensor) -> dict[int, Rows]:
-    """The rows of every slot that is in use; a slice, which copies nothing, where they are neighbours."""
-    found: dict[int, Rows] = {}
-    for slot in slots.unique().tolist():
-        if slot >= 0:
-            rows = (slots == slot).nonzero()[:, 0]
-            first, last = int(rows[0]), int(rows[-1])
-            found[slot] = slice(first, last + 1) if last - first + 1 == len(rows) else rows
-    return found
+class _Rows:
+    """Which rows of a step belong to which slot."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        """`slots` [N] are the slots of the rows, -1 for none."""
+        used, sizes = slots[slots >= 0].unique(return_counts=True)
+        self._slots: list[int] = used.tolist()
+        self._rows = [(slots == slot).nonzero()[:, 0] for slot in self._slots]
+        self._batched = False
+        if len(used) > 1 and sizes.sum() <= _MAX_BATCHED_ROWS:
+            first, longest = self._slots[0], int(sizes.max())
+            num_slots = self._slots[-1] + 1 - first
+            self._batched = num_slots * longest <= _MAX_PADDING * int(sizes.sum())
+            # Row `order[k]` is multiplied with slot `first + k // longest`; the other places are padding.
+            self._order = torch.zeros(num_slots * longest, dtype=torch.long)
+            self._range, self._shape = slice(first, first + num_slots), (num_slots, longest)
+            starts = [(slot - first) * longest for slot in self._slots]
+            self._places = torch.cat(
+                [start + torch.arange(len(rows)) for start, rows in zip(starts, self._rows, strict=True)]
+            )
+            self._every = torch.cat(self._rows)
+            self._order[self._places] = self._every
+
+    def add_products(
+        self, y: torch.Tensor, x: torch.Tensor, a_stacked: Sequence[torch.Tensor], b_stacked: Sequence[torch.Tensor]
+    ) -> None:
+        """Adds B A x of each projection to its part of y. In small steps all adapters' products are taken at once."""
+        if self._batched:
+            inputs = x.index_select(0, self._order).unflatten(0, self._shape)
+            products = [
+                torch.bmm(torch.bmm(inputs, a[self._range, 0].transpose(1, 2)), b[self._range, 0].transpose(1, 2))
+                for a, b in zip(a_stacked, b_stacked, strict=True)
+            ]
+            product = _side_by_side(products).flatten(0, 1).index_select(0, self._places)
+            y.index_add_(0, self._every, product.to(y.dtype))
+            return
+        for slot, rows in zip(self._slots, self._rows, strict=True):
+            whole = len(rows) == len(x)
+            inputs = x if whole else x.index_select(0, rows)
+            products = [(inputs @ a[slot, 0].T) @ b[slot, 0].T for a, b in zip(a_stacked, b_stacked, strict=True)]
+            if whole:
+                for part, product in zip(y.split([each.shape[-1] for each in products], dim=-1), products, strict=True):
+                    part.add_(product)
+            else:  # adding rows to a part of y takes three times as long as adding them to the whole
+                y.index_add_(0, rows, _side_by_side(products).to(y.dtype))
+
+
+def _side_by_side(products: Sequence[torch.Tensor]) -> torch.Tensor:
+    return products[0] if len(products) == 1 else torch.cat(list(products), dim=-1)

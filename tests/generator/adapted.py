@@ -1,7 +1,6 @@
 """Random adapters, published without a TorchStore, and the merged model that each of them stands for."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,10 @@ async def pull_adapter(
     **options: Any,
 ) -> None:
     store = FakeStore()
-    record = await WeightPublisher(dtype, "shared_memory", store=store).publish(version, adapter.items())
+    publisher = WeightPublisher(dtype, policy=name, lora=config, store=store)
+    record = await publisher.publish(version, adapter.items())
     assert record is not None
-    await engine.update_weights(replace(record, policy=name, lora=config), store, **options)
+    await engine.update_weights(record, store, **options)
 
 
 def merged(directory: Path, adapter: Adapter, config: LoRAConfig = WHOLE) -> Any:

@@ -1,6 +1,7 @@
 """vLLM engines in the test's own process: importing vLLM takes seconds, a further engine a fraction of one."""
 
 import os
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,19 @@ from generator.config import GeneratorConfig
 from generator.engine import GenerationEngine
 from generator.options import generator_env
 from tests.meshes_in_process import vllm_in_process
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every step take so long that a test sees requests run, however busy the host is."""
+    step = GenerationEngine._step  # pyright: ignore[reportPrivateUsage]
+
+    def slow_step(engine: GenerationEngine) -> None:
+        time.sleep(0.005)
+        step(engine)
+
+    monkeypatch.setattr(GenerationEngine, "_step", slow_step)
+
 
 EngineFactory = Callable[..., GenerationEngine]
 

@@ -1,8 +1,6 @@
 """New weights while requests run: what was sampled before stays, what follows is the new weights' own."""
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,45 +14,19 @@ from rl.weights.manifest import UnknownVersionError, WeightsError
 from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
+from tests.generator.running import started, versions_of
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
 
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
 
-@pytest.fixture(autouse=True)
-def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Makes every step take so long that a test sees requests run, however busy the host is."""
-    step = GenerationEngine._step  # pyright: ignore[reportPrivateUsage]
-
-    def slow_step(engine: GenerationEngine) -> None:
-        time.sleep(0.005)
-        step(engine)
-
-    monkeypatch.setattr(GenerationEngine, "_step", slow_step)
-
-
-async def _started(engine: GenerationEngine, num_tokens: int = 5) -> None:
-    """Waits until every running request has sampled some tokens."""
-    states: dict[str, Any] = engine._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
-    async with asyncio.timeout(60):
-        while not states or any(s.detokenizer.num_output_tokens() < num_tokens for s in list(states.values())):
-            await asyncio.sleep(0.001)
-
-
-def _spans(completion: Completion) -> dict[int, int]:
-    """How many tokens of each version, which never decreases."""
-    assert list(completion.versions) == sorted(completion.versions)
-    assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
-    return dict(Counter(completion.versions))
-
-
 async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: int, **options: Any) -> Completion:
     running = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
-    await _started(engine)
+    await started(engine)
     await pull(engine, store, version, mode="inflight", **options)
     assert not running.done()
     return (await running)[0]
@@ -72,7 +44,7 @@ def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
         (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
         await WeightPublisher(torch_dtype, store=store).publish(3, moved(directory, 3).items())
         completion = await _updated_midway(engine, store, 3)
-        spans = _spans(completion)
+        spans = versions_of(completion)
         assert set(spans) == {0, 3}
         num_old = spans[0]
         assert completion.tokens[:num_old] == undisturbed.tokens[:num_old]
@@ -105,7 +77,7 @@ def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: Engi
     async def main() -> None:
         await WeightPublisher(torch.float32, store=store).publish(3, moved(directory, 3).items())
         completion = await _updated_midway(engine, store, 3, keep_prefix_cache=True)
-        spans = _spans(completion)
+        spans = versions_of(completion)
         assert set(spans) == {0, 3}
         prompt = [*PROMPTS[0], *completion.tokens[: spans[0]]]
         (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - spans[0], temperature=0))
@@ -139,7 +111,7 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
         await streams
         assert version >= 10
         assert len(completions) == 96
-        spans = [_spans(completion) for completion in completions]
+        spans = [versions_of(completion) for completion in completions]
         assert sum(len(span) > 1 for span in spans) > 32
         assert max(max(span) for span in spans) <= version
 
@@ -153,7 +125,7 @@ def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
     engine, store = build_engine(directory, "float32"), FakeStore()
 
     async def failing(running: Sequence[asyncio.Task[list[Completion]]], version: int, error: type[Exception]) -> None:
-        await _started(engine)
+        await started(engine)
         with pytest.raises(error):
             await pull(engine, store, version, mode="inflight")
         await asyncio.wait(running)
