@@ -76,6 +76,11 @@ class AdapterEngine(TorchEngine):
         def check() -> None:
             has_experts = any("experts" in name for name, _ in base._model.named_modules())
             check_targets(config, names, has_experts=has_experts)
+            if not any(map(config.adapts, layers)):
+                raise ValueError(
+                    "LoRAConfig adapts nothing of one of the pipeline's stages; with TrainerConfig.pipeline_parallel "
+                    "above 1, train_attn or train_mlp must be True"
+                )
             check_memory(config, layers, base._device)
 
         base._failure_sync.run(check)
