@@ -148,7 +148,7 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
         if new is not None:
             config = copy.copy(config)
             object.__setattr__(config, field.name, new)
-            if field.name == "lora" and getattr(config, "lora_learning_rate", None) is not None:
+            if named and field.name == "lora" and getattr(config, "lora_learning_rate", None) is not None:
                 object.__setattr__(config, "learning_rate", config.lora_learning_rate)
     return config
 

@@ -61,3 +61,11 @@ def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is
 def test_mistakes_are_named(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _overridden(*options)
+
+
+def test_help_shows_the_rate_of_the_whole_model() -> None:
+    with pytest.raises(HelpRequestedError) as caught:
+        configuration("grpo_smollm2_cpu", ["--help"], "run")
+    text = str(caught.value)
+    assert "--lora.rank" in text
+    assert "(default: 2e-05)" in text[text.index("--learning-rate") : text.index("--lora-learning-rate")]
