@@ -19,6 +19,7 @@ from controller.gateway.config import is_this_host
 from controller.gateway.gateway import Gateway
 from controller.gateway.listing import Door, listing
 from controller.gateway.monitoring import add_monitoring
+from controller.gateway.sampling_clients import MAX_SAMPLES
 from controller.gateway.wire import decode_request
 
 POLL_S = 25.0
@@ -177,7 +178,7 @@ async def create_sampling_session(
 async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
     """Begins to sample."""
     pending = door.sample(body)
-    ids = [f"{body.sampling_session_id}/{body.seq_id}/{index}" for index in range(min(body.num_samples, 4096))]
+    ids = [f"{body.sampling_session_id}/{body.seq_id}/{index}" for index in range(min(body.num_samples, MAX_SAMPLES))]
     return {"request_id": pending.id, "sample_sequence_ids": ids}
 
 

@@ -12,6 +12,8 @@ from controller.gateway.snapshots import Snapshots
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 
+MAX_SAMPLES = 1024
+"""Completions of one request."""
 _UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
@@ -94,9 +96,12 @@ def read_request(request: types.SampleRequest, max_context: int) -> tuple[list[i
             f"prompt_logprobs_last_n is {last_n}; it needs prompt_logprobs, and must be from 1 to {len(prompt) - 1}"
         )
     params = request.sampling_params
-    if params.max_tokens is None and len(prompt) >= max_context:
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise ValueError(f"num_samples is {request.num_samples}; it must be from 1 to {MAX_SAMPLES}")
+    if len(prompt) + (params.max_tokens or 1) > max_context:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens, and the context holds {max_context}; nothing fits behind"
+            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; "
+            f"the context holds {max_context}"
         )
     strings, tokens = _read_stop(params.stop)
     sampling = SamplingParams(

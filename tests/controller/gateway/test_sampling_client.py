@@ -118,3 +118,11 @@ def test_a_prompt_that_does_not_fit_is_the_users_mistake_and_the_next_call_works
         sampling.sample(types.ModelInput.from_ints([2] * 70), 1, types.SamplingParams()).result()
     assert error.value.category == "user"
     assert scores(sampling)
+
+
+@pytest.mark.parametrize(("num_samples", "max_tokens"), [(2**40, 1), (0, 1), (-1, 1), (1, 2**40)])
+def test_a_request_without_end_is_refused(server: RunningServer, num_samples: int, max_tokens: int) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"num_samples is|the context holds 64"):
+        sampling.sample(PROMPT, num_samples, types.SamplingParams(max_tokens=max_tokens)).result()
+    assert scores(sampling)
