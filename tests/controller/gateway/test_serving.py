@@ -1,0 +1,162 @@
+"""`ownloop serve` with a real trainer and a real generator: the official SDK trains and samples a tiny model."""
+
+import asyncio
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller.gateway.config import ServeConfig
+from generator.config import GeneratorConfig
+from rl.tiny_models import SERVABLE, tiny_llama
+from trainer.config import TrainerConfig
+
+tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+types: Any = tinker.types
+
+from controller.gateway.serving import serve  # noqa: E402, needs the packages of the extra
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
+TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator[str]:
+    """Where a server of a tiny model listens."""
+    folder = tmp_path_factory.mktemp("serving")
+    model = tiny_llama(folder / "model", **SERVABLE)
+    config = ServeConfig(
+        model=str(model),
+        names=("tiny",),
+        port=0,
+        folder=folder / "gateway",
+        max_rank=8,
+        max_snapshots=4,
+        trainer=TrainerConfig(compute_dtype="float32"),
+        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=8),
+    )
+    said: list[str] = []
+    serving, ready = threading.Event(), threading.Event()
+    loop = asyncio.new_event_loop()
+    task: list[asyncio.Task[None]] = []
+    errors: list[BaseException] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "TINKER_BASE_URL=" in text:
+            serving.set()
+            ready.set()
+
+    def run() -> None:
+        (folder / "gateway" / "logs").mkdir(parents=True)
+        task.append(loop.create_task(serve(config, model, say)))
+        try:
+            loop.run_until_complete(task[0])
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(120)
+    assert serving.is_set(), errors
+    yield next(text for text in said if "TINKER" in text).partition("TINKER_BASE_URL=")[2].split()[0]
+    loop.call_soon_threadsafe(task[0].cancel)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+
+
+def datum() -> Any:
+    """One training sequence."""
+    targets = types.TensorData(data=TOKENS[1:], dtype="int64", shape=[len(TOKENS) - 1])
+    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
+
+
+def trained(client: Any) -> Any:
+    """The trainer's log-probs."""
+    return np.array(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+
+
+def sampled(client: Any) -> Any:
+    """The generator's log-probs of the same tokens."""
+    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[1:])
+
+
+def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    other = service.create_lora_training_client("tiny", rank=8).result()
+    base = service.create_sampling_client(base_model="tiny").result()
+    untrained = sampled(base)
+    np.testing.assert_allclose(trained(training), untrained, atol=1e-5)
+    losses: list[float] = []
+    snapshots: list[Any] = []
+    for _ in range(5):
+        step = training.forward_backward([datum()], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        losses.append(step.result().metrics["loss:sum"])
+        if len(snapshots) < 2:
+            snapshots.append((training.save_weights_and_get_sampling_client().result(), trained(training)))
+    assert losses[-1] < losses[0] - 1
+    for snapshot, as_trained in snapshots:
+        first = sampled(snapshot)
+        np.testing.assert_allclose(first, as_trained, atol=1e-4)
+        assert (sampled(snapshot) == first).all()
+    assert not np.allclose(sampled(snapshots[0][0]), sampled(snapshots[1][0]), atol=1e-3)
+    assert (sampled(base) == untrained).all()
+    np.testing.assert_allclose(trained(other), untrained, atol=1e-5)
+
+
+def test_an_old_client_drifts_exactly_0_through_4_steps_and_states_resume(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+
+    def step(client: Any) -> None:
+        client.forward_backward([datum()], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+
+    step(training)
+    old = training.save_weights_and_get_sampling_client().result()
+    before = sampled(old)
+    for _ in range(4):
+        step(training)
+    assert (sampled(old) == before).all()
+    state = training.save_state("four").result().path
+    weights = training.save_weights_for_sampler("four").result().path
+    from_path = service.create_sampling_client(model_path=weights).result()
+    np.testing.assert_allclose(sampled(from_path), trained(training), atol=1e-4)
+    resumed = service.create_training_client_from_state_with_optimizer(state).result()
+    for client in (training, resumed):
+        step(client)
+    np.testing.assert_allclose(trained(resumed), trained(training), atol=1e-6)
+
+
+def test_the_sampled_log_probs_are_those_of_training(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4).result()
+    sampling = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(TOKENS[:4])
+    params = types.SamplingParams(max_tokens=6, stop=[], seed=0)
+    output = sampling.sample(prompt, num_samples=2, sampling_params=params).result()
+    tokens = [*TOKENS[:4], *output.sequences[0].tokens]
+    assert len(tokens) == 10
+    q = [0.0] * 3 + list(output.sequences[0].logprobs)
+    advantages = [0.0] * 3 + [1.0] * 6
+
+    def array(values: list[Any], dtype: str) -> Any:
+        return types.TensorData(data=values, dtype=dtype, shape=[len(values)])
+
+    inputs = {
+        "target_tokens": array(tokens[1:], "int64"),
+        "logprobs": array(q, "float32"),
+        "advantages": array(advantages, "float32"),
+    }
+    rollout = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+    found = training.forward_backward([rollout], "importance_sampling").result()
+    np.testing.assert_allclose(found.loss_fn_outputs[0]["logprobs"].data[3:], q[3:], atol=1e-5)
+    assert found.metrics["loss:sum"] == pytest.approx(-6, abs=1e-4)  # all ratios are 1
