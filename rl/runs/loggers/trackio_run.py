@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ class TrackioRun:
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         """`run` is the run's folder, and `config` its configuration without secrets."""
-        import trackio
-
+        trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it
         self._table: Any = trackio.Table
         self._run: Any = trackio.init(
             project="ownloop",

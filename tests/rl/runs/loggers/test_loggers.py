@@ -1,5 +1,6 @@
 """Loggers, with the real packages, each read back with the package's own reader."""
 
+import importlib
 import importlib.util
 import json
 import math
@@ -128,18 +129,15 @@ def test_wandb_without_a_login_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 @needs("trackio")
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trackio.utils
-    from trackio.sqlite_storage import SQLiteStorage
-
-    monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
-    for module in ("trackio.sqlite_storage", "trackio.media.utils", "trackio.media.media"):
+    database: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    for module in ("trackio.utils", "trackio.sqlite_storage", "trackio.media.utils", "trackio.media.media"):
         monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
     monkeypatch.setattr("trackio.sqlite_storage.MEDIA_DIR", tmp_path / "trackio" / "media", raising=False)
     folder = RunFolder(tmp_path / "a", {})
     log("trackio", folder)
-    (name,) = SQLiteStorage.get_runs("ownloop")
+    (name,) = database.get_runs("ownloop")
     assert name == f"a-{(folder.path / 'dashboard_id').read_text()}"
-    rows: Any = SQLiteStorage.get_logs("ownloop", name)
+    rows: Any = database.get_logs("ownloop", name)
     rewards = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
     assert rewards == [(1, 0.5), (2, 0.75)]
 
