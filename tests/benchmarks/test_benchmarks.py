@@ -18,19 +18,12 @@ from tests.rl.envs.sandbox.here import need
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
-IN_THIS_PROCESS = {
-    "attention",
-    "layouts",
-    "split_invariance",
-    "recording",
-    "sandbox",
-}  # only what other tests import here anyway
+# Only what other tests import here anyway.
+IN_THIS_PROCESS = {"attention", "layouts", "split_invariance", "recording", "controller_scale", "sandbox"}
 MARKS: dict[str, Any] = {
-    "step": pytest.mark.e2e,
     "layouts": pytest.mark.ranks,
     "split_invariance": pytest.mark.ranks,
     "attention": (),
-    "mfu": (),
     "recording": (),
     "controller_scale": (),
     "sandbox": (),

@@ -13,9 +13,9 @@ from tests.docs.pages import ROOT
 @pytest.mark.e2e
 @pytest.mark.usefixtures("smollm2")
 def test_the_loop_of_the_readme(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "grpo_loop.py", "--num-steps", "2"]
+    command = [sys.executable, ROOT / "examples" / "grpo_loop.py", "--num-steps", "1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     rewards = [float(reward) for reward in re.findall(r"^step \d+: mean reward (\d\.\d+)", result.stdout, re.MULTILINE)]
-    assert len(rewards) == 2
+    assert len(rewards) == 1
     assert all(0 < reward < 1 for reward in rewards)  # problems that are sometimes solved, so that there is a signal

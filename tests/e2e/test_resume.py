@@ -68,6 +68,7 @@ def test_a_run_goes_on_by_itself_without_its_trainer_and_when_told_to_without_it
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00006", "step-00008"]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_ended_saves_its_last_step(tmp_path: Path) -> None:
     """As Slurm and systemd end a job: every process gets SIGTERM, those of the meshes too."""
     folder = tmp_path / "runs" / "ended"
