@@ -31,7 +31,7 @@ test: setup ## run the tests on two cores; ARGS="-k name" picks some, ARGS="-n 0
 	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow" $(ARGS)
 
 test-fast: setup ## run the tests that start no process and take no seconds each
-	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow and not e2e and not ranks and not vllm" $(ARGS)
+	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow and not e2e and not ranks and not vllm and not seconds" $(ARGS)
 
 test-slow: setup ## run the tests that take longer than a minute each
 	@exec env $(PYTEST) -m slow $(ARGS)

@@ -129,6 +129,7 @@ def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None
         ("no-cancel", signal.SIGTERM, 143),
     ],
 )
+@pytest.mark.seconds
 def test_a_signal_ends_every_process_within_ten_seconds(
     mode: str, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.controller.commands.test_cli import RECIPE, ROOT, command, is_alive
 
+pytestmark = pytest.mark.seconds
+
 # Sends itself a signal while a loop runs that then saves for some seconds, and further signals meanwhile.
 SAVING = """
 import asyncio, json, os, signal, sys

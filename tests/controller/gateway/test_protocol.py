@@ -169,6 +169,7 @@ def test_an_adapter_that_cannot_be_made(server: RunningServer, options: dict[str
         create(**{"base_model": "toy", "rank": 4, **options}).result()
 
 
+@pytest.mark.seconds
 def test_a_flooding_client_does_not_starve_the_others(server: RunningServer) -> None:
     flooding, polite = new_client(server), new_client(server)
     server.host.calls.clear()

@@ -18,6 +18,8 @@ from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
 from tests.rl.recordings import recorded_rows
 
+pytestmark = pytest.mark.seconds
+
 STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
 ADAPTER = LoRAConfig(rank=4, train_unembed=False)
 SYNCHRONOUS = tuple(loop for loop in LOOPS if loop not in ("grpo", "grpo_async"))  # grpo: tests/e2e/test_resume.py

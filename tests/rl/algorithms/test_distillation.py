@@ -92,6 +92,7 @@ async def true_kl(student: EngineTrainer, teacher: EngineTrainer, prompts: Seque
     return total / len(prompts)
 
 
+@pytest.mark.seconds
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     """Steps of sampling, grading and policy gradient reduce the KL over the whole vocabulary."""
     model = tiny_llama(tmp_path / "model")

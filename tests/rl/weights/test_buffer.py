@@ -149,6 +149,7 @@ print(whole, refused, flush=True)
 """
 
 
+@pytest.mark.seconds
 def test_readers_and_a_writer_that_hammer_never_tear() -> None:
     buffer = WeightBuffer.create(buffer_size(MANIFEST))
     _write(buffer, 1)
@@ -180,6 +181,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.seconds
 def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> None:
     writer = _child(WRITE_HALF)
     try:

@@ -166,6 +166,7 @@ def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Bui
             check_model(TrainerConfig(model=critic, engine=name))
 
 
+@pytest.mark.seconds
 def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(build: Build, tmp_path: Path) -> None:
     # Large enough that neither activations nor the tensors of other tests matter.
     model = tiny_llama(tmp_path / "model", hidden_size=256, intermediate_size=2048)

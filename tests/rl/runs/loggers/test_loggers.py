@@ -100,6 +100,7 @@ def wandb_records(run: Path) -> list[dict[str, Any]]:
 
 
 @needs("wandb")
+@pytest.mark.seconds
 def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = RunFolder(tmp_path / "a", {})
