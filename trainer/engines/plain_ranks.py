@@ -3,6 +3,7 @@
 It is here because tests and benchmarks both compare engines this way, as does whoever writes one.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -90,6 +91,7 @@ def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    faulthandler.enable()  # a rank that native code kills says where it was
     torch.set_num_threads(1)
     body(rank, *args)
     dist.barrier()
