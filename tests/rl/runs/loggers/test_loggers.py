@@ -163,6 +163,7 @@ def recipe():
 """
 
 
+@pytest.mark.seconds
 @needs("wandb")
 @needs("tensorboard")
 def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,9 @@ def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: p
     result = ownloop(tmp_path, "run", "mine.py", "--name", "a")
     assert result.returncode == 1
     assert result.stderr.startswith("error: RuntimeError: boom")
-    assert "Traceback" not in result.stderr
+    # W&B's own exit handler may say that its service was gone before it.
+    assert "RuntimeError" not in result.stderr.removeprefix("error: RuntimeError: boom")
+    assert "/rl/runs/" not in result.stderr
     run = tmp_path / "runs" / "a"
     assert [record["reward_mean"] for record in wandb_records(run) if "reward_mean" in record] == [0.5]
 
