@@ -100,7 +100,7 @@ def wandb_records(run: Path) -> list[dict[str, Any]]:
 
 
 @needs("wandb")
-@pytest.mark.seconds
+@pytest.mark.slow  # W&B's service is a process of its own, which one time in ten answers too late on a busy host
 def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = RunFolder(tmp_path / "a", {})
@@ -163,7 +163,7 @@ def recipe():
 """
 
 
-@pytest.mark.seconds
+@pytest.mark.slow  # for the same reason
 @needs("wandb")
 @needs("tensorboard")
 def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
