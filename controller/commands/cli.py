@@ -24,6 +24,7 @@ from controller.commands import (
     serve,
     show,
     sweep,
+    worker,
 )
 from controller.commands import list as list_recipes
 from controller.commands.command import USAGE
@@ -97,6 +98,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         check_env,
         model,
         serve,
+        worker,
     ):
         command.add_parser(commands)
     return parser, commands.choices

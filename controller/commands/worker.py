@@ -1,0 +1,65 @@
+"""`ownloop worker --listen HOST:PORT`: lets controllers on other hosts start processes on this one."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from controller.commands.command import Commands, refuse
+from controller.hosts.addresses import Address, is_loopback, parse_address, resolve
+from controller.hosts.settings import apply, certificates_folder, tls_settings
+
+_INSECURE = (
+    "warning: this worker has no TLS (--insecure). Whoever reaches {address} can run any program as this user. "
+    "Use it on a network that only you can reach."
+)
+
+
+def add_parser(commands: Commands) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("worker", help="let controllers start processes on this host", allow_abbrev=False)
+    parser.add_argument(
+        "--listen",
+        required=True,
+        metavar="HOST:PORT",
+        help="this host's name as other hosts know it, and the first of ten ports; tcp://HOST:PORT is without TLS",
+    )
+    parser.add_argument("--certs", type=Path, help="the folder that `ownloop certs` wrote")
+    parser.add_argument("--insecure", action="store_true", help="allow tcp://: whoever reaches the port runs programs")
+    parser.set_defaults(command=worker)
+
+
+def worker(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serves until a signal ends it. Returns the exit status."""
+    refuse(overrides)
+    address = parse_address(options.listen)
+    check_listens_here(address)
+    if address.scheme == "tls":
+        if options.insecure:
+            raise ValueError(f"--insecure is for tcp:// addresses; {address} has TLS")
+        apply(tls_settings(certificates_folder(options.certs)))
+    elif not is_loopback(resolve(address.host)):
+        if not options.insecure:
+            raise ValueError(
+                f"--listen is {address}, which has no TLS: whoever reaches it can run any program here. Listen on "
+                f"{address.host}:{address.port}, with certificates of `ownloop certs`, or accept it with --insecure"
+            )
+        print(_INSECURE.format(address=address), file=sys.stderr, flush=True)
+    from controller.hosts.worker_process import serve
+
+    return serve(address, lambda text: print(text, flush=True))
+
+
+def check_listens_here(address: Address) -> None:
+    """Raises ValueError unless the address is one of this host's that others can use."""
+    import psutil
+
+    ip = resolve(address.host)
+    own = {each.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if ip not in own and not is_loopback(ip):
+        raise ValueError(f"--listen names {address.host}, whose address {ip} is none of this host's")
+    if is_loopback(ip) and address.host not in ("localhost", ip):
+        raise ValueError(
+            f"--listen names {address.host}, which is {ip} on this host: other hosts could not reach it. Name another "
+            "address of this host, or correct /etc/hosts"
+        )
