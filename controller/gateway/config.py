@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from generator.config import GeneratorConfig
-from rl.checks import check_at_least
+from rl.checks import check_above_zero, check_at_least
 from trainer.config import TrainerConfig
 
 
@@ -27,6 +27,10 @@ class ServeConfig:
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
     max_snapshots: int = 24
     """Versions of adapters that the generator keeps for sampling clients."""
+    max_restarts: int = 3
+    """Most times within `restart_window_minutes` that a trainer which dies is started again."""
+    restart_window_minutes: float = 60.0
+    """The time in which `max_restarts` are counted."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer; its `model` and `lora` are set by the server."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -35,6 +39,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_at_least(1, max_rank=self.max_rank, max_snapshots=self.max_snapshots)
+        check_at_least(0, max_restarts=self.max_restarts)
+        check_above_zero(restart_window_minutes=self.restart_window_minutes)
         if not 0 <= self.port < 65536:
             raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
         if not is_this_host(self.host):

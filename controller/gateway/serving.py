@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import shutil
 import socket
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -14,11 +15,14 @@ from controller.gateway.app import make_app
 from controller.gateway.config import ServeConfig
 from controller.gateway.gateway import Gateway
 from controller.gateway.monitoring import log
+from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
 from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
+from controller.runs.restarts import RestartLimit
 from generator.config import LoRALimits
 from rl.lora import LoRAConfig
+from rl.protocols import Trainer
 
 Say = Callable[[str], None]
 _ADAPTERS_AT_ONCE = 8
@@ -43,10 +47,17 @@ async def serve(config: ServeConfig, model: Path, say: Say) -> None:
             assert isinstance(generator, BoundGenerator), "with `lora` it is"
             base = await launcher.reference(model, trainer_config)
             await policy.drop()  # a loop's adapter; here every client makes its own
+            trainer = RestartingTrainer(base, launcher.restart_trainer, RestartLimit(config), say)
+            recovery = config.folder / "recovery"
+            shutil.rmtree(recovery, ignore_errors=True)  # of a server that was killed
+
+            async def adapter(name: str, lora: LoRAConfig) -> Trainer:
+                return await RecoveringAdapter.make(trainer, name, lora, recovery / name)
+
             served = ServedModel(
                 names=tuple(dict.fromkeys((config.model, str(model), *config.names))),
                 tokenizer=str(model),
-                adapter=base.adapter,
+                adapter=adapter,
                 generator=generator.unbound,
                 max_rank=config.max_rank,
                 max_context=generator_config.max_model_len,

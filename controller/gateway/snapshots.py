@@ -7,9 +7,10 @@ least recently makes room for a new one, and a later request of it fails with an
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from controller.meshes.errors import MeshError
 from rl.lora import Policy
 from rl.protocols import Generator, Trainer
 
@@ -33,24 +34,39 @@ class Snapshots:
 
     async def freeze(self, name: str, trainer: Trainer) -> Policy:
         """Keeps the trainer's current version. `name` is the adapter's."""
-        version = await trainer.push_model_state_dict()
-        policy = (name, version)
-        async with self._pulling:
-            if policy not in self._kept:
+
+        async def pull(version: int) -> Policy:
+            if (name, version) not in self._kept:
                 await self._make_room()
                 await self._generator.pull_model_state_dict(version, policy=name, frozen=True)
-            self._note_use(policy)
-        return policy
+            return name, version
+
+        return await self._publish(trainer, pull)
 
     async def follow(self, name: str, trainer: Trainer) -> Policy:
         """Replaces the adapter's live version by the trainer's current one, also under requests that are running."""
-        version = await trainer.push_model_state_dict()
-        async with self._pulling:
+
+        async def pull(version: int) -> Policy:
             if name not in self._kept:
                 await self._make_room()
             await self._generator.pull_model_state_dict(version, policy=name, mode="inflight")
-            self._note_use(name)
-        return name
+            return name
+
+        return await self._publish(trainer, pull)
+
+    async def _publish(self, trainer: Trainer, pull: Callable[[int], Awaitable[Policy]]) -> Policy:
+        """Pushes and pulls; once more if a process died meanwhile, because what it pushed is gone with a trainer."""
+        for is_last in (False, True):
+            version = await trainer.push_model_state_dict()
+            try:
+                async with self._pulling:
+                    policy = await pull(version)
+                    self._note_use(policy)
+                    return policy
+            except MeshError:
+                if is_last:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     @asynccontextmanager
     async def use(self, policy: Policy) -> AsyncGenerator[None]:

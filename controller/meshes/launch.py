@@ -1,9 +1,10 @@
 """Starts the processes that a loop needs, and ends them however the loop ends."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -74,6 +75,7 @@ class Launcher:
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
         self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[TrainerHandle]]] = []
+        self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -142,6 +144,16 @@ class Launcher:
             "this model and configuration; call `trainer` first, or leave `lora` out of the reference's configuration"
         )
 
+    async def restart_trainer(self, name: str = "trainer") -> "TrainerHandle":
+        """Starts a trainer in place of one whose processes died, as that one began: without its adapters and steps.
+
+        Other processes of this launcher live on. Handles of the dead trainer keep raising `MeshError`.
+        """
+        dead, start = self._trainers[name]
+        await dead.stop()
+        self._running.remove(dead)
+        return await self._begin(start())
+
     async def _launch_trainer(
         self,
         config: TrainerConfig,
@@ -166,6 +178,7 @@ class Launcher:
             pushes_to=lambda: _known(self._store_mesh),
         )
         self._running.append(handle := TrainerHandle(trainer))
+        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, own_gpus)
         if generator is not None:
             self._pushing_mesh = trainer.mesh
             await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's

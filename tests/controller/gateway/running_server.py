@@ -44,7 +44,7 @@ def running_server(folder: Path, *, max_snapshots: int = 8, poll_s: float = 25.0
 
     async def serve() -> None:
         host = ToyHost()
-        gateway = Gateway(host.served(max_snapshots), folder)
+        gateway = Gateway(host.served(folder / "recovery", max_snapshots), folder)
         server = uvicorn.Server(uvicorn.Config(make_app(gateway, poll_s=poll_s), log_level="warning"))
         servers.append(server)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

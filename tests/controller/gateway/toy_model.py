@@ -6,14 +6,19 @@ The model is a table of next-token logits per token, so its log-probs can be com
 import asyncio
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
+from controller.meshes.errors import MeshError
+from controller.runs.restarts import RestartLimit
 from rl.data.batching import validate_batch
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.losses import LossInputs, get_loss
@@ -38,11 +43,13 @@ class ToyTrainer:
     def __init__(self, name: str, config: LoRAConfig, host: "ToyHost") -> None:
         """A new one changes nothing."""
         self.name, self.config, self.host = name, config, host
+        self.life = host.life
         self.table = torch.zeros(VOCAB, VOCAB, dtype=torch.float64, requires_grad=True)
         self.version = 0
         self.moments = [torch.zeros_like(self.table), torch.zeros_like(self.table)]
 
     async def policy_version(self) -> int:
+        self.host.check_alive(self)
         return self.version
 
     def _logprobs(self, datum: Datum) -> torch.Tensor:
@@ -52,7 +59,7 @@ class ToyTrainer:
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
     ) -> ForwardBackwardOutput:
-        await self.host.work(self.name, "forward_backward")
+        await self.host.work(self, "forward_backward")
         checked = get_loss(loss, loss_config)
         validate_batch(batch, required_inputs=checked.required_inputs, vocab_size=VOCAB, max_seq_len=CONTEXT)
         logprobs = torch.cat([self._logprobs(datum) for datum in batch])
@@ -71,13 +78,13 @@ class ToyTrainer:
         )
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        await self.host.work(self.name, "forward")
+        await self.host.work(self, "forward")
         validate_batch(batch, vocab_size=VOCAB, max_seq_len=CONTEXT)
         logprobs = tuple(np.where(d.weights == 0, 0, self._logprobs(d).detach().float().numpy()) for d in batch)
         return ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics={})
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
-        await self.host.work(self.name, "optim_step")
+        await self.host.work(self, "optim_step")
         self.host.steps.append(params)
         gradient = self.table.grad if self.table.grad is not None else torch.zeros_like(self.table)
         norm = float(gradient.norm())
@@ -103,11 +110,14 @@ class ToyTrainer:
         raise NotImplementedError
 
     async def push_model_state_dict(self) -> int:
+        self.host.check_alive(self)
         self.host.pushed[self.name, self.version] = self.table.detach().clone()
         return self.version
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        path.mkdir(parents=True, exist_ok=True)  # a checkpoint of ours may be replaced
+        self.host.check_alive(self)
+        shutil.rmtree(path, ignore_errors=True)  # a checkpoint of ours may be replaced
+        path.mkdir(parents=True)
         state = {"table": self.table.tolist(), "moments": [m.tolist() for m in self.moments], "version": self.version}
         (path / "state.json").write_text(json.dumps(state))
 
@@ -115,12 +125,14 @@ class ToyTrainer:
         return
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
+        self.host.check_alive(self)
         state = json.loads((path / "state.json").read_text())
         with torch.no_grad():
             self.table.copy_(torch.tensor(state["table"]))
-        if not weights_only:
-            self.moments = [torch.tensor(moment, dtype=torch.float64) for moment in state["moments"]]
-            self.version = state["version"]
+        self.table.grad = None
+        saved = [torch.tensor(moment, dtype=torch.float64) for moment in state["moments"]]
+        self.moments = [torch.zeros_like(moment) for moment in saved] if weights_only else saved
+        self.version = 0 if weights_only else state["version"]
         return self.version
 
     async def export_hf(self, path: Path) -> None:
@@ -133,6 +145,7 @@ class ToyTrainer:
         raise NotImplementedError
 
     async def drop(self) -> None:
+        self.host.check_alive(self)
         del self.host.adapters[self.name]
 
 
@@ -195,6 +208,20 @@ class ToyGenerator:
         del self.tables[policy]
 
 
+class ToyProcess:
+    """A trainer's process, of which another takes the place when it dies."""
+
+    def __init__(self, host: "ToyHost") -> None:
+        """The process that runs now."""
+        self._host, self._life = host, host.life
+
+    async def adapter(self, name: str, config: LoRAConfig) -> ToyTrainer:
+        """Makes an adapter."""
+        if self._life != self._host.life:
+            raise MeshError("trainer", "rank 0 died", rank=0)
+        return await self._host.adapter(name, config)
+
+
 class ToyHost:
     """All adapters of the toy model, and what happened to them."""
 
@@ -206,26 +233,58 @@ class ToyHost:
         self.calls: list[tuple[str, str]] = []
         self.steps: list[AdamParams] = []
         self.call_s = 0.0
+        self.life = 1
+        self.dies_in: list[int] = []
+        """After how many more calls of trainers their process dies, for each of its lives."""
         self._turn = asyncio.Lock()
 
-    async def work(self, name: str, verb: str) -> None:
+    async def work(self, trainer: ToyTrainer, verb: str) -> None:
         """Notes a call and takes its time; one call runs at a time."""
         async with self._turn:
-            self.calls.append((name, verb))
+            self.check_alive(trainer)
+            self.calls.append((trainer.name, verb))
             await asyncio.sleep(self.call_s)
+
+    def check_alive(self, trainer: ToyTrainer | None) -> None:
+        """Raises `MeshError` if the process that holds a trainer has died, or dies now."""
+        if self.dies_in and self.life > 0:
+            self.dies_in[0] -= 1
+            if self.dies_in[0] < 0:
+                del self.dies_in[0]
+                self.life = -self.life
+        if self.life < 0 or (trainer is not None and trainer.life != self.life):
+            raise MeshError("trainer", "rank 0 died", rank=0)
+
+    async def start_again(self) -> "ToyProcess":
+        """Another process takes the place of one that died; it has no adapters."""
+        assert self.life < 0, "it runs"
+        self.life = 1 - self.life
+        self.adapters.clear()
+        return ToyProcess(self)
 
     async def adapter(self, name: str, config: LoRAConfig) -> ToyTrainer:
         """Makes an adapter."""
+        self.check_alive(None)
         assert name not in self.adapters, "names are not used twice"
         self.adapters[name] = ToyTrainer(name, config, self)
         return self.adapters[name]
 
-    def served(self, max_snapshots: int = 8) -> ServedModel:
-        """The model as the gateway sees it."""
+    def restarting(self, max_restarts: int = 100) -> RestartingTrainer:
+        """The trainer, started again whenever it has died."""
+        limit = RestartLimit(SimpleNamespace(max_restarts=max_restarts, restart_window_minutes=1.0))
+        return RestartingTrainer(ToyProcess(self), self.start_again, limit, lambda _: None)
+
+    def served(self, folder: Path, max_snapshots: int = 8) -> ServedModel:
+        """The model as the gateway sees it. `folder` is for recovery points."""
+        trainer = self.restarting()
+
+        async def adapter(name: str, config: LoRAConfig) -> RecoveringAdapter:
+            return await RecoveringAdapter.make(trainer, name, config, folder / name)
+
         return ServedModel(
             names=("toy", "toy/alias"),
             tokenizer="toy",
-            adapter=self.adapter,
+            adapter=adapter,
             generator=self.generator,
             max_rank=32,
             max_context=CONTEXT,
