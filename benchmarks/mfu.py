@@ -2,10 +2,9 @@
 
     python -m benchmarks.mfu [--quick | --smoke] [--repeats N] [--threads N]
 
-2,048 tokens in documents that share nothing, every token scored. Counted are the operations that a step needs (PaLM,
-arXiv 2204.02311, appendix B): 6 for each parameter and token, and the causal half of the attention's products; not
-what is computed twice. The rate of matrix products is measured in turns with the steps, in the same dtype, at the
-model's largest shape.
+2,048 tokens in documents that share nothing, every token scored. Counted are the operations that a step needs
+(`rl.model_flops`), not what is computed twice. The rate of matrix products is measured in turns with the steps, in the
+same dtype, at the model's largest shape.
 """
 
 import json
@@ -20,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
+from rl.data.packing import pack_row
 from rl.hardware import cpu_dtype
+from rl.model_flops import ModelFlops
 from rl.types import Datum
 
 LIMITS = {(8, 256): 0.60, (4, 512): 0.55, (2, 1024): 0.50}
@@ -89,26 +90,15 @@ def measure(model: Path, forms: list[tuple[int, int]], repeats: int, threads: in
                 rates.append(rate)
     peak = statistics.median(rates)
     figures = {"peak_gflops": peak / 1e9}
-    num_parameters = sum(parameter.numel() for _, parameter in engine.hf_parameters())
+    flops = ModelFlops.of(model)
     for form, values in seconds.items():
         tokens = form[0] * form[1]
-        operations = tokens * operations_per_token(config, num_parameters, form[1])
+        operations = flops.training(pack_row(batches[form], share_prefixes=False))
         taken = statistics.median(values)
         figures[f"tokens_per_s_{name(form)}"] = tokens / taken
         figures[f"mfu_{name(form)}"] = mfu = operations / taken / peak
         print(f"{name(form):<10}{tokens / taken:8.0f} tokens/s {mfu:8.1%} of {peak / 1e9:.0f} GFLOP/s")
     return figures
-
-
-def operations_per_token(config: dict[str, Any], num_parameters: int, length: int) -> float:
-    """Floating-point operations of a forward and backward pass that a token of a document needs on average.
-
-    The embedding is counted because the tied output projection multiplies by it.
-    """
-    assert config["tie_word_embeddings"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    attention = 12 * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim * length / 2
-    return 6 * num_parameters + attention
 
 
 def matrix_product(config: dict[str, Any]) -> Callable[[], float]:

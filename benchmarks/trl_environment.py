@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import REPOSITORY
-from controller.runs.models import cache_directory
+from rl.cache import cache_directory
 
 _LOCK = REPOSITORY / "requirements" / "trl.lock"
 

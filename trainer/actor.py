@@ -17,7 +17,9 @@ from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
+from trainer.engines.pytorch.ranks import choose_device
 from trainer.heap import Heap
+from trainer.matrix_rate import matrix_rate
 from trainer.push import WeightPublisher
 
 WeightDtype = Literal["bfloat16", "float16", "float32"]
@@ -57,6 +59,7 @@ class PolicyTrainer(Actor):
         """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
+        self._compute_dtype = config.compute_dtype
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
@@ -84,6 +87,11 @@ class PolicyTrainer(Actor):
     async def shares_prefixes(self) -> bool:
         """`Engine.shares_prefixes`."""
         return self._policies[None].engine.shares_prefixes
+
+    @endpoint
+    async def matrix_rate(self) -> float:
+        """Operations a second that this rank's device can do; see `trainer.matrix_rate`."""
+        return matrix_rate(choose_device(), self._compute_dtype)
 
     @endpoint
     async def forward_backward(

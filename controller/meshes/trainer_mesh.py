@@ -38,6 +38,8 @@ class TrainerMesh:
     share_prefixes: bool
     pushes: bool
     """Whether there is a generator that can pull."""
+    matrix_rate: float = 0.0
+    """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter that the generator serves, if it is known."""
     pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes
@@ -85,6 +87,7 @@ class TrainerMesh:
         try:
             calls = [mesh.rank(index).shares_prefixes.call_one() for index in range(config.num_ranks)]
             share_prefixes = all(await mesh.answers(calls, "start"))
+            rate = await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
         except BaseException:
             await mesh.stop()
             raise
@@ -94,6 +97,7 @@ class TrainerMesh:
             limits=limits,
             version_records=version_records or VersionRecords(),
             share_prefixes=share_prefixes,
+            matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
             pushes_to=pushes_to,
@@ -141,11 +145,14 @@ class TrainerMesh:
         parts = [outputs[owners.index(local_batch)] for local_batch in range(self.config.num_data_parallel_ranks)]
         entropies = [part.entropy for part in parts if part.entropy is not None]
         values = [part.values for part in parts if part.values is not None]
+        metrics = merge_metrics([part.metrics for part in parts])
+        if "model_flops" in metrics:
+            metrics["peak_flops"] = metrics["seconds_engine_max"] * self.matrix_rate * self.config.num_ranks
         return ForwardBackwardOutput(
             logprobs=() if values else plan.restore([part.logprobs for part in parts]),
             values=plan.restore(values) if values else None,
             entropy=plan.restore(entropies) if entropies else None,
-            metrics=merge_metrics([part.metrics for part in parts]),
+            metrics=metrics,
         )
 
 

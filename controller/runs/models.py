@@ -7,7 +7,6 @@ cache. A model that comes with ownloop is converted once from its installed pack
 import contextlib
 import fcntl
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.hub_models import HubName, fetch
+from rl.cache import cache_directory
 from rl.checks import did_you_mean
 from rl.hf_config import inspect_model
 
@@ -88,13 +88,6 @@ def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> P
             f"{len(ours.keys() | theirs.keys())} tokens differ; a teacher of the same family is needed"
         )
     return teacher
-
-
-def cache_directory() -> Path:
-    """$OWNLOOP_CACHE, else ownloop's folder in $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("OWNLOOP_CACHE"):
-        return Path(own).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ownloop"
 
 
 @contextlib.contextmanager

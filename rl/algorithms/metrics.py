@@ -123,14 +123,16 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOu
 
 
 def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that a loss returned and `seconds_engine_max`, as a run reports them, from a `forward_backward`'s.
+    """The metrics that a loss returned, `seconds_engine_max` and `mfu`, as a run reports them.
 
-    Sums over the scored tokens are divided by the number of these. A metric whose name ends in `_max`, `_min` or `_sum`
-    stays as it is.
+    `metrics` are those of `forward_backward`. Sums over the scored tokens are divided by the number of these. A metric
+    whose name ends in `_max`, `_min` or `_sum` stays as it is.
     """
     num_loss_tokens = metrics["num_loss_tokens"]
-    return {
+    reported = {
         name: value if name.endswith(("_max", "_min", "_sum")) else value / num_loss_tokens
         for name, value in metrics.items()
         if name == "seconds_engine_max" or name not in RESERVED_METRICS
     }
+    peak_flops = metrics.get("peak_flops", 0.0)
+    return {**reported, "mfu": metrics["model_flops"] / peak_flops} if peak_flops else reported

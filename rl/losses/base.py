@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-RESERVED_METRICS = frozenset({"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max"})
+RESERVED_METRICS = frozenset(
+    {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
+)
 """What a `forward_backward` reports besides the metrics of its loss."""
 _NEEDED_FOR = {
     "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"

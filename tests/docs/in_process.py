@@ -6,7 +6,7 @@ trainer pushed. Only the processes, the transport and vLLM are missing, so that 
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
 from rl.tiny_models import tiny_llama
-from rl.types import Completion, PullMode, SamplingParams
+from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams
 from tests.trainer.engine_trainer import EngineTrainer
 from trainer.config import TrainerConfig
 
@@ -45,6 +45,14 @@ class InProcessTrainer(EngineTrainer):
         options = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "compute_dtype"}
         super().__init__(options.pop("model"), **options)
         self._published = published
+
+    async def forward_backward(
+        self, batch: Sequence[Datum], loss: Any, loss_config: Mapping[str, Any] | None = None
+    ) -> ForwardBackwardOutput:
+        """See `rl.protocols.Trainer`. The device can do a thousand million operations a second."""
+        output = await super().forward_backward(batch, loss, loss_config)
+        peak = {"peak_flops": 1e9 * output.metrics["seconds_engine_max"]}
+        return replace(output, metrics={**output.metrics, **peak})
 
     async def push_model_state_dict(self) -> int:
         """See `rl.protocols.Trainer`."""

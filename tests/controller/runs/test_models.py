@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.runs import models
-from controller.runs.models import cache_directory, resolve_model
+from controller.runs.models import resolve_model
+from rl.cache import cache_directory
 from rl.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
 

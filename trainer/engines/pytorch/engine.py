@@ -10,6 +10,7 @@ hooks, and no hook calls a public method.
 import contextlib
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl.data.packing import PackedRow, pack_row
 from rl.losses import Loss
+from rl.model_flops import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer import checkpoint
 from trainer.config import TrainerConfig
@@ -72,6 +74,7 @@ class TorchEngine(Engine):
         self._optimizer = Optimizer(parameters, replicas)
         self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
+        self._flops = partial(ModelFlops.of(config.model, config.head).training, frozen=config.lora is not None)
         self._saver = CheckpointSaver()
         self._version = 0
 
@@ -85,7 +88,7 @@ class TorchEngine(Engine):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         loss.check_head(self._config.head)
-        output = OutputCollector(self._memory, self._config.head, entropy=False)
+        output = OutputCollector(self._memory, self._config.head, entropy=False, flops=self._flops)
         with (
             self._memory.phase("forward_backward"),
             self._offload.resident("model", "gradients"),

@@ -20,9 +20,15 @@ Change = Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | Non
 class OutputCollector:
     """Takes rows and returns one `ForwardBackwardOutput`, with datums in the order in which they came."""
 
-    def __init__(self, memory: PeakMemory, head: Head, *, entropy: bool) -> None:
-        """With `entropy`, every row comes with entropies. `memory` measures this call, and its time starts now."""
+    def __init__(
+        self, memory: PeakMemory, head: Head, *, entropy: bool, flops: Callable[[PackedRow], float] | None = None
+    ) -> None:
+        """With `entropy`, every row comes with entropies. `memory` measures this call, and its time starts now.
+
+        `flops` tells the operations that a row needs; without it, they are not reported.
+        """
         self._head = head
+        self._flops = flops
         self._entropy = entropy
         self._memory = memory
         self._start = time.perf_counter()
@@ -49,6 +55,7 @@ class OutputCollector:
                 "num_loss_tokens": num_loss_tokens,
                 "memory_peak_bytes_max": float(self._memory.peak_bytes()),
                 "seconds_engine_max": time.perf_counter() - self._start,
+                **({} if self._flops is None else {"model_flops": sum(self._flops(row) for row, _, _ in self._rows)}),
                 **merge_metrics(parts),
             },
         )

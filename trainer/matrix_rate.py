@@ -1,0 +1,73 @@
+"""How fast this rank's device multiplies matrices: the peak that a step's operations are compared with.
+
+It is measured once per device, dtype and number of threads, and then read from a file of the user's cache.
+"""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from rl.cache import cache_directory
+from trainer.engines.pytorch.ranks import DTYPES
+
+_REPEATS = 10
+_SIZES = {"cuda": 8192, "cpu": 1024}
+
+
+def matrix_rate(device: torch.device, dtype: str, file: Path | None = None) -> float:
+    """Operations a second of a large matrix product in `dtype`, the best of ten.
+
+    `file` keeps what was measured, by default `matrix_rates.json` in ownloop's cache. Whoever deletes it has the rate
+    measured again, which is right if the machine was busy the first time. Where it cannot be written, every start
+    measures.
+    """
+    file = file or cache_directory() / "matrix_rates.json"
+    key = f"{_device_name(device)}, {dtype}"
+    known = _read(file)
+    if key not in known:
+        rate = _measure(device, DTYPES[dtype])
+        _write(file, {**_read(file), key: rate})
+        return rate
+    return known[key]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = models[0].partition(":")[2].strip() if models else platform.processor()
+    return f"{name} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> float:
+    size = _SIZES[device.type]
+    a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
+    taken: list[float] = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        torch.mm(a, b, out=product)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return 2.0 * size**3 / min(taken[1:])
+
+
+def _read(file: Path) -> dict[str, float]:
+    try:
+        return {str(key): float(rate) for key, rate in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _write(file: Path, rates: dict[str, float]) -> None:
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(rates, indent=2))
+        partial.replace(file)
+    except OSError:
+        return
