@@ -25,9 +25,11 @@ class ModelFlops:
     """Of the output layer, for one scored position."""
     per_pair: float
     """Of attention in all layers, for a position and another that it attends to."""
+    frozen: bool = False
+    """Whether only an adapter is trained, so that the weights need no gradient."""
 
     @classmethod
-    def of(cls, model: Path, head: Head = "lm") -> "ModelFlops":
+    def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
         """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON."""
         config = read_config(model)
         hidden, heads, layers = (config[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -38,18 +40,16 @@ class ModelFlops:
             per_token=2.0 * layers * (attention + _feed_forward(config)),
             per_scored=2.0 * hidden * (config["vocab_size"] if head == "lm" else 1),
             per_pair=4.0 * layers * heads * head_size,
+            frozen=frozen,
         )
 
     def forward(self, row: PackedRow) -> float:
         """Operations of a forward pass over the row."""
         return self._linear(row) + self._attention(row)
 
-    def training(self, row: PackedRow, *, frozen: bool = False) -> float:
-        """Operations of a forward and a backward pass over the row.
-
-        If the model is `frozen`, its weights need no gradient; an adapter's few operations do not count.
-        """
-        return (2 if frozen else 3) * self._linear(row) + 3 * self._attention(row)
+    def training(self, row: PackedRow) -> float:
+        """Operations of a forward and a backward pass over the row. An adapter's few do not count."""
+        return (2 if self.frozen else 3) * self._linear(row) + 3 * self._attention(row)
 
     def _linear(self, row: PackedRow) -> float:
         return self.per_token * len(row.tokens) + self.per_scored * len(row.scored)

@@ -50,10 +50,11 @@ def test_operations_are_those_that_pytorch_counts(make: Callable[[Path], Path], 
 
 
 def test_a_frozen_model_needs_no_gradient_of_its_weights(tmp_path: Path) -> None:
-    flops = ModelFlops.of(tiny_llama(tmp_path / "model", tied=True))
+    model = tiny_llama(tmp_path / "model", tied=True)
+    whole, frozen = ModelFlops.of(model), ModelFlops.of(model, frozen=True)
     row = pack_row([datum(list(range(LENGTH)))], share_prefixes=False)
-    weights = flops.per_token * LENGTH + flops.per_scored * LENGTH
-    assert flops.training(row) - flops.training(row, frozen=True) == weights
+    weights = whole.per_token * LENGTH + whole.per_scored * LENGTH
+    assert whole.training(row) - frozen.training(row) == weights
 
 
 def test_what_is_shared_counts_once(tmp_path: Path) -> None:

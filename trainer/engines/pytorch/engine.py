@@ -10,12 +10,10 @@ hooks, and no hook calls a public method.
 import contextlib
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +21,7 @@ from rl.data.packing import PackedRow, pack_row
 from rl.losses import Loss
 from rl.model_flops import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from rl.weights.ranks import own_rank
 from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
@@ -74,7 +73,7 @@ class TorchEngine(Engine):
         self._optimizer = Optimizer(parameters, replicas)
         self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
-        self._flops = partial(ModelFlops.of(config.model, config.head).training, frozen=config.lora is not None)
+        self._flops = ModelFlops.of(config.model, config.head, frozen=config.lora is not None)
         self._saver = CheckpointSaver()
         self._version = 0
 
@@ -88,7 +87,7 @@ class TorchEngine(Engine):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         loss.check_head(self._config.head)
-        output = OutputCollector(self._memory, self._config.head, entropy=False, flops=self._flops)
+        output = OutputCollector(self._memory, self._config.head, entropy=False, flops=self._flops.training)
         with (
             self._memory.phase("forward_backward"),
             self._offload.resident("model", "gradients"),
@@ -179,7 +178,7 @@ class TorchEngine(Engine):
             self._optimizer.forget_unused()
             self._refresh_compute_copies()
         if "rng" in state:
-            torch.set_rng_state(state["rng"][str(self._rank)])
+            torch.set_rng_state(state["rng"][str(own_rank())])
         self.zero_grad()
         self._version = 0 if weights_only else info.policy_version
         return self._version
@@ -266,10 +265,6 @@ class TorchEngine(Engine):
             kind=kind, policy_version=self._version, model=self._model_info, num_ranks=self._config.num_ranks
         )
 
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
-
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Hook: as `Engine.hf_parameters`."""
         yield from self._parameters.items()
@@ -296,7 +291,7 @@ class TorchEngine(Engine):
         return {
             "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
             **({"optimizer": self._optimizer.state()} if optimizer else {}),
-            "rng": {str(self._rank): torch.get_rng_state()},
+            "rng": {str(own_rank()): torch.get_rng_state()},
         }
 
     def _restore_state(self, state: Mapping[str, Any]) -> None:
