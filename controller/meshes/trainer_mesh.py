@@ -69,7 +69,6 @@ class TrainerMesh:
         Weights are pushed in `generator_dtype` over `transport`; with a `generator_dtype` of None they cannot be
         pushed. `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by
         default every rank sees all of them. `limits` is the result of `check_model(config)`, if it is known already.
-
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
         limits = limits or check_model(config)
@@ -85,8 +84,8 @@ class TrainerMesh:
             deadlines=config.deadlines,
         )
         try:
-            calls = [mesh.rank(index).shares_prefixes.call_one() for index in range(config.num_ranks)]
-            share_prefixes = all(await mesh.answers(calls, "start"))
+            ranks = map(mesh.rank, range(config.num_ranks))
+            shares = await mesh.answers([rank.shares_prefixes.call_one() for rank in ranks], "start")
             rate = await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
         except BaseException:
             await mesh.stop()
@@ -96,7 +95,7 @@ class TrainerMesh:
             config=config,
             limits=limits,
             version_records=version_records or VersionRecords(),
-            share_prefixes=share_prefixes,
+            share_prefixes=all(shares),
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
