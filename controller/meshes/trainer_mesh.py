@@ -84,9 +84,7 @@ class TrainerMesh:
             deadlines=config.deadlines,
         )
         try:
-            ranks = map(mesh.rank, range(config.num_ranks))
-            shares = await mesh.answers([rank.shares_prefixes.call_one() for rank in ranks], "start")
-            rate = await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
+            share_prefixes, rate = await _traits(mesh)
         except BaseException:
             await mesh.stop()
             raise
@@ -95,7 +93,7 @@ class TrainerMesh:
             config=config,
             limits=limits,
             version_records=version_records or VersionRecords(),
-            share_prefixes=all(shares),
+            share_prefixes=share_prefixes,
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
@@ -153,6 +151,12 @@ class TrainerMesh:
             entropy=plan.restore(entropies) if entropies else None,
             metrics=metrics,
         )
+
+
+async def _traits(mesh: Mesh) -> tuple[bool, float]:
+    """Waits until every rank is ready. Whether all of them share prefixes, and the rate of the first one's device."""
+    shares = await mesh.answers([mesh.rank(i).shares_prefixes.call_one() for i in range(mesh.num_ranks)], "start")
+    return all(shares), await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
 
 
 def _is_consequence(error: BaseException) -> bool:
