@@ -16,6 +16,7 @@ from controller.commands import (
     compare,
     eval_run,
     export_run,
+    key,
     list_runs,
     model,
     parity,
@@ -99,6 +100,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         model,
         serve,
         worker,
+        key,
     ):
         command.add_parser(commands)
     return parser, commands.choices

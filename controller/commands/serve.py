@@ -27,10 +27,12 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
+    from controller.gateway.keys import Keys, needs_keys
     from controller.runs.models import resolve_model
 
     with CapturedOutput() as output:
         config = configuration(overrides)
+        needs_keys(config, Keys(config.folder))
         model = resolve_model(config.model, lambda text: print(text, file=output.errors))
         (config.folder / "logs").mkdir(parents=True, exist_ok=True)
         output.move_to(config.folder / "logs" / "server.log")

@@ -4,7 +4,7 @@ A mistake in a call that has a sequence number is answered through its future, b
 error there would leave a gap that later calls wait for.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,23 +14,27 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from tinker import types
 
+from controller.gateway.access import Access, Caller, Door, check_owner
 from controller.gateway.answers import Answer, PendingAnswer
-from controller.gateway.config import is_this_host
+from controller.gateway.config import Limits
 from controller.gateway.gateway import Gateway
-from controller.gateway.listing import Door, listing
+from controller.gateway.keys import Keys
+from controller.gateway.listing import listing
 from controller.gateway.monitoring import add_monitoring
 from controller.gateway.sampling_clients import MAX_SAMPLES
-from controller.gateway.wire import decode_request
+from controller.gateway.training_client import TrainingClient
+from controller.gateway.wire import check_size, decode_request
 
 POLL_S = 25.0
 """How long a request for a result waits for it. The client gives up after 45 s."""
-MAX_BODY_BYTES = 64 * 2**20
 OLDEST_SDK = (0, 38)
 TESTED_SDK = "0.38"
 
 
-def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
-    """The application. Ending it ends the gateway's sessions."""
+def make_app(
+    gateway: Gateway, keys: Keys, limits: Limits, *, needs_key: bool = False, poll_s: float = POLL_S
+) -> FastAPI:
+    """The application. Ending it ends the gateway's sessions. With `needs_key`, every request has to have one."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -39,7 +43,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
             yield
 
     app = FastAPI(title="ownloop", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.gateway, app.state.poll_s = gateway, poll_s
+    app.state.gateway, app.state.poll_s, app.state.limits = gateway, poll_s, limits
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _mistake)
     app.add_exception_handler(404, _unknown)
@@ -47,7 +51,7 @@ def make_app(gateway: Gateway, *, poll_s: float = POLL_S) -> FastAPI:
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
-    app.middleware("http")(_check_request)
+    app.add_middleware(Access, keys=keys, needs_key=needs_key, limits=limits)
     add_monitoring(app, gateway)
     return app
 
@@ -58,9 +62,10 @@ class CancelledRequest(BaseModel):
     request_id: str
 
 
-async def client_config() -> dict[str, Any]:
+async def client_config(request: Request) -> dict[str, Any]:
     """Flags of the SDK: larger requests, so that one logical batch stays together."""
-    return {"fwdbwd_max_chunk_bytes_count": MAX_BODY_BYTES // 4, "proto_compress_fwdbwd": False}
+    limits: Limits = request.app.state.limits
+    return {"fwdbwd_max_chunk_bytes_count": limits.body_bytes // 4, "proto_compress_fwdbwd": False}
 
 
 async def dynamic_config() -> dict[str, Any]:
@@ -73,7 +78,7 @@ async def telemetry() -> dict[str, str]:
     return {"status": "accepted"}
 
 
-async def create_session(body: types.CreateSessionRequest, door: Door) -> types.CreateSessionResponse:
+async def create_session(body: types.CreateSessionRequest, door: Door, user: Caller) -> types.CreateSessionResponse:
     """A new session."""
     version = tuple(int(part) for part in body.sdk_version.split(".")[:2] if part.isdigit())
     if version < OLDEST_SDK:
@@ -81,7 +86,7 @@ async def create_session(body: types.CreateSessionRequest, door: Door) -> types.
     warning = None
     if version > OLDEST_SDK:
         warning = f"this server was tested with tinker {TESTED_SDK}, and the client is {body.sdk_version}"
-    session = door.open_session(body)
+    session = door.open_session(body, user.name)
     return types.CreateSessionResponse(session_id=session.id, warning_message=warning)
 
 
@@ -117,16 +122,17 @@ async def get_info(body: types.GetInfoRequest, door: Door) -> types.GetInfoRespo
     return door.training_client(body.model_id).describe()
 
 
-async def forward_backward(request: Request, door: Door) -> dict[str, Any]:
+async def forward_backward(request: Request, door: Door, user: Caller) -> dict[str, Any]:
     """A protobuf message: loss and gradient, or the loss alone."""
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the request is larger than {MAX_BODY_BYTES} bytes; send fewer datums at a time")
-    body = decode_request(bytes(raw), request.headers.get("content-encoding"), MAX_BODY_BYTES)
-    pending = door.submit(body.model_id, body.seq_id, lambda client: client.forward_backward(body))
-    return _accepted(pending, body.model_id)
+    limits: Limits = request.app.state.limits
+    body = decode_request(await request.body(), request.headers.get("content-encoding"), limits.body_bytes)
+    check_owner(door, user, body.model_id)
+
+    async def call(client: TrainingClient) -> Answer:
+        check_size(body, limits)
+        return await client.forward_backward(body)
+
+    return _accepted(door.submit(body.model_id, body.seq_id, call), body.model_id)
 
 
 async def optim_step(body: types.OptimStepRequest, door: Door) -> dict[str, Any]:
@@ -197,19 +203,6 @@ async def retrieve_future(body: types.FutureRetrieveRequest, request: Request, d
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
     return Response(answer.content, media_type=answer.media_type)
-
-
-async def _check_request(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Refuses bodies that are too large, and requests for another host's name.
-
-    A web page can point its own name at this address (DNS rebinding), and would then reach the server from a browser.
-    """
-    if not is_this_host(request.url.hostname or ""):
-        detail = f"the request is for the host {request.url.hostname}; this server answers for 127.0.0.1 and localhost"
-        return JSONResponse({"detail": detail}, 421)
-    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-        return JSONResponse({"detail": f"the request is larger than {MAX_BODY_BYTES} bytes"}, 413)
-    return await answer(request)
 
 
 def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:

@@ -10,6 +10,30 @@ from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server accepts, for each user."""
+
+    body_mb: int = 64
+    """The largest request, in MiB."""
+    batch_datums: int = 16384
+    """Most datums of one `forward_backward` request. The SDK sends a larger batch as several requests."""
+    batch_tokens: int = 2**22
+    """Most tokens of one `forward_backward` request."""
+    requests_per_s: float = 2000.0
+    """Requests per second; those of two seconds may come at once."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_at_least(1, body_mb=self.body_mb, batch_datums=self.batch_datums, batch_tokens=self.batch_tokens)
+        check_above_zero(requests_per_s=self.requests_per_s)
+
+    @property
+    def body_bytes(self) -> int:
+        """The largest request, in bytes."""
+        return self.body_mb * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """A server of one model, whose adapters clients train and sample from."""
 
@@ -18,11 +42,17 @@ class ServeConfig:
     names: tuple[str, ...] = ()
     """Further names by which clients may ask for the model, for scripts that name another one."""
     host: str = "127.0.0.1"
-    """The address to listen at. Only addresses of this host itself are accepted."""
+    """The address to listen at. At an address that other hosts reach, every client needs a key of `ownloop key`."""
     port: int = 8000
     """The port to listen at; 0 takes any free one."""
     folder: Path = Path("gateway")
     """Where checkpoints, the database and logs are kept."""
+    tls_certificate: Path | None = None
+    """A file with the certificate, and its chain, to serve https with."""
+    tls_key: Path | None = None
+    """The file of the certificate's private key."""
+    limits: Limits = field(default_factory=Limits)
+    """What requests may ask for."""
     max_rank: int = 32
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
     max_snapshots: int = 24
@@ -43,14 +73,24 @@ class ServeConfig:
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         if not 0 <= self.port < 65536:
             raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
-        if not is_this_host(self.host):
-            # The gateway knows no users yet: whoever reaches it may use it.
+        if not is_address(self.host):
             raise ValueError(
-                f"ServeConfig.host is {self.host!r}; it must be an address of this host itself, such as 127.0.0.1. "
-                "From another host, forward the port: ssh -L 8000:127.0.0.1:8000 HOST"
+                f"ServeConfig.host is {self.host!r}; it must be an address of this host, such as 127.0.0.1, or 0.0.0.0 "
+                "for all of them"
             )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
+            raise ValueError(f"ServeConfig.tls_{given} is given and tls_{missing} is not; https needs both")
         if self.trainer.lora is not None or self.generator.lora is not None:
             raise ValueError("ServeConfig: trainer.lora and generator.lora are set by the server; use max_rank")
+
+
+def is_address(host: str) -> bool:
+    """Whether a server can listen at it."""
+    try:
+        return host == "localhost" or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def is_this_host(host: str) -> bool:

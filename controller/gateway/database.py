@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, create_engine, event, select
+from sqlalchemy import JSON, ForeignKey, create_engine, event, inspect, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, sessionmaker
 
 from rl.lora import LoRAConfig
@@ -23,6 +23,8 @@ class TrainingRunRow(_Table, kw_only=True):
 
     id: Mapped[str] = mapped_column(primary_key=True)
     """`<session>:train:<n>`, as the client computes it too."""
+    user: Mapped[str] = mapped_column(index=True)
+    """Whose key it was made with; empty on a server without keys."""
     base_model: Mapped[str]
     """The name by which the client asked for the model."""
     rank: Mapped[int]
@@ -70,7 +72,18 @@ class Database:
         self._engine = create_engine(f"sqlite:///{file}")
         event.listen(self._engine, "connect", _configure)
         _Table.metadata.create_all(self._engine)
+        self._add_columns()
         self._session = sessionmaker(self._engine, expire_on_commit=False)
+
+    def _add_columns(self) -> None:
+        """Gives tables of an older server the columns that they lack, empty."""
+        with self._engine.begin() as connection:
+            for table in _Table.metadata.sorted_tables:
+                found = {column["name"] for column in inspect(connection).get_columns(table.name)}
+                for column in table.columns:
+                    if column.name not in found:
+                        kind = column.type.compile(self._engine.dialect)
+                        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind} DEFAULT ''"))
 
     def close(self) -> None:
         """Closes the file."""
@@ -86,21 +99,32 @@ class Database:
         with self._session() as session:
             return session.get(TrainingRunRow, run_id)
 
-    def runs(self) -> list[TrainingRunRow]:
-        """All training runs, the one with the newest request first."""
+    def owner(self, session_id: str) -> str | None:
+        """The user of a session's training runs, if it had any."""
+        query = select(TrainingRunRow.user).where(TrainingRunRow.id.startswith(f"{session_id}:", autoescape=True))
         with self._session() as session:
-            return list(session.scalars(select(TrainingRunRow).order_by(TrainingRunRow.last_request_at.desc())))
+            return session.scalars(query.limit(1)).first()
+
+    def runs(self, user: str | None = None) -> list[TrainingRunRow]:
+        """The training runs of one user, or of all, the one with the newest request first."""
+        query = select(TrainingRunRow).order_by(TrainingRunRow.last_request_at.desc())
+        with self._session() as session:
+            return list(session.scalars(query if user is None else query.where(TrainingRunRow.user == user)))
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
         """One checkpoint."""
         with self._session() as session:
             return session.get(CheckpointRow, path)
 
-    def checkpoints(self, run_id: str | None = None) -> list[CheckpointRow]:
-        """The checkpoints of one run, or of all, newest first."""
+    def checkpoints(self, run_id: str | None = None, user: str | None = None) -> list[CheckpointRow]:
+        """The checkpoints of one run, of one user or of all, newest first."""
         query = select(CheckpointRow).order_by(CheckpointRow.created_at.desc())
+        if run_id is not None:
+            query = query.where(CheckpointRow.run_id == run_id)
+        if user is not None:
+            query = query.join(TrainingRunRow).where(TrainingRunRow.user == user)
         with self._session() as session:
-            return list(session.scalars(query if run_id is None else query.where(CheckpointRow.run_id == run_id)))
+            return list(session.scalars(query))
 
     def delete(self, path: str) -> None:
         """Forgets a checkpoint."""

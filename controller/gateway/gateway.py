@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,7 @@ from controller.gateway.answers import Answer, Answers, PendingAnswer
 from controller.gateway.archive import Archive, CheckpointPath
 from controller.gateway.database import Database, TrainingRunRow, now
 from controller.gateway.sampling_clients import Sampler, SamplingClients
-from controller.gateway.served_model import ServedModel
-from controller.gateway.snapshots import Snapshots
+from controller.gateway.served_model import ServedModel, ServedModels
 from controller.gateway.training_client import TrainingClient
 from controller.gateway.turns import answer
 
@@ -32,6 +31,8 @@ class ClientSession:
     """A `ServiceClient` of some process."""
 
     id: str
+    user: str
+    """Whose key opened it; empty on a server without keys."""
     user_metadata: dict[str, Any] | None
     last_seen: float = field(default_factory=time.monotonic)
 
@@ -39,16 +40,20 @@ class ClientSession:
 class Gateway:
     """What the server knows. Lives on one event loop."""
 
-    def __init__(self, model: ServedModel, folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
-        """`folder` is the server's: it keeps its database and checkpoints there. `say` is told who trains what."""
+    def __init__(
+        self, models: Iterable[ServedModel], folder: Path, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`folder` is the server's: it keeps its database and checkpoints there. `say` is told who trains what.
+
+        Raises ValueError if two models have a name in common.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.model = model
+        self.models = ServedModels(models)
         self._say = say
         self.database = Database(folder / "gateway.sqlite")
         self.archive = Archive(folder, self.database)
         self.answers = Answers()
-        self.snapshots = Snapshots(model.generator, model.max_snapshots)
-        self.samplers = SamplingClients(self.snapshots)
+        self.samplers = SamplingClients()
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
@@ -57,9 +62,9 @@ class Gateway:
 
     # Sessions
 
-    def open_session(self, request: types.CreateSessionRequest) -> ClientSession:
-        """A new session."""
-        session = ClientSession(id=uuid.uuid4().hex[:16], user_metadata=request.user_metadata)
+    def open_session(self, request: types.CreateSessionRequest, user: str = "") -> ClientSession:
+        """A new session of a user."""
+        session = ClientSession(id=uuid.uuid4().hex[:16], user=user, user_metadata=request.user_metadata)
         self.sessions[session.id] = session
         return session
 
@@ -71,6 +76,14 @@ class Gateway:
         session.last_seen = time.monotonic()
         return session
 
+    def owner(self, named: str) -> str | None:
+        """The user of what an id or a `tinker://` path names; None if nothing is known of it."""
+        if (pending := self.answers.find(named)) is not None:
+            named = pending.owner
+        session_id = named.removeprefix("tinker://").partition("/")[0].partition(":")[0]
+        session = self.sessions.get(session_id)
+        return self.database.owner(session_id) if session is None else session.user
+
     async def end_session(self, session_id: str) -> None:
         """Gives up the session's adapters and sampling clients."""
         if self.sessions.pop(session_id, None) is None:
@@ -78,8 +91,8 @@ class Gateway:
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
             await self.training.pop(run_id).close()
             self._say(f"{run_id} ended")
-        for policy in self.samplers.forget_session(session_id):
-            await self.snapshots.drop(policy)
+        for model, policy in self.samplers.forget_session(session_id):
+            await model.snapshots.drop(policy)
         self.answers.forget_owner(session_id)
 
     async def sweep(self) -> None:
@@ -123,6 +136,7 @@ class Gateway:
             self._check_new(request.base_model, config.rank, request.optimizer_config.type)
             row = TrainingRunRow(
                 id=f"{session.id}:train:{request.model_seq_id}",
+                user=session.user,
                 base_model=request.base_model,
                 rank=config.rank,
                 seed=secrets.randbelow(2**31) if config.seed is None else config.seed,
@@ -151,6 +165,7 @@ class Gateway:
             self._check_new(base_model, source.rank, "adamw" if optimizer is None else optimizer.type)
             row = TrainingRunRow(
                 id=f"{session.id}:train:{number}",
+                user=session.user,
                 base_model=base_model,
                 rank=source.rank,
                 seed=source.seed,
@@ -202,30 +217,25 @@ class Gateway:
                 return pending
             self.database.save(row)
             self._say(f"{row.id} trains an adapter of rank {row.rank} of {row.base_model}")
-            client = TrainingClient(row, self.model, self.snapshots, self.archive)
+            client = TrainingClient(row, self.models.find(row.base_model), self.archive)
             self.training[row.id] = client
             client.turns.put(0, lambda: first(client), pending)
         return pending
 
     def _check_new(self, base_model: str, rank: int, optimizer: str) -> None:
         """Raises ValueError for an adapter that cannot be trained here."""
-        self.check_model(base_model)
+        model = self.models.find(base_model)
         if rank == 0:
             raise ValueError(
                 "rank is 0, which asks for full fine-tuning; this server trains adapters: choose a rank from 1 to "
-                f"{self.model.max_rank}, or train all weights with `ownloop run`"
+                f"{model.max_rank}, or train all weights with `ownloop run`"
             )
-        if not 1 <= rank <= self.model.max_rank:
+        if not 1 <= rank <= model.max_rank:
             raise ValueError(
-                f"rank is {rank}; it must be from 1 to {self.model.max_rank}, which `ownloop serve --max-rank` sets"
+                f"rank is {rank}; it must be from 1 to {model.max_rank}, which `ownloop serve --max-rank` sets"
             )
         if optimizer != "adamw":
             raise ValueError(f"the optimizer is {optimizer!r}; this server has AdamW: leave `optimizer` out")
-
-    def check_model(self, base_model: str) -> None:
-        """Raises ValueError for a model that is not served."""
-        if base_model not in self.model.names:
-            raise ValueError(f"base_model is {base_model!r}; this server serves {', '.join(self.model.names)}")
 
     # Sampling
 
@@ -236,9 +246,8 @@ class Gateway:
         if (known := self.samplers.find(sampler_id)) is not None:
             return known
         if request.model_path is None:
-            self.check_model(request.base_model or "")
-            name = request.base_model or self.model.names[0]
-            return self.samplers.add(session.id, request.sampling_session_seq_id, self.model, name, None)
+            name = request.base_model or ""
+            return self.samplers.add(session.id, request.sampling_session_seq_id, self.models.find(name), name, None)
         if sampler_id not in self._from_paths:
             loading = self._load_sampler(session.id, request.sampling_session_seq_id, request.model_path)
             self._from_paths[sampler_id] = asyncio.create_task(loading)
@@ -251,16 +260,17 @@ class Gateway:
         row, folder = self.archive.find(path)
         run = self.database.run(row.run_id)
         assert run is not None, "a checkpoint's run is in the database before the checkpoint"
+        model = self.models.find(run.base_model)
         self._num_loaded += 1
         name = f"loaded.{self._num_loaded}.{session_id}"
         # The checkpoint goes to the generator by way of an adapter of the trainer, which reads its format.
-        trainer = await self.model.adapter(name, run.lora)
+        trainer = await model.adapter(name, run.lora)
         try:
             await trainer.load_checkpoint(folder, weights_only=True)
-            policy = await self.snapshots.freeze(name, trainer)
+            policy = await model.snapshots.freeze(name, trainer)
         finally:
             await trainer.drop()
-        return self.samplers.add(session_id, number, self.model, run.base_model, policy, path)
+        return self.samplers.add(session_id, number, model, run.base_model, policy, path)
 
     def sample(self, request: types.SampleRequest) -> PendingAnswer:
         """Begins to sample."""

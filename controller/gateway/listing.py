@@ -1,24 +1,19 @@
 """Routes that list and manage what the server has: models, training runs, checkpoints, sampling clients."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Response
 from pydantic import BaseModel
 from tinker import types
 
+from controller.gateway.access import Caller, Door
 from controller.gateway.archive import KINDS, CheckpointPath
 from controller.gateway.database import CheckpointRow, TrainingRunRow
 from controller.gateway.gateway import Gateway
+from controller.gateway.keys import User
 
 listing = APIRouter()
-
-
-def _gateway(request: Request) -> Gateway:
-    return request.app.state.gateway
-
-
-Door = Annotated[Gateway, Depends(_gateway)]
 
 
 class TinkerPath(BaseModel):
@@ -42,19 +37,19 @@ async def healthz() -> dict[str, str]:
 @listing.get("/get_server_capabilities")
 async def get_server_capabilities(door: Door) -> types.GetServerCapabilitiesResponse:
     """The models."""
-    model = door.model
     return types.GetServerCapabilitiesResponse(
         supported_models=[
             types.SupportedModel(model_name=name, max_context_length=model.max_context, trainable=True, sampleable=True)
+            for model in door.models
             for name in model.names
         ]
     )
 
 
 @listing.get("/training_runs")
-async def training_runs(door: Door, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
-    """Training runs, the one with the newest request first."""
-    rows = door.database.runs()
+async def training_runs(door: Door, user: Caller, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
+    """The user's training runs, the one with the newest request first."""
+    rows = door.database.runs(_seen_by(user))
     page = rows[offset : offset + limit]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
     return types.TrainingRunsResponse(training_runs=[_run(door, row) for row in page], cursor=cursor)
@@ -74,9 +69,9 @@ async def run_checkpoints(run_id: str, door: Door) -> types.CheckpointsListRespo
 
 
 @listing.get("/checkpoints")
-async def checkpoints(door: Door, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
-    """The checkpoints of all runs."""
-    rows = door.database.checkpoints()
+async def checkpoints(door: Door, user: Caller, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
+    """The checkpoints of all runs of the user."""
+    rows = door.database.checkpoints(user=_seen_by(user))
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
     page = [_checkpoint(row) for row in rows[offset : offset + limit]]
     return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
@@ -132,9 +127,14 @@ async def session(session_id: str, door: Door) -> types.GetSessionResponse:
 
 
 @listing.get("/sessions")
-async def sessions(door: Door, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
-    """The sessions that have not ended."""
-    return types.ListSessionsResponse(sessions=list(door.sessions)[offset : offset + limit])
+async def sessions(door: Door, user: Caller, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
+    """The user's sessions that have not ended."""
+    seen = [session.id for session in door.sessions.values() if user.is_operator or session.user == user.name]
+    return types.ListSessionsResponse(sessions=seen[offset : offset + limit])
+
+
+def _seen_by(user: User) -> str | None:
+    return None if user.is_operator else user.name
 
 
 def _found(door: Gateway, run_id: str) -> TrainingRunRow:
@@ -160,7 +160,7 @@ def _run(door: Gateway, row: TrainingRunRow) -> types.TrainingRun:
     return types.TrainingRun(
         training_run_id=row.id,
         base_model=row.base_model,
-        model_owner="local",
+        model_owner=row.user or "local",
         is_lora=True,
         lora_rank=row.rank,
         last_request_time=_aware(row.last_request_at),

@@ -28,7 +28,11 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
         ("sessions", "Sessions that have not ended.", lambda: len(gateway.sessions)),
         ("training_clients", "Adapters that clients train.", lambda: len(gateway.training)),
         ("sampling_clients", "Sampling clients.", lambda: len(gateway.samplers)),
-        ("snapshots", "Versions that the generator keeps.", lambda: len(gateway.snapshots)),
+        (
+            "snapshots",
+            "Versions that the generator keeps.",
+            lambda: sum(len(model.snapshots) for model in gateway.models),
+        ),
         ("requests_waiting", "Accepted requests without a result.", lambda: gateway.answers.num_waiting),
         ("results_kept", "Requests whose result may still be asked for.", lambda: len(gateway.answers)),
     ):
@@ -49,7 +53,9 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
             route = getattr(request.scope.get("route"), "path", "unknown")
             requests.labels(route, str(status)).inc()
             seconds.labels(route).observe(took_s)
-            log.info("%s %s %d %.1f ms", request.method, request.url.path, status, took_s * 1000)
+            user = getattr(request.state, "user", None)
+            who = f" {user.name}" if user is not None and user.name else ""
+            log.info("%s %s %d %.1f ms%s", request.method, request.url.path, status, took_s * 1000, who)
         return response
 
     app.add_api_route("/metrics", metrics, methods=["GET"])

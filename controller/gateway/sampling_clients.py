@@ -8,7 +8,6 @@ from tinker.proto import tinker_public_pb2 as messages
 
 from controller.gateway.answers import Answer
 from controller.gateway.served_model import ServedModel
-from controller.gateway.snapshots import Snapshots
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 
@@ -35,9 +34,8 @@ class Sampler:
 class SamplingClients:
     """All sampling clients of all sessions."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self) -> None:
         """None at first."""
-        self._snapshots = snapshots
         self._samplers: dict[str, Sampler] = {}
 
     def __len__(self) -> int:
@@ -66,15 +64,16 @@ class SamplingClients:
         self._samplers[sampler_id] = sampler
         return sampler
 
-    def forget_session(self, session_id: str) -> set[Policy]:
-        """Ends a session's clients. Returns the policies that no client samples from any more."""
+    def forget_session(self, session_id: str) -> set[tuple[ServedModel, Policy]]:
+        """Ends a session's clients. Returns the policies that no client samples from any more, with their models."""
         ended = [self._samplers.pop(sampler_id) for sampler_id in self.of_session(session_id)]
-        return {sampler.policy for sampler in ended} - {sampler.policy for sampler in self._samplers.values()} - {None}
+        used = {(sampler.model, sampler.policy) for sampler in self._samplers.values()}
+        return {(sampler.model, sampler.policy) for sampler in ended if sampler.policy is not None} - used
 
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
         prompt, sampling = read_request(request, sampler.model.max_context)
-        async with self._snapshots.use(sampler.policy):
+        async with sampler.model.snapshots.use(sampler.policy):
             completions = await sampler.model.generator.generate(
                 prompt, sampling, request.num_samples, policy=sampler.policy
             )

@@ -1,13 +1,14 @@
 """A base model that the server trains adapters of and samples from."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
+from controller.gateway.snapshots import Snapshots
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedModel:
     """The frozen base with its generator. All adapters share both."""
 
@@ -24,3 +25,37 @@ class ServedModel:
     """Tokens of a prompt and its completion together."""
     max_snapshots: int
     """Versions of adapters that the generator keeps at the same time."""
+    snapshots: Snapshots = field(init=False)
+    """The versions that it keeps."""
+
+    def __post_init__(self) -> None:
+        """Nothing is kept yet."""
+        object.__setattr__(self, "snapshots", Snapshots(self.generator, self.max_snapshots))
+
+
+class ServedModels:
+    """The models of a server."""
+
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        """At least one. Raises ValueError if two have a name in common."""
+        self._models = tuple(models)
+        self._by_name: dict[str, ServedModel] = {}
+        for model in self._models:
+            for name in model.names:
+                if name in self._by_name:
+                    raise ValueError(f"two models are served as {name!r}; every name must mean one model")
+                self._by_name[name] = model
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of all models."""
+        return tuple(self._by_name)
+
+    def find(self, name: str) -> ServedModel:
+        """The model of this name. Raises ValueError, naming those that there are, for any other."""
+        if name not in self._by_name:
+            raise ValueError(f"base_model is {name!r}; this server serves {', '.join(self.names)}")
+        return self._by_name[name]

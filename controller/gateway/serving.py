@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import shutil
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 import uvicorn
 
 from controller.gateway.app import make_app
-from controller.gateway.config import ServeConfig
+from controller.gateway.config import ServeConfig, is_this_host
 from controller.gateway.gateway import Gateway
+from controller.gateway.keys import Keys, needs_keys
 from controller.gateway.monitoring import log
 from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
@@ -33,6 +35,8 @@ async def serve(config: ServeConfig, model: Path, say: Say) -> None:
 
     Raises ValueError if the address is taken, and for what trainer and generator refuse, before any process starts.
     """
+    keys = Keys(config.folder)
+    needs_key = needs_keys(config, keys)
     listener = listen(config.host, config.port)
     at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
     limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
@@ -63,12 +67,36 @@ async def serve(config: ServeConfig, model: Path, say: Say) -> None:
                 max_context=generator_config.max_model_len,
                 max_snapshots=config.max_snapshots,
             )
-            app = make_app(Gateway(served, config.folder, say))
-            host, port = listener.getsockname()[:2]
-            say(f"serving {', '.join(served.names)}; checkpoints and logs go to {config.folder}")
-            say(f"clients: export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-local")
-            options = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="on")
+            gateway = Gateway([served], config.folder, say)
+            app = make_app(gateway, keys, config.limits, needs_key=needs_key)
+            say(f"serving {', '.join(gateway.models.names)}; checkpoints and logs go to {config.folder}")
+            options = uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=75,
+                lifespan="on",
+                ssl_certfile=config.tls_certificate,
+                ssl_keyfile=config.tls_key,
+            )
+            options.load()  # a certificate that cannot be read is an error here
+            for line in invitation(config, listener, needs_key=needs_key):
+                say(line)
             await _Server(options).serve_until_cancelled(listener)
+
+
+def invitation(config: ServeConfig, listener: socket.socket, *, needs_key: bool) -> list[str]:
+    """What clients and people need to know to use the server."""
+    host, port = listener.getsockname()[:2]
+    name = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else f"[{host}]" if ":" in host else host
+    scheme = "http" if config.tls_certificate is None else "https"
+    key = "the key of `ownloop key add`" if needs_key else "tml-local"
+    lines = [f"clients: export TINKER_BASE_URL={scheme}://{name}:{port} TINKER_API_KEY={key}"]
+    if not is_this_host(config.host) and config.tls_certificate is None:
+        lines.append(
+            "keys and data cross the network unencrypted: give --tls-certificate and --tls-key, or use a tunnel"
+        )
+    return lines
 
 
 def listen(host: str, port: int) -> socket.socket:

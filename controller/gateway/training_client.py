@@ -19,7 +19,6 @@ from controller.gateway.archive import Archive, CheckpointPath
 from controller.gateway.database import TrainingRunRow
 from controller.gateway.sampling_clients import SamplingClients
 from controller.gateway.served_model import ServedModel
-from controller.gateway.snapshots import Snapshots
 from controller.gateway.turns import Turns
 from controller.gateway.wire import TrainingBatch, encode_output, read_batch
 from rl.losses import LossInputs
@@ -30,12 +29,11 @@ from rl.types import AdamParams, ForwardBackwardOutput
 class TrainingClient:
     """An adapter that a client trains."""
 
-    def __init__(self, run: TrainingRunRow, model: ServedModel, snapshots: Snapshots, archive: Archive) -> None:
+    def __init__(self, run: TrainingRunRow, model: ServedModel, archive: Archive) -> None:
         """The adapter is made by `create` or `create_from`, which must be its first call."""
         self.run = run
         self.model = model
         self.turns = Turns(run.id)
-        self._snapshots = snapshots
         self._archive = archive
         self._trainer: Trainer | None = None
         self._num_adapters = 0
@@ -116,7 +114,8 @@ class TrainingClient:
         """Makes a sampling client of the current weights: frozen, or following ("inflight")."""
         if request.sampling_session_seq_id is None:
             raise ValueError("sampling_session_seq_id is missing; without a path it is needed")
-        keep = self._snapshots.follow if request.kind == "inflight" else self._snapshots.freeze
+        snapshots = self.model.snapshots
+        keep = snapshots.follow if request.kind == "inflight" else snapshots.freeze
         policy = await keep(self._adapter_name, self._current)
         sampler = samplers.add(session_id, request.sampling_session_seq_id, self.model, self.run.base_model, policy)
         return Answer.json({"type": request.type, "sampling_session_id": sampler.id})

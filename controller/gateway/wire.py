@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as messages
 
+from controller.gateway.config import Limits
 from rl.losses import Loss, get_loss
 from rl.types import Datum
 
@@ -59,6 +60,20 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
     except DecodeError as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
     return request
+
+
+def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None:
+    """Raises ValueError for a batch that is larger than the server takes at once."""
+    num_tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input) // 4
+    for what, found, limit, option in (
+        ("datums", len(request.data), limits.batch_datums, "batch-datums"),
+        ("tokens", num_tokens, limits.batch_tokens, "batch-tokens"),
+    ):
+        if found > limit:
+            raise ValueError(
+                f"the request has {found} {what}; this server takes {limit} at once "
+                f"(`ownloop serve --limits.{option}`): send several; their gradients add up until optim_step"
+            )
 
 
 def read_batch(request: messages.ForwardBackwardRequest) -> TrainingBatch:

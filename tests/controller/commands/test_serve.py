@@ -15,8 +15,10 @@ from rl.tiny_models import tiny_llama
     [
         ([], "--model is missing"),
         (["--model", "nonsense"], "'nonsense' is neither a local directory nor a known name"),
-        (["--model", "x", "--host", "0.0.0.0"], "ssh -L"),
-        (["--model", "x", "--host", "evil.example"], "must be an address of this host itself"),
+        (["--model", "x", "--host", "0.0.0.0"], "ownloop key add NAME --folder gateway"),
+        (["--model", "x", "--host", "evil.example"], "must be an address of this host"),
+        (["--model", "x", "--tls-key", "k.pem"], "tls_certificate is not"),
+        (["--model", "x", "--limits.body-mb", "0"], "body_mb is 0"),
         (["--model", "x", "--port", "70000"], "must be from 0 to 65535"),
         (["--model", "x", "--max-rank", "0"], "max_rank is 0"),
         (["--model", "x", "--max-snapshot", "3"], "did you mean '--max-snapshots'"),

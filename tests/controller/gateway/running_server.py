@@ -16,7 +16,9 @@ import tinker
 import uvicorn
 
 from controller.gateway.app import make_app
+from controller.gateway.config import Limits
 from controller.gateway.gateway import Gateway
+from controller.gateway.keys import Keys
 from tests.controller.gateway.toy_model import ToyHost
 
 
@@ -27,28 +29,41 @@ class RunningServer:
     url: str
     host: ToyHost
     gateway: Gateway
+    keys: Keys
+    folder: Path
 
-    def client(self) -> tinker.ServiceClient:
+    def client(self, key: str = "tml-local") -> tinker.ServiceClient:
         """A new client of the official SDK."""
-        return tinker.ServiceClient(base_url=self.url, api_key="tml-local")
+        return tinker.ServiceClient(base_url=self.url, api_key=key)
 
 
 @contextmanager
-def running_server(folder: Path, *, max_snapshots: int = 8, poll_s: float = 25.0) -> Generator[RunningServer]:
+def running_server(
+    folder: Path,
+    *,
+    max_snapshots: int = 8,
+    poll_s: float = 25.0,
+    needs_key: bool = False,
+    limits: Limits | None = None,
+    tls: tuple[Path, Path] | tuple[None, None] = (None, None),
+) -> Generator[RunningServer]:
     """Starts a server of the toy model, and ends it with the block."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # a request that comes before the server runs waits for it
     started: list[RunningServer] = []
     ready = threading.Event()
     servers: list[uvicorn.Server] = []
 
     async def serve() -> None:
         host = ToyHost()
-        gateway = Gateway(host.served(folder / "recovery", max_snapshots), folder)
-        server = uvicorn.Server(uvicorn.Config(make_app(gateway, poll_s=poll_s), log_level="warning"))
+        gateway = Gateway([host.served(folder / "recovery", max_snapshots)], folder)
+        keys = Keys(folder)
+        app = make_app(gateway, keys, limits or Limits(), needs_key=needs_key, poll_s=poll_s)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ssl_certfile=tls[0], ssl_keyfile=tls[1]))
         servers.append(server)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        started.append(RunningServer(url=url, host=host, gateway=gateway))
+        url = f"{'http' if tls[0] is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+        started.append(RunningServer(url=url, host=host, gateway=gateway, keys=keys, folder=folder))
         ready.set()
         await server.serve(sockets=[listener])
 
