@@ -68,7 +68,8 @@ class SamplingClients:
         """Ends a session's clients. Returns the policies that no client samples from any more, with their models."""
         ended = [self._samplers.pop(sampler_id) for sampler_id in self.of_session(session_id)]
         used = {(sampler.model, sampler.policy) for sampler in self._samplers.values()}
-        return {(sampler.model, sampler.policy) for sampler in ended if sampler.policy is not None} - used
+        given_up: set[tuple[ServedModel, Policy]] = {(sampler.model, sampler.policy) for sampler in ended} - used
+        return given_up
 
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
