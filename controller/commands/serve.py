@@ -1,4 +1,4 @@
-"""`ownloop serve --model NAME`: a server for scripts that use the official `tinker` SDK."""
+"""`ownloop serve --model NAME [--model NAME ...]`: a server for scripts that use the official `tinker` SDK."""
 
 import argparse
 import importlib.util
@@ -27,13 +27,15 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
+    from controller.gateway.hosting import served_names
     from controller.gateway.keys import Keys, needs_keys
     from controller.runs.models import resolve_model
 
     with CapturedOutput() as output:
         config = configuration(overrides)
         needs_keys(config, Keys(config.folder))
-        model = resolve_model(config.model, lambda text: print(text, file=output.errors))
+        models = {name: resolve_model(name, lambda text: print(text, file=output.errors)) for name in config.model}
+        served_names(config, models)
         (config.folder / "logs").mkdir(parents=True, exist_ok=True)
         output.move_to(config.folder / "logs" / "server.log")
         from controller.gateway.serving import serve as run_server
@@ -41,7 +43,7 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         adopt_orphans()
         with StopSignals(lambda: None) as stop:
             try:
-                stop.run(run_server(config, model, lambda text: print(text, file=output.terminal)))
+                stop.run(run_server(config, models, lambda text: print(text, file=output.terminal)))
             except ValueError:
                 raise
             except Exception as error:
@@ -68,7 +70,27 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
     default = ServeConfig(
         trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
     )
-    config = override(default, overrides, "ownloop serve", "Serves a model to scripts that use the tinker SDK.")
+    options = _with_models_together(overrides)
+    config = override(default, options, "ownloop serve", "Serves models to scripts that use the tinker SDK.")
     if not config.model:
         raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
     return config
+
+
+def _with_models_together(options: Sequence[str]) -> list[str]:
+    """`--model A --model B` as `--model A B`: of an option that comes twice, the last one would count."""
+    models: list[str] = []
+    others: list[str] = []
+    into = others
+    for option in options:
+        if option == "--model":
+            into = models
+        elif option.startswith("--model="):
+            models.append(option.partition("=")[2])
+            into = others
+        elif option.startswith("--"):
+            into = others
+            others.append(option)
+        else:
+            into.append(option)
+    return [*others, *(["--model", *models] if models else [])]

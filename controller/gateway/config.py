@@ -35,12 +35,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """A server of one model, whose adapters clients train and sample from."""
+    """A server of models whose adapters clients train and sample from."""
 
-    model: str = ""
-    """The base model: a directory, a name of `ownloop model`, or ORG/NAME on the Hugging Face Hub."""
+    model: tuple[str, ...] = ()
+    """A base model: a directory, a name of `ownloop model`, or ORG/NAME on the Hugging Face Hub. May be given several
+    times; each has a trainer and a generator of its own."""
     names: tuple[str, ...] = ()
-    """Further names by which clients may ask for the model, for scripts that name another one."""
+    """Further names by which clients may ask for the model, for scripts that name another one. With several models:
+    NAME=MODEL."""
     host: str = "127.0.0.1"
     """The address to listen at. At an address that other hosts reach, every client needs a key of `ownloop key`."""
     port: int = 8000

@@ -1,13 +1,11 @@
-"""Runs a server: a trainer and a generator of one model, and the gateway before them."""
+"""Runs a server: the processes of its models, and the gateway before them."""
 
 import asyncio
 import contextlib
 import ipaddress
 import logging
-import shutil
 import socket
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import uvicorn
@@ -15,63 +13,25 @@ import uvicorn
 from controller.gateway.app import make_app
 from controller.gateway.config import ServeConfig, is_this_host
 from controller.gateway.gateway import Gateway
+from controller.gateway.hosting import Say, host
 from controller.gateway.keys import Keys, needs_keys
 from controller.gateway.monitoring import log
-from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
-from controller.gateway.served_model import ServedModel
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
-from controller.runs.restarts import RestartLimit
-from generator.config import LoRALimits
-from rl.lora import LoRAConfig
-from rl.protocols import Trainer
-
-Say = Callable[[str], None]
-_ADAPTERS_AT_ONCE = 8
 
 
-async def serve(config: ServeConfig, model: Path, say: Say) -> None:
+async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
     """Serves until it is cancelled. `say` is told where, and who trains what.
 
-    Raises ValueError if the address is taken, and for what trainer and generator refuse, before any process starts.
+    `models` are the directories by the names after `--model`. Raises ValueError if the address is taken, and for what
+    trainer and generator refuse, before any process starts.
     """
     keys = Keys(config.folder)
     needs_key = needs_keys(config, keys)
-    listener = listen(config.host, config.port)
-    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
-    limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
-    generator_config = replace(config.generator, lora=limits)
-    trainer_config = replace(config.trainer, lora=LoRAConfig(rank=config.max_rank))
-    with listener, _request_log(config.folder / "logs" / "requests.log"):
-        async with Launcher(config.folder / "logs") as launcher:
-            policy, generator = await asyncio.gather(
-                launcher.trainer(model, trainer_config, generator=generator_config),
-                launcher.generator(model, generator_config),
-            )
-            assert isinstance(generator, BoundGenerator), "with `lora` it is"
-            base = await launcher.reference(model, trainer_config)
-            await policy.drop()  # a loop's adapter; here every client makes its own
-            trainer = RestartingTrainer(base, launcher.restart_trainer, RestartLimit(config), say)
-            recovery = config.folder / "recovery"
-            shutil.rmtree(recovery, ignore_errors=True)  # of a server that was killed
-
-            async def adapter(name: str, lora: LoRAConfig) -> Trainer:
-                return await RecoveringAdapter.make(trainer, name, lora, recovery / name)
-
-            served = ServedModel(
-                names=tuple(dict.fromkeys((config.model, str(model), *config.names))),
-                tokenizer=str(model),
-                adapter=adapter,
-                generator=generator.unbound,
-                max_rank=config.max_rank,
-                max_context=generator_config.max_model_len,
-                max_snapshots=config.max_snapshots,
-            )
-            gateway = Gateway([served], config.folder, say)
-            app = make_app(gateway, keys, config.limits, needs_key=needs_key)
+    with listen(config.host, config.port) as listener, _request_log(config.folder / "logs" / "requests.log"):
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = Gateway(await host(stack, config, models, say), config.folder, say)
             say(f"serving {', '.join(gateway.models.names)}; checkpoints and logs go to {config.folder}")
             options = uvicorn.Config(
-                app,
+                make_app(gateway, keys, config.limits, needs_key=needs_key),
                 log_config=None,
                 access_log=False,
                 timeout_keep_alive=75,
@@ -79,7 +39,6 @@ async def serve(config: ServeConfig, model: Path, say: Say) -> None:
                 ssl_certfile=config.tls_certificate,
                 ssl_keyfile=config.tls_key,
             )
-            options.load()  # a certificate that cannot be read is an error here
             for line in invitation(config, listener, needs_key=needs_key):
                 say(line)
             await _Server(options).serve_until_cancelled(listener)

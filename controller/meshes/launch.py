@@ -62,8 +62,12 @@ class Launcher:
     generator samples from.
     """
 
-    def __init__(self, log_dir: Path) -> None:
-        """The output of the processes goes to `<log_dir>/<name>-<rank>.log`."""
+    def __init__(self, log_dir: Path, *, beside: "Launcher | None" = None) -> None:
+        """The output of the processes goes to `<log_dir>/<name>-<rank>.log`.
+
+        `beside` is a running launcher whose GPUs and weight store this one shares; its trainer may push too.
+        """
+        self._root: Launcher = self if beside is None else beside._root
         self._log_dir = log_dir
         self._names: set[str] = set()
         self._gpus: GPUPool | None = None
@@ -175,7 +179,7 @@ class Launcher:
             version_records=self._version_records,
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
-            pushes_to=lambda: _known(self._store_mesh),
+            pushes_to=lambda: _known(self._root._store_mesh),
         )
         self._running.append(handle := TrainerHandle(trainer))
         self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, own_gpus)
@@ -213,7 +217,7 @@ class Launcher:
                 name=name if num_replicas == 1 else f"{name}-{index}",
                 gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
                 version_records=self._version_records,
-                pulls_from=lambda: _known(self._store_mesh, self._pushing_mesh),
+                pulls_from=lambda: _known(self._root._store_mesh, self._pushing_mesh),
             )
 
         async def start() -> Generator:
@@ -232,15 +236,17 @@ class Launcher:
     def _weight_store(self) -> asyncio.Task[None]:
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""
 
+        root = self._root
+
         async def start() -> None:
             from controller.meshes.store import WeightStore
 
-            running = await WeightStore.launch(self._log_dir)
-            self._running.append(running)
-            self._store_mesh = running.mesh
+            running = await WeightStore.launch(root._log_dir)
+            root._running.append(running)
+            root._store_mesh = running.mesh
 
-        self._store = self._store or self._begin(start())
-        return self._store
+        root._store = root._store or root._begin(start())
+        return root._store
 
     def _check_pushing(self, name: str) -> None:
         """Raises ValueError if another trainer pushes: both would number their versions from 0."""
@@ -255,8 +261,8 @@ class Launcher:
         """Takes a name and GPUs. Raises ValueError if the name is taken and for too few GPUs."""
         if name in self._names:
             raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
-        self._gpus = self._gpus or GPUPool(gpus_here())
-        reserved = self._gpus.take(name, num_ranks, gpus, num_replicas=num_replicas)
+        pool = self._root._gpus = self._root._gpus or GPUPool(gpus_here())
+        reserved = pool.take(name, num_ranks, gpus, num_replicas=num_replicas)
         self._names.add(name)
         return reserved
 

@@ -28,7 +28,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator
     folder = tmp_path_factory.mktemp("serving")
     model = tiny_llama(folder / "model", **SERVABLE)
     config = ServeConfig(
-        model=str(model),
+        model=(str(model),),
         names=("tiny",),
         port=0,
         folder=folder / "gateway",
@@ -51,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator
 
     def run() -> None:
         (folder / "gateway" / "logs").mkdir(parents=True)
-        task.append(loop.create_task(serve(config, model, say)))
+        task.append(loop.create_task(serve(config, {str(model): model}, say)))
         try:
             loop.run_until_complete(task[0])
         except asyncio.CancelledError:

@@ -1,0 +1,90 @@
+"""Starts what each model of a server needs: a trainer of the frozen base, and a generator."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from controller.gateway.config import ServeConfig
+from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
+from controller.gateway.served_model import ServedModel
+from controller.meshes.adapters import BoundGenerator
+from controller.meshes.launch import Launcher
+from controller.runs.restarts import RestartLimit
+from generator.config import LoRALimits
+from rl.lora import LoRAConfig
+from rl.protocols import Trainer
+
+Say = Callable[[str], None]
+_ADAPTERS_AT_ONCE = 8
+
+
+def served_names(config: ServeConfig, models: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
+    """For each of `--model`, the names by which clients may ask for it. Raises ValueError for a name that is unclear.
+
+    `models` are the directories by the names after `--model`.
+    """
+    names = {model: [model, str(directory)] for model, directory in models.items()}
+    for further in config.names:
+        alias, _, model = further.partition("=")
+        model = model or (config.model[0] if len(config.model) == 1 else "")
+        if model not in names:
+            raise ValueError(
+                f"ServeConfig.names has {further!r}; with several models it must be NAME=MODEL, where MODEL is one of "
+                f"{', '.join(models)}"
+            )
+        names[model].append(alias)
+    return {model: tuple(dict.fromkeys(of_model)) for model, of_model in names.items()}
+
+
+async def host(
+    stack: AsyncExitStack, config: ServeConfig, models: Mapping[str, Path], say: Say
+) -> Sequence[ServedModel]:
+    """Starts the processes of all models side by side. They end with `stack`.
+
+    `models` are as for `served_names`. Raises as `Launcher` does, before any process starts.
+    """
+    names = served_names(config, models)
+    shutil.rmtree(config.folder / "recovery", ignore_errors=True)  # of a server that was killed
+    first = await stack.enter_async_context(Launcher(config.folder / "logs"))
+    others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
+    launchers = [first, *[await stack.enter_async_context(other) for other in others]]
+    starts = [
+        _host_one(launcher, config, names[model], directory, "" if index == 1 else f"-{index}", say)
+        for index, (launcher, (model, directory)) in enumerate(zip(launchers, models.items(), strict=True), start=1)
+    ]
+    return await asyncio.gather(*starts)
+
+
+async def _host_one(
+    launcher: Launcher, config: ServeConfig, names: tuple[str, ...], model: Path, suffix: str, say: Say
+) -> ServedModel:
+    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
+    limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
+    generator_config = replace(config.generator, lora=limits)
+    trainer_config = replace(config.trainer, lora=LoRAConfig(rank=config.max_rank))
+    policy, generator = await asyncio.gather(
+        launcher.trainer(model, trainer_config, name=f"trainer{suffix}", generator=generator_config),
+        launcher.generator(model, generator_config, name=f"generator{suffix}"),
+    )
+    assert isinstance(generator, BoundGenerator), "with `lora` it is"
+    base = await launcher.reference(model, trainer_config)
+    await policy.drop()  # a loop's adapter; here every client makes its own
+    restart = partial(launcher.restart_trainer, f"trainer{suffix}")
+    trainer = RestartingTrainer(base, restart, RestartLimit(config), say)
+
+    async def adapter(name: str, lora: LoRAConfig) -> Trainer:
+        return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
+
+    return ServedModel(
+        names=names,
+        tokenizer=str(model),
+        adapter=adapter,
+        generator=generator.unbound,
+        max_rank=config.max_rank,
+        max_context=generator_config.max_model_len,
+        max_snapshots=config.max_snapshots,
+    )
