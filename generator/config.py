@@ -31,6 +31,11 @@ _OWN_FIELDS = {
     "max_cpu_loras": "lora.max_loaded",
 }
 _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
+_REFUSED = {
+    "quantization": "vLLM would pack the weights when it loads them, and nothing can be pulled into packed ones",
+    "moe_backend": "others than 'triton', which is chosen, reorder experts in place, so that a pull leaves garbage",
+    "enable_eplb": "vLLM would move experts between ranks, and a pull would bring them back to where they were",
+}
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -207,6 +212,10 @@ def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
             raise ValueError(f"GeneratorConfig.engine_args[{name!r}]: set GeneratorConfig.{_OWN_FIELDS[name]} instead")
         if name in _FIXED:
             raise ValueError(f"GeneratorConfig.engine_args[{name!r}] is set by the generator and cannot be chosen")
+        if name in _REFUSED and engine_args[name] not in (None, False):
+            raise ValueError(
+                f"GeneratorConfig.engine_args[{name!r}] is {engine_args[name]!r} and must be left out: {_REFUSED[name]}"
+            )
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ValueError(

@@ -21,8 +21,11 @@ _CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 is longer than most prompts, and only
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
 
-def generator_env(config: GeneratorConfig) -> dict[str, str]:
-    """The environment of each rank's process. It has to be set before the process imports anything."""
+def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> dict[str, str]:
+    """The environment of each rank's process. It has to be set before the process imports anything.
+
+    `has_gpu` says whether the host that computes has a GPU; None stands for this host.
+    """
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
         "VLLM_NO_USAGE_STATS": "1",
@@ -31,7 +34,7 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
     if config.lora is not None:
         # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, which is all that CPUs use.
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if not torch.cuda.is_available():
+    if not _has_gpu(has_gpu):
         env |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default gives two ranks of one NUMA node the same core
             "OMP_NUM_THREADS": str(config.num_threads),
@@ -42,9 +45,12 @@ def generator_env(config: GeneratorConfig) -> dict[str, str]:
     return env
 
 
-def check_hardware(config: GeneratorConfig) -> None:
-    """Raises ValueError for options that vLLM accepts but cannot, or cannot correctly, carry out on this host."""
-    if torch.cuda.is_available():
+def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> None:
+    """Raises ValueError for options that vLLM accepts but cannot, or cannot correctly, carry out on a host.
+
+    `has_gpu` is that of `generator_env`.
+    """
+    if _has_gpu(has_gpu):
         return
     model = read_config(config.model)
     if _head_size(model) not in _CPU_HEAD_SIZES:
@@ -86,6 +92,9 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         }
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"
+    elif "num_experts_per_tok" in read_config(config.model):  # the number of experts goes by several names
+        # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
+        options["moe_backend"] = "triton"
     if config.lora is not None:
         options |= {
             "enable_lora": True,
@@ -95,6 +104,10 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "lora_target_modules": [*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES],
         }
     return {**options, **config.engine_args}
+
+
+def _has_gpu(told: bool | None) -> bool:
+    return torch.cuda.is_available() if told is None else told
 
 
 def _kv_cache_bytes(config: GeneratorConfig) -> int:

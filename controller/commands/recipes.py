@@ -53,16 +53,17 @@ def configuration(recipe: str, options: Sequence[str], command: str) -> Any:
     return override(load_recipe(file), options, f"ownloop {command} {recipe}", describe(file))
 
 
-def check_hardware(file: Path) -> None:
-    """Raises ValueError, naming the recipe for the CPU, for a recipe for GPUs on a host where none is visible.
+def check_hardware(file: Path, *, has_gpu: bool | None = None) -> None:
+    """Raises ValueError, naming the recipe for the CPU, for a recipe for GPUs where none is visible.
 
-    A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days.
+    A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days. `has_gpu` says
+    whether the hosts that compute have GPUs; None stands for this host.
     """
     if not file.stem.endswith("_gpu"):
         return
     from controller.meshes.gpus import gpus_here
 
-    if not gpus_here():
+    if not (gpus_here() if has_gpu is None else has_gpu):
         loop = file.stem.removesuffix("_gpu").rpartition("_")[0]
         on_cpu = [name for name in recipe_files() if re.fullmatch(rf"{re.escape(loop)}_[^_]+_cpu", name)]
         instead = f"run {' or '.join(on_cpu)} instead" if on_cpu else "run a recipe whose name ends in _cpu instead"

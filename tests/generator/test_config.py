@@ -11,7 +11,7 @@ import torch
 
 from generator.config import GeneratorConfig, LoRALimits
 from generator.options import check_hardware, engine_options, generator_env
-from rl.tiny_models import tiny_llama
+from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 from tests.generator.served_models import served_llama
 
 
@@ -28,6 +28,9 @@ from tests.generator.served_models import served_llama
         ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
         ({"engine_args": {"tensor_parallel_size": 2}}, r"set GeneratorConfig\.tensor_parallel instead"),
         ({"engine_args": {"logprobs_mode": "raw_logits"}}, r"is set by the generator"),
+        ({"engine_args": {"quantization": "fp8"}}, r"is 'fp8' and must be left out: .* nothing can be pulled into"),
+        ({"engine_args": {"moe_backend": "flashinfer_trtllm"}}, r"must be left out: others than 'triton'"),
+        ({"engine_args": {"enable_eplb": True}}, r"must be left out: vLLM would move experts between ranks"),
     ],
 )
 def test_a_wrong_value_is_named(options: dict[str, Any], message: str) -> None:
@@ -101,3 +104,21 @@ def test_adapters_get_the_next_rank_that_vllm_knows_and_the_runner_that_is_corre
 def test_the_controller_side_does_not_import_vllm() -> None:
     source = "import sys, controller.meshes.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
+
+
+def test_gpu_logic_experts_are_computed_by_kernels_that_leave_them_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Blackwell vLLM would take FlashInfer, which reorders experts when they are loaded first, but not at a pull."""
+    experts, dense = tiny_qwen3_moe(tmp_path / "experts"), served_llama(tmp_path / "dense", tied=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engine_options(GeneratorConfig(model=experts))["moe_backend"] == "triton"
+    assert "moe_backend" not in engine_options(GeneratorConfig(model=dense))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "moe_backend" not in engine_options(GeneratorConfig(model=experts))  # the CPU has one way only
+
+
+def test_gpu_logic_the_environment_is_that_of_the_host_that_computes() -> None:
+    config = GeneratorConfig(num_threads=3)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in generator_env(config, has_gpu=False)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in generator_env(config, has_gpu=True)

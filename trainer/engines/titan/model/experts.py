@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_moe_config, make_router_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
@@ -45,20 +46,39 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=hidden, B_t=w2, offs=ends)
 
 
+class RouterGate(Linear):
+    """The scores of the experts, computed in float32 on every device.
+
+    torchtitan asks autocast for that, which only CUDA grants: a CPU would choose other experts in bfloat16.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """Same fields as `Linear.Config`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[B, L, D] in any dtype -> [B, L, E] float32."""
+        return F.linear(x.float(), self.weight.float())
+
+
 def moe_config(config: DecoderConfig) -> MoE.Config:
     """A layer's router and experts, without load balancing, so that the gradient is that of the loss alone."""
     moe = config.moe
     assert moe is not None
+    router = make_router_config(
+        dim=config.dim,
+        num_experts=moe.num_experts,
+        gate_param_init={"weight": skip_param_init},
+        top_k=moe.experts_per_token,
+        score_func="softmax",
+        route_norm=moe.normalize_scores,
+    )
+    router.gate = RouterGate.Config(
+        in_features=config.dim, out_features=moe.num_experts, param_init={"weight": skip_param_init}
+    )
     return make_moe_config(
         num_experts=moe.num_experts,
-        router=make_router_config(
-            dim=config.dim,
-            num_experts=moe.num_experts,
-            gate_param_init={"weight": skip_param_init},
-            top_k=moe.experts_per_token,
-            score_func="softmax",
-            route_norm=moe.normalize_scores,
-        ),
+        router=router,
         routed_experts=RoutedExperts.Config(
             inner_experts=Experts.Config(
                 dim=config.dim,

@@ -1,0 +1,69 @@
+"""bfloat16, in which GPUs compute by default: several ranks round no more than one rank does."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_qwen3_moe
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"data_parallel_shard": 2},
+    "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+}
+
+
+def gradients(rank: int, config: TrainerConfig) -> dict[str, Tensor]:
+    engine = load_engine(config)
+    local = plan(config, random_batch(LENGTHS)).split(random_batch(LENGTHS))[config.data_parallel_rank(rank)]
+    engine.forward_backward(local, get_loss("importance_sampling"))
+    return whole(engine, gradients=True)
+
+
+def save_gradients(rank: int, one: TrainerConfig, path: Path) -> None:
+    """Every layout in one start of the processes."""
+    results = {name: gradients(rank, replace(one, **layout)) for name, layout in LAYOUTS.items()}
+    if rank == 0:
+        torch.save(results, path)
+
+
+@pytest.mark.ranks
+def test_gpu_logic_gradients_of_several_ranks_round_no_more_than_those_of_one(tmp_path: Path) -> None:
+    """The bound is what one rank in bfloat16 differs by from float32: a sum over ranks in bfloat16 would exceed it."""
+    # Every token goes to all experts, because rounding may choose another one, which changes whole gradients.
+    model = tiny_qwen3_moe(tmp_path / "model", num_experts_per_tok=4, tie_word_embeddings=False)
+    one = TrainerConfig(model=model, compute_dtype="bfloat16", max_tokens_per_microbatch=50)
+    exact, rounded = gradients(0, replace(one, compute_dtype="float32")), gradients(0, one)
+    spawn(2, save_gradients, one, tmp_path / "gradients.pt")
+    for name, found in torch.load(tmp_path / "gradients.pt").items():
+        assert found.keys() == exact.keys()
+        errors = {tensor: relative_error(found[tensor], exact[tensor]) for tensor in exact}
+        bounds = {tensor: relative_error(rounded[tensor], exact[tensor]) for tensor in exact}
+        assert sum(errors.values()) <= 1.3 * sum(bounds.values()), name
+        assert max(errors[tensor] / bounds[tensor] for tensor in exact) <= 3.0, name
+
+
+def test_gpu_logic_experts_are_scored_in_float32_on_every_device() -> None:
+    """GPUs do so by autocast, which a CPU ignores: in bfloat16 it would send tokens to other experts."""
+    importlib.import_module("trainer.engines.titan.model")  # applies the patches
+    from trainer.engines.titan.model.experts import RouterGate
+
+    torch.manual_seed(0)
+    gate = RouterGate.Config(in_features=64, out_features=4).build().bfloat16()
+    x = torch.randn(1, 9, 64).bfloat16()
+    scores = gate(x)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, linear(x.double(), gate.weight.double()).float())
+    scores.sum().backward()
+    assert gate.weight.grad.dtype == torch.bfloat16
