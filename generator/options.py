@@ -92,7 +92,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         }
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"
-    elif "num_experts_per_tok" in read_config(config.model):  # the number of experts goes by several names
+    elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
     if config.lora is not None:
