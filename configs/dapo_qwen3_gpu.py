@@ -13,7 +13,7 @@ def recipe() -> DAPOConfig:
         model="Qwen3-4B",
         env=ReasoningGym(task="spell_backward", params={"min_word_len": 5}),
         trainer=TrainerConfig(
-            data_parallel_shard=4, max_tokens_per_microbatch=16384, activation_checkpointing="selective"
+            data_parallel_shard=4, max_tokens_per_microbatch=16384, activation_checkpointing="selective", compile=True
         ),
         generator=GeneratorConfig(tensor_parallel=4, max_model_len=4096, max_num_seqs=256),
         sampling=SamplingParams(max_tokens=2048),

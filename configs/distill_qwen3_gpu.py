@@ -14,7 +14,7 @@ def recipe() -> DistillConfig:
         teacher="Qwen3-14B",
         env=ReasoningGym(task="spell_backward", params={"min_word_len": 5}),
         trainer=TrainerConfig(
-            data_parallel_shard=2, max_tokens_per_microbatch=16384, activation_checkpointing="selective"
+            data_parallel_shard=2, max_tokens_per_microbatch=16384, activation_checkpointing="selective", compile=True
         ),
         teacher_trainer=TrainerConfig(data_parallel_shard=4, max_tokens_per_microbatch=16384),
         generator=GeneratorConfig(tensor_parallel=2, max_model_len=4096, max_num_seqs=256),

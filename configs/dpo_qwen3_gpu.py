@@ -13,7 +13,7 @@ def recipe() -> DPOConfig:
         model="Qwen3-4B",
         data=JsonlPreferences(path=Path("data/preferences.jsonl")),
         trainer=TrainerConfig(
-            data_parallel_shard=8, max_tokens_per_microbatch=32768, activation_checkpointing="selective"
+            data_parallel_shard=8, max_tokens_per_microbatch=32768, activation_checkpointing="selective", compile=True
         ),
         num_steps=500,
         pairs_per_step=64,

@@ -13,7 +13,7 @@ def recipe() -> SFTConfig:
         model="Qwen3-4B",
         data=JsonlExamples(path=Path("data/train.jsonl")),
         trainer=TrainerConfig(
-            data_parallel_shard=8, max_tokens_per_microbatch=32768, activation_checkpointing="selective"
+            data_parallel_shard=8, max_tokens_per_microbatch=32768, activation_checkpointing="selective", compile=True
         ),
         num_steps=1000,
         examples_per_step=128,

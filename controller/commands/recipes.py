@@ -149,9 +149,17 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
         if new is not None:
             config = copy.copy(config)
             object.__setattr__(config, field.name, new)
-            if named and field.name == "lora" and getattr(config, "lora_learning_rate", None) is not None:
-                object.__setattr__(config, "learning_rate", config.lora_learning_rate)
+            if named and field.name == "lora":
+                _suit_an_adapter(config)
     return config
+
+
+def _suit_an_adapter(config: Any) -> None:
+    """Sets what a recipe for the whole model has to be told differently for an adapter."""
+    if getattr(config, "lora_learning_rate", None) is not None:
+        object.__setattr__(config, "learning_rate", config.lora_learning_rate)
+    if getattr(getattr(config, "trainer", None), "compile", False):
+        object.__setattr__(config, "trainer", dataclasses.replace(config.trainer, compile=False))
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:

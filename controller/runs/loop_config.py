@@ -35,7 +35,8 @@ class LoopConfig:
     """How the model is laid out over processes, and how it computes."""
     lora: LoRAConfig | None = None
     """If given, the loop trains an adapter over the frozen model. Becomes `trainer.lora`, and `generator.lora` has room
-    for its rank. None trains the model itself."""
+    for its rank. None trains the model itself. Where the command line switches it on, `trainer.compile` is off by
+    default."""
     num_steps: int
     """Optimizer steps of the run. A resumed run counts from its beginning."""
     learning_rate: float

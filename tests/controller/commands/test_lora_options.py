@@ -50,6 +50,12 @@ def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is
     assert given.learning_rate == 3e-5
 
 
+def test_gpu_logic_recipes_compile_whole_models_and_adapters_are_left_as_they_are() -> None:
+    for recipe in (name for name in recipe_files() if name.endswith("qwen3_gpu")):
+        assert configuration(recipe, [], "run").trainer.compile
+        assert not configuration(recipe, ["--lora.rank", "8"], "run").trainer.compile
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

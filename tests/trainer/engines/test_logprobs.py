@@ -31,6 +31,16 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch: pytest.MonkeyPatch,
     torch.testing.assert_close(weight.grad, expected_grads[1])
 
 
+@pytest.mark.parametrize(("memory_gb", "positions", "chunks"), [(16, 16384, 38), (80, 16384, 8), (141, 16384, 5)])
+def test_gpu_logic_chunks_grow_with_the_memory_of_the_gpu(memory_gb: int, positions: int, chunks: int) -> None:
+    """128 MiB were 75 chunks for this vocabulary, each of which reads and writes the projection's whole gradient."""
+    limit = logprobs.chunk_bytes_on_gpu(memory_gb << 30)
+    parts = logprobs._chunks(positions, 151936, limit)  # pyright: ignore[reportPrivateUsage]
+    assert len(parts) == chunks
+    assert max(part.stop - part.start for part in parts) * 151936 * 4 <= limit
+    assert logprobs.chunk_bytes_on_gpu(1 << 30) == 128 << 20
+
+
 def test_entropy_alone_has_its_gradient() -> None:
     hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(50, 6)
     expected = torch.log_softmax(hidden @ weight.T, -1)

@@ -49,6 +49,17 @@ def row_multiple(config: TrainerConfig, device: torch.device) -> int:
     return 2 * config.context_parallel * config.tensor_parallel * block
 
 
+def row_length(length: int, multiple: int) -> int:
+    """The length to which a row of this many tokens is padded for a kernel that is compiled for its lengths.
+
+    There are at most 8 lengths between a number and its double, so that a run soon has seen all of them; less than an
+    eighth of a row is padding, beside what `multiple` needs.
+    """
+    step = 1 << max(0, length.bit_length() - 4)
+    stepped = -(-length // step) * step
+    return -(-stepped // multiple) * multiple
+
+
 def shard_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> RowShard:
     """A rank's shard of a row. `length` is a multiple of 2 * num_ranks, and `scored` [S] are indices into the row."""
     chunks = torch.arange(length, device=scored.device).chunk(2 * num_ranks)

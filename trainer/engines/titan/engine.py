@@ -50,7 +50,7 @@ class TitanEngine(TorchEngine):
 
     @property
     def shares_prefixes(self) -> bool:
-        return shares_prefixes(self._device)
+        return shares_prefixes(self._device, context_parallel=self._config.context_parallel > 1)
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         shares = self.shares_prefixes

@@ -1,8 +1,8 @@
 """The one place that chooses the attention kernel, which keeps the documents of a packed row apart.
 
-On a GPU torchtitan's own kernels are used: `varlen` in bfloat16, and `flex` in float32, which `varlen` does not
-support. Neither has a backward pass on the CPU. There `DocumentAttention` computes each document by the way that
-`trainer.engines.pytorch.document_attention` chooses, and the suffixes of a document may share a prefix.
+On a GPU torchtitan's own kernels are used: `varlen` for plain documents in bfloat16, and `flex` for documents that
+share a prefix and in float32, neither of which `varlen` supports. Neither has a backward pass on the CPU. There
+`DocumentAttention` computes each document by the way that `trainer.engines.pytorch.document_attention` chooses.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.distributed.context_parallel import cp_shard
-from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
-from torchtitan.models.common.config_utils import get_attention_config
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    VarlenAttention,
+    VarlenMetadata,
+    create_attention_mask,
+    create_varlen_metadata_for_document,
+)
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
+from trainer.engines.pytorch.segment_mask import segment_mask
 from trainer.engines.titan.context import ContextMasks, RowShard, context_masks
 
 
@@ -52,26 +59,64 @@ class DocumentAttention(FlexAttention):
         return document_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale)
 
 
-def choose_inner_attention(
-    device: torch.device, compute_dtype: torch.dtype, *, context_parallel: bool
-) -> Module.Config:
-    """The attention kernel for a device and dtype."""
-    if device.type == "cpu":
-        return DocumentAttention.Config()
-    return get_attention_config("varlen" if compute_dtype == torch.bfloat16 and not context_parallel else "flex")
+class SegmentAttention(FlexAttention):
+    """A row's attention on a GPU, by the kernel that its masks are for: `varlen` or `flex`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        """Adds no options."""
+
+    def __init__(self, config: Config) -> None:
+        """Chooses the FlashAttention of this GPU."""
+        super().__init__(config)
+        self.varlen = VarlenAttention(VarlenAttention.Config())
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - flex alone takes a BlockMask
+        self,
+        q_BLNH: Tensor,  # noqa: N803 - torchtitan passes and shards these by name
+        k_BLNH: Tensor,  # noqa: N803
+        v_BLNH: Tensor,  # noqa: N803
+        *,
+        attention_masks: Any,
+        **options: Any,
+    ) -> Tensor:
+        """[1, L, heads, head_dim] each; `attention_masks` is what the function of this name returns."""
+        if isinstance(attention_masks, BlockMask):
+            return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **options)
+        return self.varlen.forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **options)
 
 
-def shares_prefixes(device: torch.device) -> bool:
-    """Whether the kernel chosen for a device computes documents with suffixes."""
-    return device.type == "cpu"
+def choose_inner_attention(device: torch.device) -> Module.Config:
+    """The attention of a device."""
+    return DocumentAttention.Config() if device.type == "cpu" else SegmentAttention.Config()
 
 
-def attention_masks(model: Decoder, positions: Tensor, documents: Sequence[Document]) -> Any:
+def shares_prefixes(device: torch.device, *, context_parallel: bool) -> bool:
+    """Whether documents with suffixes can be computed: everywhere but in a shard of a row on a GPU."""
+    return device.type == "cpu" or not context_parallel
+
+
+def needs_flex(documents: Sequence[Document], compute_dtype: torch.dtype) -> bool:
+    """Whether `flex` computes a row on a GPU, and not `varlen`."""
+    shared = any(document.suffixes or document.opening for document in documents)
+    return shared or compute_dtype != torch.bfloat16
+
+
+def attention_masks(positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype) -> Any:
     """What the chosen kernel needs to know about a packed row with positions [1, L]."""
     if positions.device.type == "cpu":
         return plan_row(documents)
-    masks: AttentionMasksType | None = model.get_attention_masks(positions)
-    return masks
+    return gpu_masks(positions, documents, compute_dtype)
+
+
+def gpu_masks(
+    positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype
+) -> BlockMask | VarlenMetadata:
+    """The masks of `SegmentAttention`."""
+    if not needs_flex(documents, compute_dtype):
+        return create_varlen_metadata_for_document(positions)
+    length, device = positions.shape[1], positions.device
+    return create_attention_mask(segment_mask(documents, device), 1, None, length, length, device=device)
 
 
 def sharded_attention_masks(

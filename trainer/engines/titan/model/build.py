@@ -40,10 +40,7 @@ class BuiltModel(NamedTuple):
 
 def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.device) -> BuiltModel:
     """Builds this rank's part of the model in `config.model`."""
-    attention = choose_inner_attention(
-        device, DTYPES[config.compute_dtype], context_parallel=config.context_parallel > 1
-    )
-    spec = build_spec(hf_config, config.head, attention)
+    spec = build_spec(hf_config, config.head, choose_inner_attention(device))
     _convert(config, spec)
     context_mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None

@@ -10,9 +10,10 @@ from torchtitan.models.common.decoder import Decoder
 
 from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
+from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor
-from trainer.engines.titan.context import RowShard, gather_scored, row_multiple, shard_row
-from trainer.engines.titan.model.attention import attention_masks, sharded_attention_masks
+from trainer.engines.titan.context import RowShard, gather_scored, row_length, row_multiple, shard_row
+from trainer.engines.titan.model.attention import attention_masks, needs_flex, sharded_attention_masks
 from trainer.engines.titan.pipeline import StageInputs
 
 
@@ -27,6 +28,7 @@ class RowScorer:
         self._context_mesh = context_mesh
         self._device = device
         self._row_multiple = row_multiple(config, device)
+        self._compute_dtype = DTYPES[config.compute_dtype]
 
     def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """A `ScoreRow`, for a decoder that is the whole model."""
@@ -37,13 +39,13 @@ class RowScorer:
 
     def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
         """Returns what the model takes, and this rank's shard of the row under context parallelism."""
-        row = pad_row(row, self._row_multiple)
+        row = self._padded(row)
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.loss_inputs["target_tokens"], self._device)
         if self._context_mesh is None:
             shard, rows = None, slice(None)
-            masks = attention_masks(self._decoder, positions[None], row.documents)
+            masks = attention_masks(positions[None], row.documents, self._compute_dtype)
         else:
             shard = shard_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
             rows, scored, targets = shard.rows, shard.scored, targets[shard.where]
@@ -56,6 +58,13 @@ class RowScorer:
             "entropy": entropy,
         }
         return StageInputs(tokens[rows][None], others), shard
+
+    def _padded(self, row: PackedRow) -> PackedRow:
+        """A row of a length that the layout can cut and, for `flex` on a GPU, that has often been compiled before."""
+        flex = self._context_mesh is not None or needs_flex(row.documents, self._compute_dtype)
+        if self._device.type == "cpu" or not flex:
+            return pad_row(row, self._row_multiple)
+        return pad_row(row, row_length(len(row.tokens), self._row_multiple))
 
     def whole(self, scores: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
         """[s] scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
