@@ -62,6 +62,14 @@ def test_pipelines_that_do_not_fit_are_refused(
         check_model(TrainerConfig(model=model, **layout))
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_gpu_logic_experts_are_refused_by_the_engines_that_cannot_load_them(tmp_path: Path, engine: Any) -> None:
+    experts = tiny_qwen3_moe(tmp_path / "experts")
+    with pytest.raises(ValueError, match=r"num_local_experts 4; .* The engine 'torchtitan' trains Qwen3-MoE"):
+        check_model(TrainerConfig(model=experts, engine=engine))
+    check_model(TrainerConfig(model=experts))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

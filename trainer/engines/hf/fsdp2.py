@@ -28,7 +28,7 @@ class Fsdp2Engine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._policy = TransformersPolicy(config.model, config.head)
+        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora is not None:

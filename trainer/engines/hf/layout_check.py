@@ -11,6 +11,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     """The `LayoutCheck` of both engines. Whether transformers can build the model is found out by building it."""
     _check_options(config)
     _check_parallelism(config)
+    _check_experts(config, hf_config)
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
     # A model that states no limit takes sequences as long as fit into memory.
@@ -28,6 +29,17 @@ def _check_options(config: TrainerConfig) -> None:
     if config.activation_checkpointing == "selective":
         raise ValueError(
             f"TrainerConfig.activation_checkpointing is 'selective'; engine {config.engine!r} has 'none' and 'full'"
+        )
+
+
+def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = next((name for name in names if (hf_config.get(name) or 0) > 1), None)
+    if found is not None:
+        # transformers stacks the weights of experts, so their parameters are not those of the checkpoint.
+        raise ValueError(
+            f"TrainerConfig.engine is {config.engine!r} and config.json has {found} {hf_config[found]}; this engine "
+            "does not train mixtures of experts. The engine 'torchtitan' trains Qwen3-MoE"
         )
 
 

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.types import Head
+from trainer.engines.hf import document_kernel
+from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
@@ -31,7 +33,7 @@ _MAGNIFIED = 1000.0
 class TransformersPolicy(nn.Module):
     """Holds the model. FSDP wraps this module, so that each computation is one forward pass of FSDP's root module."""
 
-    def __init__(self, path: Path, head: Head) -> None:
+    def __init__(self, path: Path, head: Head, compute_dtype: torch.dtype) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
 
         A value head, named `score`, replaces the output projection.
@@ -41,6 +43,8 @@ class TransformersPolicy(nn.Module):
         """
         super().__init__()
         self._has_values = head == "value"
+        self._dtype = compute_dtype
+        self._by_documents = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         try:
             config = AutoConfig.from_pretrained(path)
@@ -109,10 +113,11 @@ class TransformersPolicy(nn.Module):
         begin at 0 in every document, which is how transformers tells documents apart.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
+        bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
         scored, targets = to_tensor(row.scored, device), to_tensor(row.loss_inputs["target_tokens"], device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
-            hidden = _hidden(model, tokens, positions)[0].index_select(0, scored)
+            hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)
             if self._has_values:
                 return values(hidden, model.score.weight), None
             head = model.get_output_embeddings()
@@ -122,19 +127,54 @@ class TransformersPolicy(nn.Module):
         return self._run(compute)
 
     @torch.no_grad()
+    def attend_by_documents(self, device: torch.device) -> str:
+        """Has attention computed document by document from now on, unless this model's cannot be.
+
+        The model is tried on a few tokens, with transformers' attention for comparison. Returns why it keeps that,
+        empty if it does not. A collective, and its parameters must be there.
+        """
+        tokens, bounds = torch.arange(1, 9, device=device)[None], Bounds([4, 4], device)
+        positions = torch.arange(4, device=device).repeat(2)[None]
+        expected = self._run(lambda model: _hidden(model, tokens, positions)).float()
+        before = self.model.config._attn_implementation
+        document_kernel.prepare_kernel(device)
+        self.model.set_attn_implementation(document_kernel.NAME)
+        try:
+            found = self._run(lambda model: _hidden(model, tokens, positions, bounds)).float()
+            why = bounds.refused or (
+                "" if (found - expected).norm() <= 0.05 * expected.norm() else "it computes another attention"
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            why = str(error)
+        if why:
+            self.model.set_attn_implementation(before)
+        self._by_documents = not why
+        return why
+
+    @torch.no_grad()
     def check(self, device: torch.device) -> None:
-        """Tests the module's assumptions on a few tokens. Raises ValueError if one does not hold for this model."""
+        """Tests the module's assumptions on a few tokens. Raises ValueError if one does not hold for this model.
+
+        In bfloat16 on a GPU, attention is computed document by document from then on, where the model allows that.
+        """
+        if device.type == "cuda" and self._dtype == torch.bfloat16:
+            why = self.attend_by_documents(device)
+            said = f"with a mask of the whole row, because {why}" if why else "by documents"
+            print(f"attention of {self._name}: {said}", flush=True)
         tokens = torch.arange(1, 9, device=device)[None]
         alone = torch.arange(4, device=device)[None]
 
         def compute(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1))[:, 4:]
-            single = _hidden(model, tokens[:, 4:], alone)
+            by_documents = self._by_documents
+            both, one = (Bounds(sizes, device) if by_documents else None for sizes in ([4, 4], [4]))
+            packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:]
+            single = _hidden(model, tokens[:, 4:], alone, one)
             if self._has_values:  # has no logits, so nothing to compare
                 return packed, single, single, single
             head = model.get_output_embeddings()
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
-                logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False).logits
+                more = document_kernel.arguments(one)
+                logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False, **more).logits
             return packed, single, logits, _MAGNIFIED * (single @ head.weight.T)
 
         packed, single, logits, product = (x.float() for x in self._run(compute))
@@ -155,6 +195,7 @@ class _AdaptedLinear(Adaptable):
         return y if self.low_rank is None else y + self.low_rank.product(x)
 
 
-def _hidden(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+def _hidden(model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None = None) -> Tensor:
     """[1, L, D] last hidden states."""
-    return model.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+    more = document_kernel.arguments(bounds)
+    return model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **more).last_hidden_state

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from trainer.engines.titan.flash_attention import installed_flash_attention
+from trainer.engines.pytorch.flash_attention import installed_flash_attention
 
 
 def prepare_torchtitan() -> None:
