@@ -14,6 +14,8 @@ from rl.data.packing import PackedRow
 from rl.hf_config import read_config
 from rl.types import Head
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
@@ -30,8 +32,13 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
-        """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON."""
+        """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON.
+
+        An architecture that names its sizes in its own way, as GPT-2 does, counts 0.
+        """
         config = read_config(model)
+        if any(config.get(name) is None for name in _SIZES):
+            return cls(per_token=0.0, per_scored=0.0, per_pair=0.0, frozen=frozen)
         hidden, heads, layers = (config[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         head_size = config.get("head_dim") or hidden // heads
         key_value_heads = config.get("num_key_value_heads") or heads
