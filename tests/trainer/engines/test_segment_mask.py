@@ -25,7 +25,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     from trainer.engines.titan.model import attention
 
     def attend(*args: Any, kernel_options: Any, **options: Any) -> Any:
-        return flex_attention(*args, **options)
+        return flex_attention(*args, **options)  # pyright: ignore[reportDeprecated]
 
     monkeypatch.setattr(upstream, "_compiled_create_block_mask", create_block_mask)
     monkeypatch.setattr(upstream.FlexAttention, "_compiled_flex_attn", attend)
