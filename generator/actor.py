@@ -8,6 +8,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
+from generator.openai_calls import OpenAICall
+from generator.openai_requests import OpenAIRequests
 from rl.lora import LivePolicy, Policy
 from rl.startup import import_for_good, without_garbage_collection
 from rl.types import Completion, PullMode, SamplingParams
@@ -27,6 +29,7 @@ class VLLMGenerator(Actor):
         with without_garbage_collection():
             self._engine = GenerationEngine(config)
         self._store_timeout_s = config.deadlines.at_least_s
+        self._openai = OpenAIRequests(self._engine)
         self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
 
     @concurrent_endpoint
@@ -44,10 +47,21 @@ class VLLMGenerator(Actor):
             del self._calls[call_id]
 
     @concurrent_endpoint
+    async def openai(self, call_id: str, call: OpenAICall) -> tuple[int, str | None]:
+        """`OpenAIRequests.begin`."""
+        return await self._openai.begin(call_id, call)
+
+    @concurrent_endpoint
+    async def openai_events(self, call_id: str) -> str | None:
+        """`OpenAIRequests.next_event`."""
+        return await self._openai.next_event(call_id)
+
+    @concurrent_endpoint
     async def cancel(self, call_id: str) -> None:
-        """Cancels a call to `generate`, if it is still running."""
+        """Cancels a call to `generate` or `openai`, if it is still running, or ends its stream."""
         if call_id in self._calls:
             self._calls[call_id].cancel()
+        self._openai.cancel(call_id)
 
     @concurrent_endpoint
     async def pull_model_state_dict(

@@ -7,10 +7,10 @@ their own accord, for requests that are running. An update of the model itself c
 from collections.abc import Callable
 from typing import TypeGuard
 
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Update
+from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Stream, Update
 from rl.lora import Policy
 
-Queued = Generate | Update | Freeze | Drop | Close
+Queued = Generate | Stream | Update | Freeze | Drop | Close
 
 
 class Backlog:
@@ -61,7 +61,7 @@ def _concerned(command: Queued) -> set[Policy] | None:
     match command:
         case Close():
             return None
-        case Generate() | Drop():
+        case Generate() | Stream() | Drop():
             return {command.policy}
         case Freeze():
             return {command.name, (command.name, command.version)}

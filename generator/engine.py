@@ -14,7 +14,7 @@ import itertools
 import secrets
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.engine_calls import EngineCalls
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Update
+from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Stream, Update
 from generator.engine_status import ActivityClock, EngineStatus
 from generator.options import engine_options
 from generator.policies import ServedPolicy
@@ -74,6 +74,11 @@ class GenerationEngine:
         return self._updates.model.version
 
     @property
+    def llm(self) -> LLMEngine:
+        """vLLM's engine. Only what never changes may be read from it, such as its configuration."""
+        return self._engine
+
+    @property
     def num_unfinished(self) -> int:
         """Samples that are running or waiting in vLLM."""
         return self._engine.get_num_unfinished_requests()
@@ -106,6 +111,15 @@ class GenerationEngine:
         except asyncio.CancelledError:
             self._calls.put(Cancel(request.id))
             raise
+
+    def stream(
+        self, prompt_tokens: Sequence[int], params: vllm.SamplingParams, *, policy: Policy = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Samples one prompt as vLLM's own parameters say, and yields vLLM's outputs. Raises as `generate` does."""
+        check_policy(policy, self._config)
+        if params.seed is None:
+            params.seed = secrets.randbits(31)
+        return self._calls.stream(Stream(self._next_id(), tuple(prompt_tokens), params, policy))
 
     async def update_weights(
         self,
@@ -207,7 +221,7 @@ class GenerationEngine:
 
     def _carry_out(self, command: Queued) -> None:
         match command:
-            case Generate():
+            case Generate() | Stream():
                 self._admit(command)
             case Update():
                 self._update(command)
@@ -225,7 +239,9 @@ class GenerationEngine:
             outputs = self._engine.step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
-            self._finish(output, self._running.pop(output.request_id))
+            self._calls.pass_on(output)
+            if output.finished:
+                self._finish(output, self._running.pop(output.request_id))
         self._updates.free_dropped()
 
     def _update(self, update: Update) -> None:
@@ -246,27 +262,28 @@ class GenerationEngine:
                     self._calls.answer(request_id, error=WeightsError(_INCOMPLETE.format(self._updates.inconsistent)))
                 self._running.clear()
 
-    def _admit(self, request: Generate) -> None:
+    def _admit(self, request: Generate | Stream) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)
-        sampling = request.sampling
-        if sampling.stop and self._tokenizer is None:
+        if isinstance(request, Generate) and request.sampling.stop and self._tokenizer is None:
             raise ValueError(
-                f"SamplingParams.stop is {sampling.stop}; {self._config.model} has no tokenizer to find it"
+                f"SamplingParams.stop is {request.sampling.stop}; {self._config.model} has no tokenizer to find it"
             )
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
+        params = request.params if isinstance(request, Stream) else to_vllm(request.sampling, request.num_samples)
         try:
-            self._engine.add_request(
-                request.id, prompt, to_vllm(sampling, request.num_samples), lora_request=policy.lora_request
-            )
+            self._engine.add_request(request.id, prompt, params, lora_request=policy.lora_request)
         except (ValueError, VLLMValidationError) as error:
             # Callers need not have imported vLLM, so its own exceptions would be of no use to them.
             raise ValueError(str(error)) from None
         self._running[request.id] = policy
 
     def _finish(self, output: RequestOutput, policy: ServedPolicy) -> None:
+        if self._calls.is_streamed(output.request_id):
+            self._calls.answer(output.request_id)
+            return
         try:
             completions = [
                 to_completion(sample, self._tokenizer, output.prompt_logprobs, policy) for sample in output.outputs

@@ -1,14 +1,17 @@
 """The commands that callers put to an engine's thread, and the thread's answers."""
 
+import asyncio
 import contextlib
 import queue
 import threading
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.outputs import RequestOutput
 
-from generator.engine_commands import Command
+from generator.engine_commands import Cancel, Command, Stream
 from generator.engine_status import ActivityClock, EngineStoppedError, describe
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
@@ -21,6 +24,7 @@ class EngineCalls:
         """Starts without commands."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}
+        self._streams: dict[str, Callable[[RequestOutput | None], None]] = {}
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -38,6 +42,34 @@ class EngineCalls:
             self._answers[command.id] = answer
         self._commands.put(command)
         return answer
+
+    async def stream(self, command: Stream) -> AsyncGenerator[RequestOutput]:
+        """Passes a command on and yields the outputs of its request. Closing the generator cancels the request."""
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | None]()
+
+        def put(output: RequestOutput | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and the caller is gone with it
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self._streams[command.id] = put
+        try:
+            answer = self.submit(command)
+            answer.add_done_callback(lambda _: put(None))
+            while (output := await outputs.get()) is not None:
+                yield output
+            answer.result()
+        finally:
+            del self._streams[command.id]
+            self.put(Cancel(command.id))  # without effect on a request that has ended
+
+    def is_streamed(self, request_id: str) -> bool:
+        """Whether a caller of this rank takes the outputs of a request as they come."""
+        return request_id in self._streams
+
+    def pass_on(self, output: RequestOutput) -> None:
+        """Gives an output to the caller that takes those of its request, if there is one."""
+        if (put := self._streams.get(output.request_id)) is not None:
+            put(output)
 
     def put(self, command: Command) -> None:
         """Passes on a command that needs no answer."""

@@ -1,6 +1,7 @@
 """What callers ask of an engine's thread. In a tensor-parallel group rank 0 broadcasts them to the other ranks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rl.lora import Policy
 from rl.types import PullMode, SamplingParams
@@ -15,6 +16,17 @@ class Generate:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     num_samples: int
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Sample one prompt as vLLM's own parameters say, and pass on every output as it comes."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    params: Any
+    """vLLM's `SamplingParams`, with a seed."""
     policy: Policy
 
 
@@ -61,4 +73,4 @@ class Close:
     id: str
 
 
-Command = Generate | Cancel | Update | Freeze | Drop | Close
+Command = Generate | Stream | Cancel | Update | Freeze | Drop | Close

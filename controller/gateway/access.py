@@ -43,7 +43,9 @@ class Access:
         try:
             scope.setdefault("state", {})["user"] = self._admit(Request(scope))
         except HTTPException as error:
-            response = JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+            # Tinker's clients show `detail`, OpenAI's `error`.
+            content = {"detail": error.detail, "error": {"message": error.detail, "code": error.status_code}}
+            response = JSONResponse(content, error.status_code, headers=error.headers)
             await response(scope, receive, send)
             return
         received = 0

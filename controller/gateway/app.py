@@ -21,6 +21,7 @@ from controller.gateway.gateway import Gateway
 from controller.gateway.keys import Keys
 from controller.gateway.listing import listing
 from controller.gateway.monitoring import add_monitoring
+from controller.gateway.openai_routes import openai_routes
 from controller.gateway.sampling_clients import MAX_SAMPLES
 from controller.gateway.training_client import TrainingClient
 from controller.gateway.wire import check_size, decode_request
@@ -51,6 +52,7 @@ def make_app(
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
+    app.include_router(openai_routes)
     app.add_middleware(Access, keys=keys, needs_key=needs_key, limits=limits)
     add_monitoring(app, gateway)
     return app

@@ -16,10 +16,12 @@ from tinker import types
 from controller.gateway.answers import Answer, Answers, PendingAnswer
 from controller.gateway.archive import Archive, CheckpointPath
 from controller.gateway.database import Database, TrainingRunRow, now
+from controller.gateway.loaded_checkpoints import LoadedCheckpoints
 from controller.gateway.sampling_clients import Sampler, SamplingClients
 from controller.gateway.served_model import ServedModel, ServedModels
 from controller.gateway.training_client import TrainingClient
 from controller.gateway.turns import answer
+from rl.lora import Policy
 
 SESSION_S = 1800.0
 """A session that has sent no heartbeat for so long has ended. Clients send one every 10 s."""
@@ -58,7 +60,7 @@ class Gateway:
         self.training: dict[str, TrainingClient] = {}
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._num_loaded = 0
+        self._loaded = LoadedCheckpoints(self.models, self.archive, self.database)
 
     # Sessions
 
@@ -257,20 +259,23 @@ class Gateway:
             self._from_paths.pop(sampler_id, None)
 
     async def _load_sampler(self, session_id: str, number: int, path: str) -> Sampler:
-        row, folder = self.archive.find(path)
-        run = self.database.run(row.run_id)
-        assert run is not None, "a checkpoint's run is in the database before the checkpoint"
-        model = self.models.find(run.base_model)
-        self._num_loaded += 1
-        name = f"loaded.{self._num_loaded}.{session_id}"
-        # The checkpoint goes to the generator by way of an adapter of the trainer, which reads its format.
-        trainer = await model.adapter(name, run.lora)
-        try:
-            await trainer.load_checkpoint(folder, weights_only=True)
-            policy = await model.snapshots.freeze(name, trainer)
-        finally:
-            await trainer.drop()
-        return self.samplers.add(session_id, number, model, run.base_model, policy, path)
+        model, name, policy = await self._loaded.load(path)
+        return self.samplers.add(session_id, number, model, name, policy, path)
+
+    async def find_policy(self, name: str) -> tuple[ServedModel, Policy]:
+        """What a base model, a training client, a sampling client or a checkpoint samples from.
+
+        Of a training client it is the version of now, frozen. Raises ValueError for any other name.
+        """
+        if name.startswith("tinker://"):
+            model, _, policy = await self._loaded.load(name)
+            return model, policy
+        if (sampler := self.samplers.find(name)) is not None:
+            return sampler.model, sampler.policy
+        if name in self.training:
+            client = self.training_client(name)
+            return client.model, await client.freeze()
+        return self.models.find(name), None
 
     def sample(self, request: types.SampleRequest) -> PendingAnswer:
         """Begins to sample."""

@@ -12,9 +12,12 @@ from controller.gateway.config import ServeConfig
 from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
 from controller.meshes.adapters import BoundGenerator
+from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher
+from controller.meshes.openai_router import openai
 from controller.runs.restarts import RestartLimit
 from generator.config import LoRALimits
+from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LoRAConfig
 from rl.protocols import Trainer
 
@@ -79,11 +82,19 @@ async def _host_one(
     async def adapter(name: str, lora: LoRAConfig) -> Trainer:
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
+    router = generator.unbound
+    assert isinstance(router, GeneratorRouter), "of one generator too"
+
+    async def answer(call: OpenAICall) -> OpenAIReply:
+        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+        return await openai(router, replace(call, **parsers))
+
     return ServedModel(
         names=names,
         tokenizer=str(model),
         adapter=adapter,
-        generator=generator.unbound,
+        generator=router,
+        openai=answer,
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
         max_snapshots=config.max_snapshots,

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from controller.gateway.snapshots import Snapshots
+from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
 
@@ -25,6 +26,8 @@ class ServedModel:
     """Tokens of a prompt and its completion together."""
     max_snapshots: int
     """Versions of adapters that the generator keeps at the same time."""
+    openai: Callable[[OpenAICall], Awaitable[OpenAIReply]] | None = None
+    """Answers requests in OpenAI's form; None if the generator cannot."""
     snapshots: Snapshots = field(init=False)
     """The versions that it keeps."""
 

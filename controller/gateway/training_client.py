@@ -21,6 +21,7 @@ from controller.gateway.sampling_clients import SamplingClients
 from controller.gateway.served_model import ServedModel
 from controller.gateway.turns import Turns
 from controller.gateway.wire import TrainingBatch, encode_output, read_batch
+from rl.lora import Policy
 from rl.losses import LossInputs
 from rl.protocols import Trainer
 from rl.types import AdamParams, ForwardBackwardOutput
@@ -119,6 +120,10 @@ class TrainingClient:
         policy = await keep(self._adapter_name, self._current)
         sampler = samplers.add(session_id, request.sampling_session_seq_id, self.model, self.run.base_model, policy)
         return Answer.json({"type": request.type, "sampling_session_id": sampler.id})
+
+    async def freeze(self) -> Policy:
+        """Keeps the current version for sampling, between two calls."""
+        return await self.turns.between(lambda: self.model.snapshots.freeze(self._adapter_name, self._current))
 
     async def close(self) -> None:
         """Gives the adapter up. Its checkpoints, and frozen versions that are kept, stay."""

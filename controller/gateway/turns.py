@@ -8,10 +8,12 @@ own queue.
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from controller.gateway.answers import Answer, PendingAnswer
 
 Call = Callable[[], Awaitable[Answer]]
+T = TypeVar("T")
 
 GAP_S = 300.0
 """How long later calls wait for one that does not arrive. The client tries to send for five minutes."""
@@ -28,6 +30,7 @@ class Turns:
         self._waiting: dict[int, tuple[Call, PendingAnswer]] = {}
         self._closed = False
         self._arrived = asyncio.Event()
+        self._free = asyncio.Lock()
         self._runner = asyncio.create_task(self._run())
 
     @property
@@ -44,6 +47,11 @@ class Turns:
         self._waiting[number] = (call, pending)
         self._arrived.set()
 
+    async def between(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Runs a call that has no number when none of the others runs."""
+        async with self._free:
+            return await call()
+
     async def close(self) -> None:
         """Ends the calls that wait. Returns when the one that runs has ended: cut off, it could leave things behind."""
         self._closed = True
@@ -58,7 +66,8 @@ class Turns:
             while self._next in self._waiting and not self._closed:
                 call, pending = self._waiting.pop(self._next)
                 self._next += 1
-                pending.set(await answer(call))
+                async with self._free:
+                    pending.set(await answer(call))
             if self._closed:
                 return
             self._arrived.clear()

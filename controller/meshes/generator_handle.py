@@ -8,7 +8,7 @@ for longer than its deadline, ends the mesh.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.openai_calls import OpenAICall, OpenAIReply
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known
 from rl.lora import LivePolicy, Policy
@@ -127,6 +128,29 @@ class GeneratorHandle:
             raise RequestTimeoutError(
                 f"{self.mesh.name}: a request took longer than {self.config.request_timeout_s:g} s (request_timeout_s)"
             ) from None
+
+    async def openai(self, call: OpenAICall) -> OpenAIReply:
+        """Answers a request in OpenAI's form, by vLLM's own serving code. Closing a stream frees its place.
+
+        Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer; `MeshError` as
+        `generate`, in a stream as well. Mistakes in the request itself are a reply.
+        """
+        check_policy(call.policy, self.config)
+        rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
+
+        async def events() -> AsyncGenerator[str]:
+            try:
+                while (event := await self._watched(rank_0.openai_events.call_one(call_id), "openai")) is not None:
+                    yield event
+            finally:
+                rank_0.cancel.broadcast(call_id)
+
+        try:
+            status, body = await self._watched(rank_0.openai.call_one(call_id, call), "openai")
+        except asyncio.CancelledError:
+            rank_0.cancel.broadcast(call_id)
+            raise
+        return OpenAIReply(status=status, body=events() if body is None else body)
 
     async def pull_model_state_dict(
         self,

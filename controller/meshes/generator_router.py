@@ -12,7 +12,8 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from typing import get_args
 
 from controller.meshes.errors import MeshError
@@ -61,9 +62,6 @@ class GeneratorRouter:
     ) -> "GeneratorRouter":
         """Starts the replicas side by side. `start(index)` starts one, now and again whenever that replica died.
 
-            async def start(index: int) -> GeneratorHandle:
-                return await GeneratorHandle.launch(config, log_dir / f"generator-{index}")
-
         `on_failure` says what happens to requests in progress when their replica dies: "retry" sends them to another
         replica, or to its successor, and "raise" raises `MeshError`. `pauses_s` are the pauses between attempts to
         restart a replica, which is down for good after the last of them.
@@ -95,26 +93,35 @@ class GeneratorRouter:
         """
         prompt, num_failures = tuple(prompt_tokens), 0
         while True:
-            replica = await self._choose(prompt, policy)
-            generator = replica.generator
-            replica.num_samples += num_samples
             try:
-                completions = await generator.generate(prompt, sampling, num_samples, policy=policy)
-                weights = self._weights(policy)
-                for completion in completions:
-                    self._affinity.remember(prompt + completion.tokens, self._replicas.index(replica), weights)
-                return completions
+                async with self.replica(prompt, num_samples, policy) as replica:
+                    completions = await replica.generator.generate(prompt, sampling, num_samples, policy=policy)
+                    weights = self._weights(policy)
+                    for completion in completions:
+                        self._affinity.remember(prompt + completion.tokens, self._replicas.index(replica), weights)
+                    return completions
             except MeshError:
-                # Several requests notice the death of one generator; only the first restarts it. By the time that a
-                # later one notices, another generator may be in its place.
-                if replica.generator is generator and replica.up:
-                    self._restart(replica)
                 num_failures += 1
                 if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
                     raise
-            finally:
-                if replica.generator is generator:
-                    replica.num_samples -= num_samples
+
+    @asynccontextmanager
+    async def replica(self, prompt: tuple[int, ...], num_samples: int, policy: Policy) -> AsyncGenerator[Replica]:
+        """A replica for one request, which is made within the block. If it dies there, it is restarted."""
+        replica = await self._choose(prompt, policy)
+        generator = replica.generator
+        replica.num_samples += num_samples
+        try:
+            yield replica
+        except MeshError:
+            # Several requests notice the death of one generator; only the first restarts it. By the time that a later
+            # one notices, another generator may be in its place.
+            if replica.generator is generator and replica.up:
+                self._restart(replica)
+            raise
+        finally:
+            if replica.generator is generator:
+                replica.num_samples -= num_samples
 
     async def pull_model_state_dict(
         self,

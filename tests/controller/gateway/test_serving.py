@@ -20,6 +20,8 @@ from controller.gateway.serving import serve  # noqa: E402, needs the packages o
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
+CHAT = [5, 9, 7, 11, 3, 8]
+"""Without w2, the end token of the tokenizer, which finds it in w20 too."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator
     """Where a server of a tiny model listens."""
     folder = tmp_path_factory.mktemp("serving")
     model = tiny_llama(folder / "model", **SERVABLE)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
     config = ServeConfig(
         model=(str(model),),
         names=("tiny",),
@@ -160,3 +163,85 @@ def test_the_sampled_log_probs_are_those_of_training(url: str) -> None:
     found = training.forward_backward([rollout], "importance_sampling").result()
     np.testing.assert_allclose(found.loss_fn_outputs[0]["logprobs"].data[3:], q[3:], atol=1e-5)
     assert found.metrics["loss:sum"] == pytest.approx(-6, abs=1e-4)  # all ratios are 1
+
+
+def openai_client(url: str) -> Any:
+    """The official client of OpenAI."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/oai/api/v1", api_key="tml-local", max_retries=0)
+
+
+def text_of(tokens: list[int]) -> str:
+    """A prompt of these tokens of the tiny model."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_what_was_trained_answers_at_openais_endpoints(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4).result()
+    for _ in range(3):
+        training.forward_backward([datum()], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    snapshot = training.save_weights_and_get_sampling_client().result()
+    path = training.save_weights_for_sampler("three").result().path
+    before = {"base": sampled(service.create_sampling_client(base_model="tiny").result()), "now": sampled(snapshot)}
+    client = openai_client(url)
+    assert {"tiny", training.model_id, path} <= {model.id for model in client.models.list().data}
+
+    def scored(model: str) -> Any:
+        """The log-probs of the tokens, by /completions."""
+        answer = client.completions.create(
+            model=model, prompt=TOKENS, max_tokens=1, echo=True, logprobs=0, extra_body={"prompt_logprobs": 0}
+        )
+        assert answer.model == model
+        return np.array(answer.choices[0].logprobs.token_logprobs[1 : len(TOKENS)])
+
+    np.testing.assert_allclose(scored("tiny"), before["base"], atol=1e-5)
+    for model in (training.model_id, path):
+        np.testing.assert_allclose(scored(model), before["now"], atol=1e-4)
+    assert not np.allclose(before["base"], before["now"], atol=1e-2)
+    training.forward_backward([datum()], "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    np.testing.assert_allclose(scored(path), before["now"], atol=1e-4)
+    assert not np.allclose(scored(training.model_id), before["now"], atol=1e-3)
+
+
+def test_chats_and_streams_at_openais_endpoints(url: str) -> None:
+    import openai
+
+    client = openai_client(url)
+    options: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text_of(CHAT)}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.chat.completions.create(**options)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(CHAT), 8)
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert len(chunks) > 4, "they come one by one"
+    assert chunks[-1].usage.completion_tokens == 8
+    sample = tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model="tiny").result()
+    params = types.SamplingParams(max_tokens=8, stop=[], temperature=0)
+    tokens = sample.sample(types.ModelInput.from_ints(CHAT), 1, params).result().sequences[0].tokens
+    assert whole.choices[0].message.content.split() == text_of(tokens).split()
+    two = client.completions.create(model="tiny", prompt=[TOKENS, TOKENS[:3]], max_tokens=2, n=2, seed=0)
+    assert len(two.choices) == 4
+    with client.completions.create(model="tiny", prompt=TOKENS, max_tokens=40, stream=True) as endless:
+        next(iter(endless))  # and no more: the request ends when the client goes away
+    for change, text in (
+        ({"model": "nobody"}, "this server serves"),
+        ({"max_tokens": 500}, "500"),
+        ({"n": 5000}, "from 1 to 1024"),
+        ({"model": "tinker://x:train:0/weights/y"}, "there is no checkpoint"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported"),
+    ):
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=text):
+            client.chat.completions.create(**{**options, **change})
+    assert client.chat.completions.create(**options).choices[0].message.content == whole.choices[0].message.content

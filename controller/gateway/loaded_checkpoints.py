@@ -1,0 +1,44 @@
+"""Checkpoints that clients sample from: loaded once, for all sampling clients and requests that name the same path."""
+
+import asyncio
+from datetime import datetime
+
+from controller.gateway.archive import Archive
+from controller.gateway.database import Database
+from controller.gateway.served_model import ServedModel, ServedModels
+from rl.lora import Policy
+
+
+class LoadedCheckpoints:
+    """Which checkpoint a generator has under which policy."""
+
+    def __init__(self, models: ServedModels, archive: Archive, database: Database) -> None:
+        """None at first."""
+        self._models = models
+        self._archive = archive
+        self._database = database
+        self._policies: dict[str, tuple[datetime, Policy]] = {}
+        self._loading = asyncio.Lock()
+        self._num_loaded = 0
+
+    async def load(self, path: str) -> tuple[ServedModel, str, Policy]:
+        """The model, the name by which its client asked for it, and the policy. Raises ValueError without the path."""
+        async with self._loading:
+            row, folder = self._archive.find(path)
+            run = self._database.run(row.run_id)
+            assert run is not None, "a checkpoint's run is in the database before the checkpoint"
+            model = self._models.find(run.base_model)
+            saved_at, known = self._policies.get(row.path, (None, None))
+            if known is not None and saved_at == row.created_at and known in model.snapshots:
+                return model, run.base_model, known
+            self._num_loaded += 1
+            name = f"loaded.{self._num_loaded}"
+            # The checkpoint goes to the generator by way of an adapter of the trainer, which reads its format.
+            trainer = await model.adapter(name, run.lora)
+            try:
+                await trainer.load_checkpoint(folder, weights_only=True)
+                policy = await model.snapshots.freeze(name, trainer)
+            finally:
+                await trainer.drop()
+            self._policies[row.path] = row.created_at, policy
+            return model, run.base_model, policy

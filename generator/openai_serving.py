@@ -1,0 +1,113 @@
+"""OpenAI's endpoints over a `GenerationEngine`, by vLLM's own serving code.
+
+vLLM renders chats, checks requests, cuts streams into events and finds tool calls; here it is given an engine. Which
+policy a request samples from is the caller's to say, and not the request's.
+"""
+
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from typing import Any, cast
+
+import vllm
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from generator.engine import GenerationEngine
+from generator.openai_calls import OpenAICall
+
+# vLLM hands a request on by itself, and knows policies only as LoRA directories.
+_CALL: ContextVar[OpenAICall] = ContextVar("call")
+
+
+class OpenAIServing:
+    """Answers requests for one choice of parsers."""
+
+    def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
+        """Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer."""
+        llm = engine.llm
+        if llm.renderer.tokenizer is None:
+            raise ValueError("the model's directory has no tokenizer, which OpenAI's endpoints need")
+        client: Any = _EngineClient(engine, llm)
+        models = _AnyModel(client, [BaseModelPath(name="", model_path=llm.model_config.model)])
+        template: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "tool_parser": tool_parser or None,
+            "enable_auto_tools": bool(tool_parser),
+            "reasoning_parser": reasoning_parser,
+        }
+        try:
+            renderer = OnlineRenderer(llm.model_config, llm.renderer, **template)
+            self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template)
+        except KeyError as error:
+            raise ValueError(f"vLLM has no such parser: {error}") from None
+        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+
+    async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
+        """The status, and JSON or the events of a stream."""
+        _CALL.set(call)
+        serving = self._chat if call.kind == "chat" else self._completion
+        try:
+            result = await self._answer(call)
+        except Exception as error:
+            result = serving.create_error_response(error)
+        if isinstance(result, ErrorResponse):
+            return int(result.error.code), result.model_dump_json()
+        return 200, result if isinstance(result, AsyncGenerator) else result.model_dump_json()
+
+    async def _answer(self, call: OpenAICall) -> Any:
+        request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
+        request: Any = request_type.model_validate_json(call.body)
+        if request.use_beam_search:
+            raise ValueError("use_beam_search is not supported; use n with a temperature")
+        request.model = call.model
+        if call.kind == "chat":
+            return await self._chat.create_chat_completion(cast(ChatCompletionRequest, request))
+        return await self._completion.create_completion(cast(CompletionRequest, request))
+
+
+class _AnyModel(OpenAIServingModels):
+    """Whatever a request calls its model, it is served, and called by the caller's name for it."""
+
+    def is_base_model(self, model_name: str) -> bool:
+        del model_name
+        return True
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        del lora_request
+        return _CALL.get().model
+
+
+class _EngineClient:
+    """What vLLM's serving code asks of `vllm.engine.protocol.EngineClient`."""
+
+    errored = False  # an engine that has stopped says so at the next request
+    dead_error = None
+
+    def __init__(self, engine: GenerationEngine, llm: LLMEngine) -> None:
+        self._engine = engine
+        self.vllm_config = llm.vllm_config
+        self.model_config = llm.model_config
+        self.renderer = llm.renderer
+        self.input_processor = llm.input_processor
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Accepts every request; it waits for its turn."""
+        del n, request_id
+
+    def generate(
+        self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """The outputs of one request. The policy is looked up now, not when the outputs are taken."""
+        del request_id, options
+        return self._engine.stream(prompt["prompt_token_ids"], sampling_params, policy=_CALL.get().policy)
