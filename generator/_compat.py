@@ -5,12 +5,13 @@ Nothing is patched when this module is imported. The worker that a tensor-parall
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as expert_method
 import vllm.model_executor.layers.utils as gemm
 import vllm.v1.sample.sampler as sampler
 from torch import nn
@@ -30,6 +31,9 @@ def patch_cpu() -> None:
     if not isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight):
         gemm.dispatch_cpu_unquantized_gemm = _PackBesideWeight(gemm.dispatch_cpu_unquantized_gemm)
     sampler.batched_count_greater_than = _no_ranks
+    if not isinstance(expert_method.select_unquantized_moe_backend, _ExpertsWithoutAdapters):
+        select = expert_method.select_unquantized_moe_backend
+        expert_method.select_unquantized_moe_backend = _ExpertsWithoutAdapters(select)
     _register_norms()
     # See `_cpu_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
@@ -98,6 +102,22 @@ class _PackBesideWeight:
             packs = stand_in.weight is not weight  # vLLM replaces a weight that it has packed
             object.__setattr__(layer, "cpu_linear", stand_in.cpu_linear if packs else nn.functional.linear)
             object.__setattr__(layer, _PACKS, packs)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertsWithoutAdapters:
+    """Has experts computed by the CPU's own kernels although the engine has room for adapters.
+
+    vLLM then chooses Triton's kernels for all experts, adapted or not, and a CPU has no Triton: the first request would
+    end the engine. Here no adapter adapts experts.
+
+    Remove when vLLM chooses kernels for experts on the CPU without looking at adapters of other layers.
+    """
+
+    original: Callable[[Any], Any]
+
+    def __call__(self, moe_config: Any) -> Any:
+        return self.original(replace(moe_config, is_lora_enabled=False))
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -101,13 +101,21 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= config.lora.max_rank),
             "max_loras": config.lora.max_adapters,
             "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
-            "lora_target_modules": [*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES],
+            "lora_target_modules": _adaptable_modules(config),
         }
     return {**options, **config.engine_args}
 
 
 def _has_gpu(told: bool | None) -> bool:
     return torch.cuda.is_available() if told is None else told
+
+
+def _adaptable_modules(config: GeneratorConfig) -> list[str]:
+    """The last parts of the names of the projections that vLLM makes adaptable."""
+    # The projections of experts have the names of those of an MLP. No adapter has them, and where vLLM could adapt
+    # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
+    has_experts = "num_experts_per_tok" in read_config(config.model)
+    return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]
 
 
 def _kv_cache_bytes(config: GeneratorConfig) -> int:

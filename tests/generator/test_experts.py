@@ -1,4 +1,4 @@
-"""Pulls of mixtures of experts, which vLLM packs in place on the CPU.
+"""Pulls of mixtures of experts, which vLLM packs in place on the CPU, and adapters beside experts.
 
 In a module of its own: the first engine of a process decides whether vLLM has a group for experts.
 """
@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.weights.manifest import WeightsError
+from generator.config import LoRALimits
+from rl.lora import LoRAConfig
+from rl.weights.manifest import WeightsError, WeightsMismatchError
 from rl.weights.registry import find_record
+from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory
-from tests.generator.published import export, greedy, moved, pull
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_qwen3_moe
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
@@ -56,3 +59,21 @@ def test_experts_that_nothing_can_be_loaded_into_are_refused(tmp_path: Path, bui
     directory = served_qwen3_moe(tmp_path / "model", moe_intermediate_size=48)
     with pytest.raises(ValueError, match=r"each rank holds 48 of moe_intermediate_size.*a multiple of 32"):
         build_engine(directory, "float32")
+
+
+def test_attention_and_head_are_adapted_and_experts_are_left_alone(tmp_path: Path, build_engine: EngineFactory) -> None:
+    directory = served_qwen3_moe(tmp_path / "model")
+    config = LoRAConfig(rank=4, alpha=8.0, train_mlp=False)
+    limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)  # full, which is when vLLM's own kernels are wrong
+    engine, adapter = build_engine(directory, "float32", lora=limits), random_adapter(directory, 1, config)
+    with_experts = LoRAConfig(rank=4, train_attn=False, train_unembed=False)
+
+    async def main() -> None:
+        await pull_adapter(engine, "a", 1, adapter, config)
+        for policy, model in ((None, merged(directory, {})), ("a", merged(directory, adapter, config))):
+            found = await asyncio.gather(*(engine.generate(prompt, GREEDY, policy=policy) for prompt in PROMPTS))
+            assert all(largest_error(model, p, c) < 5e-5 for p, (c,) in zip(PROMPTS, found, strict=True))
+        with pytest.raises(WeightsMismatchError, match=r"'b' adapts .*experts.*, which this generator cannot adapt"):
+            await pull_adapter(engine, "b", 1, random_adapter(directory, 1, with_experts), with_experts)
+
+    asyncio.run(main())
