@@ -80,6 +80,7 @@ class Cell:
             "KILLS_LOOP": fault.loop,
             "KILLS_RANKS": str(fault.num_ranks),
             "KILLS_REPLICAS": str(fault.num_replicas),
+            "KILLS_LORA": str(int(fault.lora)),
         }
         folder.mkdir(parents=True, exist_ok=True)
 

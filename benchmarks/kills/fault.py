@@ -42,9 +42,12 @@ class Fault:
     kind: Kind
     phase: Phase
     loop: LoopName
+    lora: bool = False
+    """Whether the run trains an adapter instead of the whole model."""
 
     def __str__(self) -> str:
-        return f"{self.loop}: {self.kind} of {self.victim} in {self.phase}"
+        adapter = ", with an adapter" if self.lora else ""
+        return f"{self.loop}{adapter}: {self.kind} of {self.victim} in {self.phase}"
 
     @property
     def possible(self) -> bool:
@@ -95,7 +98,7 @@ def covering_faults(seed: int) -> list[Fault]:
 
 
 def few_faults() -> list[Fault]:
-    """Six that between them have every loop, every kind, and every process of a run."""
+    """Six that between them have every loop, every kind, and every process of a run; and one with an adapter."""
     return [
         Fault("trainer", "SIGKILL", "save", "grpo"),
         Fault("trainer rank 1 of 2", "SIGSTOP", "forward_backward", "grpo_async"),
@@ -103,9 +106,10 @@ def few_faults() -> list[Fault]:
         Fault("engine thread", "exception", "pull", "grpo"),
         Fault("store", "SIGKILL", "push", "grpo"),
         Fault("controller", "SIGKILL", "optim_step", "grpo_async"),
+        Fault("trainer", "SIGKILL", "push", "grpo", lora=True),
     ]
 
 
 def _pairs(fault: Fault) -> set[frozenset[tuple[str, str]]]:
-    values: Iterable[tuple[str, str]] = asdict(fault).items()
+    values: Iterable[tuple[str, str]] = (item for item in asdict(fault).items() if item[0] != "lora")
     return {frozenset(pair) for pair in itertools.combinations(values, 2)}

@@ -12,6 +12,7 @@ from controller.runs import Loop
 from generator.config import GeneratorConfig
 from rl.deadlines import Deadlines
 from rl.envs.even_words import EvenWords
+from rl.lora import LoRAConfig
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
@@ -33,11 +34,12 @@ class FaultyGRPOAsyncConfig(grpo_async.GRPOAsyncConfig):
 
 
 def recipe() -> grpo.GRPOConfig:
-    """KILLS_MODEL is the model's directory, KILLS_LOOP, KILLS_RANKS and KILLS_REPLICAS are the fault's."""
+    """KILLS_MODEL is the model's directory; KILLS_LOOP, KILLS_RANKS, KILLS_REPLICAS and KILLS_LORA are the fault's."""
     deadlines = Deadlines(first_s=90, at_least_s=10)  # a thread that sleeps is to be found within ERROR_WITHIN_S
     ranks, replicas = int(os.environ["KILLS_RANKS"]), int(os.environ["KILLS_REPLICAS"])
     fields: dict[str, Any] = {
         "model": str(Path(os.environ["KILLS_MODEL"])),
+        "lora": LoRAConfig(rank=8) if os.environ["KILLS_LORA"] == "1" else None,
         "env": EvenWords(),
         "trainer": TrainerConfig(
             compute_dtype="float32", data_parallel_shard=ranks, max_tokens_per_microbatch=512, deadlines=deadlines

@@ -23,11 +23,11 @@ LAYOUT = Fault("controller", "exception", "generate", "grpo")
 """The loop and the layout of these runs; they are not told to strike a fault."""
 
 
-def endure(surrounding: Surrounding, folder: Path, model: Path, whole: Path) -> Outcome:
-    """Runs a loop in these surroundings, resumes it if it ends, and compares it with a `whole` run."""
-    outcome = Outcome(f"grpo: {surrounding}")
+def endure(surrounding: Surrounding, folder: Path, model: Path, whole: Path, layout: Fault = LAYOUT) -> Outcome:
+    """Runs a loop in these surroundings, resumes it if it ends, and compares it with a `whole` run of its layout."""
+    outcome = Outcome(f"grpo{', with an adapter' if layout.lora else ''}: {surrounding}")
     if surrounding == "a clock that jumps":
-        cell = Cell(folder, model, LAYOUT)
+        cell = Cell(folder, model, layout)
         return finish(cell, outcome, cell.start(extra={"KILLS_CLOCK": "1"}), time.monotonic(), whole)
     (folder / "runs").mkdir(parents=True)
     with namespace() as holder:
@@ -38,7 +38,7 @@ def endure(surrounding: Surrounding, folder: Path, model: Path, whole: Path) -> 
         place, megabytes = (Path("/dev/shm"), 64) if small_memory else (folder / "runs", _DISK_MB)
         _inside(holder, "mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place))
         prefix = [*_enter(holder), "sh", "-c", f'cd "{folder}" && exec "$@"', "sh"]
-        cell = Cell(folder, model, LAYOUT, prefix, root=Path(f"/proc/{holder}/root"))
+        cell = Cell(folder, model, layout, prefix, root=Path(f"/proc/{holder}/root"))
         process = cell.start()
         mend: Callable[[], None] | None = None
         if not small_memory:

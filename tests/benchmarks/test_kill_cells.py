@@ -1,5 +1,6 @@
-"""Six cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it."""
+"""Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,12 @@ def whole(model: Path) -> Path:
     return left_alone(Cell(model.parent / "whole", model, LAYOUT))
 
 
-@pytest.mark.parametrize("fault", few_faults(), ids=str)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=pytest.mark.slow) if f.lora else f for f in few_faults()], ids=str
+)
 def test_a_hurt_run_has_the_metrics_of_a_whole_one(fault: Fault, model: Path, whole: Path, tmp_path: Path) -> None:
+    if fault.lora:
+        whole = left_alone(Cell(tmp_path / "whole", model, replace(LAYOUT, lora=True)))
     cell = Cell(tmp_path / "cell", model, fault)
     outcome = hurt(cell, fault, whole)
     assert outcome.ok, f"{outcome}\n{cell.output()}"

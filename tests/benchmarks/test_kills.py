@@ -32,9 +32,10 @@ def test_another_seed_chooses_other_cells_and_the_same_seed_the_same() -> None:
     assert set(covering_faults(1)) != set(covering_faults(2))
 
 
-def test_the_six_quick_cells_have_every_kind_loop_and_process() -> None:
+def test_the_quick_cells_have_every_kind_loop_and_process_and_an_adapter() -> None:
     cells = few_faults()
-    assert len(cells) == 6
+    assert len(cells) == 7
+    assert [cell for cell in cells if cell.lora]
     for field, choices in (("kind", get_args(Kind)), ("loop", get_args(LoopName))):
         assert {getattr(cell, field) for cell in cells} == set(choices)
     assert {cell.victim for cell in cells} >= {"trainer", "engine thread", "store", "controller"}
@@ -45,7 +46,7 @@ def test_a_fault_reaches_the_run_that_is_told_to_strike_it(tmp_path: Path, monke
     from benchmarks.kills.fault import fault_from_environment
 
     assert fault_from_environment() is None
-    fault = Fault("store", "SIGSTOP", "pull", "grpo_async")
+    fault = Fault("store", "SIGSTOP", "pull", "grpo_async", lora=True)
     for name, value in fault.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     assert fault_from_environment() == (fault, tmp_path)

@@ -1,6 +1,9 @@
 """`ownloop export`, `ownloop eval` and `ownloop runs`, on runs that took place."""
 
+import io
 import json
+import shutil
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -120,3 +123,21 @@ def test_a_run_that_was_resumed_is_not_finished_by_its_earlier_model(tmp_path: P
     step.mkdir(parents=True)
     (step / "loop.json").write_text(json.dumps({"step": 3, "trainers": []}))
     assert state_of(folder.path) == "stopped, saved at 3"
+
+
+def test_a_run_of_an_adapter_is_exported_evaluated_and_talked_to_as_a_whole_model(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = finished_run("adapted", "--lora.rank", "4", "--learning-rate", "0.1")
+    rows = {row["step"]: row["eval_reward"] for row in read_metrics(adapted / "metrics.jsonl") if "eval_reward" in row}
+    (newest,) = ownloop(capfd, "export", "adapted")
+    exported, trained = weights(Path(newest)), weights(adapted / "model")
+    assert exported.keys() == weights(run / "model").keys() | {"lm_head.weight"}
+    assert all(torch.equal(exported[name], trained[name]) for name in trained | exported)
+    shutil.rmtree(newest)  # so that --step exports it again
+    for arguments in (["adapted", "mine.py"], ["adapted", "mine.py", "--step", "2", "--lora.rank", "8"]):
+        *_, line = ownloop(capfd, "eval", *arguments, "--num-eval", "4")
+        assert line.split()[4] == f"{rows[2]:.3f}"
+    assert rows[0] != rows[2]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
+    assert len(ownloop(capfd, "chat", "adapted", "--step", "1", "--max-tokens", "3")) == 1

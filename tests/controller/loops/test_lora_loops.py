@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from controller.commands.replay import replayed
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.dapo import DAPOConfig
 from controller.loops.distill import DistillConfig
@@ -21,6 +22,7 @@ from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.loops.ppo import PPOConfig
 from controller.loops.sft import SFTConfig
+from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
 from controller.runs.console import Console
 from controller.runs.loop_config import LoopConfig
 from generator.config import GeneratorConfig
@@ -37,6 +39,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
 TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
 LORA = LoRAConfig(rank=8, alpha=16)
+_ADAPTER = Path("adapter") / "adapter_model.safetensors"
 
 
 def _recipe(loop: str, model: Path) -> LoopConfig:
@@ -96,6 +99,32 @@ def test_a_loop_trains_and_serves_an_adapter(loop: str, tmp_path: Path) -> None:
         assert abs(steps[0]["kl_reference"]) < 1e-6 < 1e-4 < abs(steps[1]["kl_reference"])
     assert {path.name for path in folder.logs.iterdir() if "reference" in path.name} == set()  # no second copy
     _check_exports(folder.path / "model", model)
+    if loop == "grpo":
+        _check_checkpoint(config, folder)
+        _check_replay(config, folder)
+
+
+def _check_checkpoint(config: LoopConfig, folder: RunFolder) -> None:
+    """The newest checkpoint is exported as the trained model, with its adapter beside it."""
+    exported, trained = folder.path / "exported", folder.path / "model"
+    newest = checkpoint_of(folder.path, None)
+    asyncio.run(export_checkpoint(config, newest, exported, folder.logs / "export", lambda _: None))
+    _assert_same_tensors(exported / "model.safetensors", trained / "model.safetensors")
+    _assert_same_tensors(exported / _ADAPTER, trained / _ADAPTER)
+
+
+def _check_replay(config: LoopConfig, recorded: RunFolder) -> None:
+    """An adapter that trains on the recorded rollouts becomes the one that trained on them first."""
+    config = replayed(config, recorded.rollouts)
+    again = RunFolder(recorded.path.with_name("replayed"), config)
+    asyncio.run(config.loop()(config, again, Console(io.StringIO())))
+    _assert_same_tensors(again.path / "model" / _ADAPTER, recorded.path / "model" / _ADAPTER)
+
+
+def _assert_same_tensors(file: Path, other: Path) -> None:
+    ours, theirs = load_file(file), load_file(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 def _check_exports(merged: Path, base: Path) -> None:
