@@ -1,32 +1,34 @@
 """What an adapter costs beside the whole model, and what many adapters cost beside one: SmolLM2, ranks of 32.
 
-    python -m benchmarks.lora [--quick | --smoke] [--rounds N] [--threads N]
+    python -m benchmarks.lora [--quick | --smoke] [--rounds N] [--threads N] [--only PART]
 
 Two trainers, one of the whole model and one of adapters over it, and two generators, one without adapters, live in
-processes of their own and take turns; figures are medians of the rounds. Both sides compute in the dtype that the CPU
-is fast in. Bars, each a ratio to the whole model or to the generator without adapters:
+processes of their own and take turns. Both sides compute in the dtype that the CPU is fast in. Every ratio is taken
+within a round, whose sides follow each other directly; the figures are medians over the rounds. `cpu_` figures are
+ratios of CPU time, which hold on a machine that does other work as well. Bars:
 
 * `train_speed`: forward_backward's tokens per second. `optim_time_ratio`: optim_step's time.
 * `memory_ratio`: the trainer's peak memory. `sync_ratio`: the time of a push and a pull.
 * `decode_one`, `decode_four`, `prefill_one`: a generator's tokens per second with requests of one or four adapters.
 * `eight_adapters`: tokens per second, sampled and trained, of eight adapters that eight tasks train at once, to one's.
+
+`--only` measures one part: `training`, `generation` or `tasks`.
 """
 
 import argparse
 import asyncio
-import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
+from benchmarks.rounds import Rounds, Time, timed
 from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig, Policy
 from rl.types import AdamParams, Datum, SamplingParams
@@ -37,6 +39,8 @@ if TYPE_CHECKING:  # they load torch, Monarch and vLLM
 
 RANK = 32
 NUM_ADAPTERS = 8
+PROMPT_TOKENS = 16
+"""Of a request that is decoded."""
 ADAM = AdamParams(learning_rate=1e-5)
 LIMITS: Mapping[str, tuple[float, bool]] = {
     "train_speed": (1.0, False),
@@ -49,7 +53,6 @@ LIMITS: Mapping[str, tuple[float, bool]] = {
     "eight_adapters": (0.9, False),
 }
 """Every bar's limit, and whether it is the most (or the least) that is accepted."""
-Times = defaultdict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Size:
     """How much work there is."""
 
     requests: int
-    """Requests that are decoded together, and prompts of a prefill."""
+    """Requests that are decoded together; a prefill has half as many prompts."""
     new_tokens: int
     prefill_tokens: int
     sequences: int
@@ -65,6 +68,7 @@ class Size:
     train_tokens: int
     """Of each sequence."""
     rounds: int
+    vocabulary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,46 +77,53 @@ class Sides:
 
     whole: "TrainerHandle"
     base: "TrainerHandle"
-    adapters: "list[Trainer]"
+    policy: "Trainer"
     plain: "Generator"
     serving: "Generator"
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    options_parser = parser(__doc__, quick="2 rounds of shorter texts")
+    options_parser = parser(__doc__, quick="3 rounds of shorter texts")
     options_parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after a warm-up round")
     options_parser.add_argument("--threads", type=int, default=1, help="of each process")
+    options_parser.add_argument("--only", choices=list(PARTS), help="the only part to measure")
     options = options_parser.parse_args()
-    if options.smoke:
-        size = Size(requests=2, new_tokens=4, prefill_tokens=16, sequences=2, train_tokens=16, rounds=1)
-    elif options.quick:
-        size = Size(requests=16, new_tokens=16, prefill_tokens=64, sequences=4, train_tokens=128, rounds=2)
-    else:
-        size = Size(
-            requests=32, new_tokens=64, prefill_tokens=128, sequences=4, train_tokens=256, rounds=options.rounds
-        )
     with benchmark_model(smoke=options.smoke) as model:
-        figures = asyncio.run(measure(model, options, size))
-    bars = [Bar(name=name, value=figures[name], limit=limit, at_most=most) for name, (limit, most) in LIMITS.items()]
+        figures = asyncio.run(measure(model, options, _size(options, vocab_size(model))))
+    bars = [
+        Bar(name=name, value=figures[name], limit=limit, at_most=most)
+        for name, (limit, most) in LIMITS.items()
+        if name in figures
+    ]
     for bar in bars:
-        print(f"{bar.name:<18}{bar.value:8.3f}")
+        print(f"{bar.name:<18}{bar.value:8.3f}   {'<=' if bar.at_most else '>='} {bar.limit:g}")
     print_result("lora", bars, {**figures, "rank": RANK, "threads": options.threads, "dtype": cpu_dtype()})
+
+
+def _size(options: argparse.Namespace, vocabulary: int) -> Size:
+    if options.smoke:
+        return Size(2, 4, 16, 2, 16, rounds=1, vocabulary=vocabulary)
+    if options.quick:
+        return Size(16, 8, 64, 4, 128, rounds=3, vocabulary=vocabulary)
+    return Size(32, 24, 128, 4, 256, rounds=options.rounds, vocabulary=vocabulary)
 
 
 async def measure(model: Path, options: argparse.Namespace, size: Size) -> dict[str, float]:
     """All figures by name."""
     figures: dict[str, float] = {}
+    begin = time.monotonic()
     async with sides(model, options.threads, size) as running:
-        figures |= await measure_training(running, size, vocab_size(model))
-        figures |= await measure_generation(running, size, vocab_size(model))
-        figures |= await measure_tasks(running, size, vocab_size(model))
-    return figures
+        print(f"started after {time.monotonic() - begin:.0f} s", flush=True)
+        for name, part in PARTS.items():
+            if options.only in (None, name):
+                figures |= await part(running, size)
+    return {**figures, "rounds": size.rounds, "seconds": time.monotonic() - begin}
 
 
 @asynccontextmanager
 async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
-    """Both trainers and both generators, with weights pulled."""
+    """Both trainers and both generators."""
     # Here, because a module that imports Monarch also configures it, for this process and its children.
     from controller.meshes.adapters import BoundGenerator
     from controller.meshes.launch import Launcher
@@ -140,136 +151,148 @@ async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
             assert isinstance(base, TrainerHandle)
             assert isinstance(bound, BoundGenerator)
             try:
-                yield Sides(TrainerHandle(mesh), base, [policy], plain, bound.unbound)
+                yield Sides(TrainerHandle(mesh), base, policy, plain, bound.unbound)
             finally:
                 await mesh.mesh.stop()
 
 
-async def measure_training(running: Sides, size: Size, vocabulary: int) -> dict[str, float]:
+async def measure_training(running: Sides, size: Size) -> dict[str, float]:
     """Speed, memory and weight updates of the trainers."""
-    batch, num_tokens = _batch(size, vocabulary), size.sequences * size.train_tokens
+    batch, rounds = (
+        _batch(size.sequences, size.train_tokens, size.vocabulary),
+        Rounds("training", size.rounds, shown=LIMITS),
+    )
     trainers: dict[str, tuple[Trainer, Generator, str | None]] = {
         "whole": (running.whole, running.plain, None),
-        "adapter": (running.adapters[0], running.serving, "policy"),
+        "adapter": (running.policy, running.serving, "policy"),
     }
-    seconds: dict[str, Times] = {name: defaultdict(list) for name in trainers}
     for turn in range(1 + size.rounds):
+        times: dict[str, dict[str, Time]] = {}
         for name in trainers if turn % 2 else reversed(trainers):
             trainer, generator, policy = trainers[name]
-            clock = seconds[name] if turn else defaultdict(list)
-            begin = time.perf_counter()
-            await trainer.forward_backward(batch, "cross_entropy")
-            begin = _lap(clock, "forward_backward", begin)
-            await trainer.optim_step(ADAM)
-            begin = _lap(clock, "optim_step", begin)
-            version = await trainer.push_model_state_dict()
-            await generator.pull_model_state_dict(version, policy=policy)
-            _lap(clock, "sync", begin)
-    median = {name: {part: statistics.median(values) for part, values in of.items()} for name, of in seconds.items()}
-    whole, adapter = median["whole"], median["adapter"]
+
+            async def sync(trainer: Any = trainer, generator: Any = generator, policy: Any = policy) -> None:
+                await generator.pull_model_state_dict(await trainer.push_model_state_dict(), policy=policy)
+
+            times[name] = {
+                "forward_backward": await timed(trainer.forward_backward(batch, "cross_entropy")),
+                "optim_step": await timed(trainer.optim_step(ADAM)),
+                "sync": await timed(sync()),
+            }
+        whole, adapter = times["whole"], times["adapter"]
+        rounds.add(
+            turn,
+            {
+                "train_speed": whole["forward_backward"].wall / adapter["forward_backward"].wall,
+                "cpu_train_speed": whole["forward_backward"].cpu / adapter["forward_backward"].cpu,
+                "optim_time_ratio": adapter["optim_step"].wall / whole["optim_step"].wall,
+                "sync_ratio": adapter["sync"].wall / whole["sync"].wall,
+                **{f"seconds_{part}_{name}": t.wall for name, of in times.items() for part, t in of.items()},
+            },
+        )
     peaks = {"whole": _peak_bytes(running.whole), "adapter": _peak_bytes(running.base)}
     return {
-        "train_speed": whole["forward_backward"] / adapter["forward_backward"],
-        "optim_time_ratio": adapter["optim_step"] / whole["optim_step"],
+        **rounds.medians(),
         "memory_ratio": peaks["adapter"] / peaks["whole"],
-        "sync_ratio": adapter["sync"] / whole["sync"],
-        **{f"train_tokens_per_s_{name}": num_tokens / of["forward_backward"] for name, of in median.items()},
-        **{f"ms_optim_step_{name}": 1e3 * of["optim_step"] for name, of in median.items()},
-        **{f"ms_sync_{name}": 1e3 * of["sync"] for name, of in median.items()},
         **{f"peak_memory_gb_{name}": peak / 1e9 for name, peak in peaks.items()},
     }
 
 
-async def measure_generation(running: Sides, size: Size, vocabulary: int) -> dict[str, float]:
+async def measure_generation(running: Sides, size: Size) -> dict[str, float]:
     """Tokens per second of the generators."""
-    names = [f"adapter-{index}" for index in range(NUM_ADAPTERS)]
-    for name in names:
-        trainer = await running.base.adapter(name, LoRAConfig(rank=RANK))
-        await trainer.forward_backward(_batch(size, vocabulary)[:1], "cross_entropy")
-        await trainer.optim_step(ADAM)
-        await running.serving.pull_model_state_dict(await trainer.push_model_state_dict(), policy=name)
-        running.adapters.append(trainer)
+    names, rounds = await _adapters(running, "served", 4, size), Rounds("generation", size.rounds, shown=LIMITS)
     cases: dict[str, tuple[Generator, Sequence[Policy]]] = {
         "plain": (running.plain, [None]),
-        "one": (running.serving, names[:1]),
-        "four": (running.serving, names[:4]),
+        "one": (running.serving, list(names)[:1]),
+        "four": (running.serving, list(names)),
     }
-    rates: Times = defaultdict(list)
+    decoded, read = size.requests * size.new_tokens, size.requests // 2 * size.prefill_tokens
     for turn in range(1 + size.rounds):
+        decode, prefill = dict[str, Time](), dict[str, Time]()
         for case in cases if turn % 2 else reversed(cases):
             generator, policies = cases[case]
-            decode = await _rate(generator, policies, size, vocabulary, turn, size.new_tokens)
-            prefill = await _rate(generator, policies, size, vocabulary, turn, 1)
-            if turn:
-                rates[f"decode_{case}"].append(decode)
-                rates[f"prefill_{case}"].append(prefill)
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "decode_one": median["decode_one"] / median["decode_plain"],
-        "decode_four": median["decode_four"] / median["decode_plain"],
-        "prefill_one": median["prefill_one"] / median["prefill_plain"],
-        **{f"tokens_per_s_{name}": rate for name, rate in median.items()},
-    }
+            prompts = _prompts((turn, 0), size.requests, PROMPT_TOKENS, size)
+            decode[case] = await timed(_sample(generator, policies, prompts, size.new_tokens))
+            prompts = _prompts((turn, len(policies)), size.requests // 2, size.prefill_tokens, size)
+            prefill[case] = await timed(_sample(generator, policies, prompts, 1))
+        rounds.add(
+            turn,
+            {
+                **{f"decode_{case}": decode["plain"].wall / decode[case].wall for case in ("one", "four")},
+                **{f"cpu_decode_{case}": decode["plain"].cpu / decode[case].cpu for case in ("one", "four")},
+                "prefill_one": prefill["plain"].wall / prefill["one"].wall,
+                "cpu_prefill_one": prefill["plain"].cpu / prefill["one"].cpu,
+                **{f"decode_tokens_per_s_{case}": decoded / taken.wall for case, taken in decode.items()},
+                **{f"prefill_tokens_per_s_{case}": read / taken.wall for case, taken in prefill.items()},
+            },
+        )
+    for name in names:
+        await running.serving.drop_policy(name)
+    return rounds.medians()
 
 
-async def _rate(
-    generator: "Generator", policies: Sequence[Policy], size: Size, vocabulary: int, turn: int, new_tokens: int
-) -> float:
-    """New tokens per second; with one new token each, which is a prefill, tokens of the prompts per second."""
-    length = size.prefill_tokens if new_tokens == 1 else 16
-    rng = np.random.default_rng((turn, new_tokens, len(policies)))  # no prompt comes twice
-    prompts = rng.integers(0, vocabulary, (size.requests, length)).tolist()
-    sampling = SamplingParams(max_tokens=new_tokens, seed=turn, ignore_eos=True)
-    begin = time.perf_counter()
-    calls = [
-        generator.generate(prompt, sampling, policy=policies[i % len(policies)]) for i, prompt in enumerate(prompts)
-    ]
-    samples = await asyncio.gather(*calls)
-    num_tokens = len(samples) * length if new_tokens == 1 else sum(len(s.tokens) for (s,) in samples)
-    return num_tokens / (time.perf_counter() - begin)
-
-
-async def measure_tasks(running: Sides, size: Size, vocabulary: int) -> dict[str, float]:
+async def measure_tasks(running: Sides, size: Size) -> dict[str, float]:
     """Tokens per second of a synchronous loop of each adapter: one at a time, and all adapters' at once."""
-    rates: Times = defaultdict(list)
-    adapters = list(enumerate(running.adapters[1:]))
+    adapters = list((await _adapters(running, "task", NUM_ADAPTERS, size)).items())
+    rounds = Rounds("tasks", size.rounds, shown=LIMITS)
     for turn in range(1 + size.rounds):
+        rates = dict[int, float]()
         for num_tasks in (1, NUM_ADAPTERS) if turn % 2 else (NUM_ADAPTERS, 1):
+            tasks = [_task(running, *adapter, (turn, i), size) for i, adapter in enumerate(adapters[:num_tasks])]
             begin = time.perf_counter()
-            tasks = [_task(running, index, trainer, size, vocabulary, turn) for index, trainer in adapters[:num_tasks]]
-            num_tokens = sum(await asyncio.gather(*tasks))
-            if turn:
-                rates["alone" if num_tasks == 1 else "together"].append(num_tokens / (time.perf_counter() - begin))
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "eight_adapters": median["together"] / median["alone"],
-        **{f"task_tokens_per_s_{name}": rate for name, rate in median.items()},
-    }
+            rates[num_tasks] = sum(await asyncio.gather(*tasks)) / (time.perf_counter() - begin)
+        alone, together = rates[1], rates[NUM_ADAPTERS]
+        figures = {"task_tokens_per_s_alone": alone, "task_tokens_per_s_together": together}
+        rounds.add(turn, {"eight_adapters": together / alone, **figures})
+    return rounds.medians()
 
 
-async def _task(running: Sides, index: int, trainer: "Trainer", size: Size, vocabulary: int, turn: int) -> int:
+PARTS = {"training": measure_training, "generation": measure_generation, "tasks": measure_tasks}
+
+
+async def _adapters(running: Sides, prefix: str, count: int, size: Size) -> "dict[str, Trainer]":
+    """New adapters by name, after one step each, in the generator."""
+    adapters: dict[str, Trainer] = {}
+    for name in (f"{prefix}-{index}" for index in range(count)):
+        adapters[name] = await running.base.adapter(name, LoRAConfig(rank=RANK))
+        await adapters[name].forward_backward(_batch(1, 16, size.vocabulary), "cross_entropy")
+        await adapters[name].optim_step(ADAM)
+        version = await adapters[name].push_model_state_dict()
+        await running.serving.pull_model_state_dict(version, policy=name)
+    return adapters
+
+
+async def _task(running: Sides, name: str, trainer: "Trainer", key: tuple[int, int], size: Size) -> int:
     """One step of a loop: sample, learn, push, pull. Returns the tokens that were sampled and trained on."""
-    rng = np.random.default_rng((turn, index, 7))
-    prompts = rng.integers(0, vocabulary, (max(size.requests // NUM_ADAPTERS, 1), 16)).tolist()
-    sampling, policy = SamplingParams(max_tokens=size.new_tokens, seed=turn, ignore_eos=True), f"adapter-{index}"
-    samples = await asyncio.gather(*(running.serving.generate(p, sampling, policy=policy) for p in prompts))
-    texts = [np.array([*prompt, *sample.tokens]) for prompt, (sample,) in zip(prompts, samples, strict=True)]
+    prompts = _prompts(key, max(size.requests // NUM_ADAPTERS, 1), PROMPT_TOKENS, size)
+    samples = await _sample(running.serving, [name], prompts, size.new_tokens)
+    texts = [np.array([*prompt, *tokens]) for prompt, tokens in zip(prompts, samples, strict=True)]
     batch = [Datum(tokens=text[:-1], loss_inputs={"target_tokens": text[1:]}) for text in texts]
     await trainer.forward_backward(batch, "cross_entropy")
     await trainer.optim_step(ADAM)
-    await running.serving.pull_model_state_dict(await trainer.push_model_state_dict(), policy=policy)
+    await running.serving.pull_model_state_dict(await trainer.push_model_state_dict(), policy=name)
     return sum(map(len, texts))
 
 
-def _batch(size: Size, vocabulary: int) -> list[Datum]:
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (size.sequences, size.train_tokens + 1))
+async def _sample(
+    generator: "Generator", policies: Sequence[Policy], prompts: Sequence[Sequence[int]], new_tokens: int
+) -> list[tuple[int, ...]]:
+    """The new tokens of each prompt. The policies take the prompts in turns."""
+    sampling = SamplingParams(max_tokens=new_tokens, seed=0, ignore_eos=True)
+    calls = [
+        generator.generate(prompt, sampling, policy=policies[i % len(policies)]) for i, prompt in enumerate(prompts)
+    ]
+    return [sample.tokens for (sample,) in await asyncio.gather(*calls)]
+
+
+def _prompts(key: tuple[int, int], count: int, length: int, size: Size) -> list[list[int]]:
+    """Random prompts; those of another key are others."""
+    return np.random.default_rng(key).integers(0, size.vocabulary, (max(count, 1), length)).tolist()
+
+
+def _batch(sequences: int, length: int, vocabulary: int) -> list[Datum]:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (sequences, length + 1))
     return [Datum(tokens=text[:-1], loss_inputs={"target_tokens": text[1:]}) for text in tokens]
-
-
-def _lap(clock: Times, part: str, begin: float) -> float:
-    now = time.perf_counter()
-    clock[part].append(now - begin)
-    return now
 
 
 def _peak_bytes(trainer: "TrainerHandle") -> int:
