@@ -1,6 +1,7 @@
 """What adapters ask of the processes of a run: a trainer and a generator that fit, and calls that name the adapter."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
@@ -66,3 +67,13 @@ def check_lora(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
             f"TrainerConfig.lora.rank is {trainer.lora.rank}; GeneratorConfig.lora.max_rank is "
             f"{generator.lora.max_rank}, and must be at least as high"
         )
+
+
+def check_same_base(base: Path | None, model: Path) -> Path:
+    """The model that adapters are over. Raises ValueError if `base`, which has them already, is another."""
+    if base is not None and base.resolve() != model.resolve():
+        raise ValueError(
+            f"model is {model}, and this launcher's adapters are over {base}: an adapter is of use over its own model "
+            "alone; start the trainer and the generator with the same directory"
+        )
+    return model

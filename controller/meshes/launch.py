@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from controller.meshes.adapters import POLICY, BoundGenerator, check_lora
+from controller.meshes.adapters import POLICY, BoundGenerator, check_lora, check_same_base
 from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
 from controller.meshes.version_records import VersionRecords
@@ -79,6 +79,7 @@ class Launcher:
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
         self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[TrainerHandle]]] = []
+        self._pushed_base: Path | None = None  # of adapters that are pushed and pulled
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
     async def __aenter__(self) -> Self:
@@ -115,6 +116,8 @@ class Launcher:
             self._check_pushing(name)
             _with_model(generator, model).check_model()
             check_lora(config, generator)
+            if config.lora is not None:
+                self._pushed_base = check_same_base(self._pushed_base, model)
         # Imported here, because it loads torch: a mistake in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
 
@@ -201,6 +204,8 @@ class Launcher:
             return self._begin(_offline())
         config = _with_model(config, model)
         config.check_model()
+        if config.lora is not None:
+            self._pushed_base = check_same_base(self._pushed_base, model)
         from controller.meshes.generator_handle import GeneratorHandle
         from controller.meshes.generator_router import GeneratorRouter
         from generator.options import check_hardware

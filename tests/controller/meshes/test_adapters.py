@@ -43,6 +43,23 @@ def test_the_reference_of_an_adapter_is_its_trainer_and_of_no_other(tmp_path: Pa
     _refused(other_rank, message, tmp_path)
 
 
+@pytest.mark.parametrize("trainer_first", [True, False])
+def test_adapters_over_one_model_are_not_served_over_another(trainer_first: bool, tmp_path: Path) -> None:
+    other = tiny_llama(tmp_path / "other", **SERVABLE)
+
+    def start(launcher: Launcher, model: Path) -> None:
+        serving = _generator(LoRALimits())
+        starts: list[Callable[[], object]] = [
+            lambda: launcher.trainer(model, ADAPTER, generator=serving),
+            lambda: launcher.generator(other, serving),
+        ]
+        for each in starts if trainer_first else reversed(starts):
+            each()
+
+    message = "this launcher's adapters are over .*: an adapter is of use .* alone; start .* with the same directory"
+    _refused(start, message, tmp_path)
+
+
 def _generator(room: LoRALimits | None) -> GeneratorConfig:
     return GeneratorConfig(max_model_len=64, lora=room)
 

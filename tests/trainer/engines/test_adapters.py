@@ -20,6 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.plain_ranks import relative_error
+from trainer.engines.pytorch.adapter_parameters import check_targets
 
 ENGINES = ("torchtitan", "fsdp2")
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -210,6 +211,20 @@ def test_experts_are_not_adapted(tmp_path: Path) -> None:
     step(adapter)
     with pytest.raises(ValueError, match="experts are not adapted, so train_attn or train_unembed must be True"):
         frozen.adapter("b", LoRAConfig(train_attn=False, train_unembed=False))
+
+
+def test_projections_that_a_model_lacks_are_named() -> None:
+    names = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    with pytest.raises(
+        ValueError, match=r"LoRAConfig\.train_attn is True, but the model has no projection named o_proj;"
+    ):
+        check_targets(LoRAConfig(), names, has_experts=False)
+    names = [name.replace("out_proj", "o_proj") for name in names]
+    with pytest.raises(ValueError, match="no projection named gate_proj or up_proj or down_proj; it must be False"):
+        check_targets(LoRAConfig(), names, has_experts=False)
+    with pytest.raises(ValueError, match=r"LoRAConfig\.train_unembed is True, .* named lm_head;"):
+        check_targets(LoRAConfig(train_mlp=False), names, has_experts=False)
+    check_targets(LoRAConfig(train_mlp=False, train_unembed=False), names, has_experts=False)
 
 
 def test_what_cannot_be_adapted_is_refused(llama: Path) -> None:
