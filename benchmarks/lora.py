@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -91,11 +91,8 @@ def main() -> None:
     options = options_parser.parse_args()
     with benchmark_model(smoke=options.smoke) as model:
         figures = asyncio.run(measure(model, options, _size(options, vocab_size(model))))
-    bars = [
-        Bar(name=name, value=figures[name], limit=limit, at_most=most)
-        for name, (limit, most) in LIMITS.items()
-        if name in figures
-    ]
+    measured = {name: limits for name, limits in LIMITS.items() if name in figures}
+    bars = [Bar(name=name, value=figures[name], limit=limit, at_most=most) for name, (limit, most) in measured.items()]
     for bar in bars:
         print(f"{bar.name:<18}{bar.value:8.3f}   {'<=' if bar.at_most else '>='} {bar.limit:g}")
     print_result("lora", bars, {**figures, "rank": RANK, "threads": options.threads, "dtype": cpu_dtype()})
@@ -162,22 +159,15 @@ async def measure_training(running: Sides, size: Size) -> dict[str, float]:
         _batch(size.sequences, size.train_tokens, size.vocabulary),
         Rounds("training", size.rounds, shown=LIMITS),
     )
-    trainers: dict[str, tuple[Trainer, Generator, str | None]] = {
-        "whole": (running.whole, running.plain, None),
-        "adapter": (running.policy, running.serving, "policy"),
-    }
+    adapted: tuple[Trainer, Generator, str | None] = (running.policy, running.serving, "policy")
+    trainers = {"whole": (running.whole, running.plain, None), "adapter": adapted}
     for turn in range(1 + size.rounds):
         times: dict[str, dict[str, Time]] = {}
         for name in trainers if turn % 2 else reversed(trainers):
-            trainer, generator, policy = trainers[name]
-
-            async def sync(trainer: Any = trainer, generator: Any = generator, policy: Any = policy) -> None:
-                await generator.pull_model_state_dict(await trainer.push_model_state_dict(), policy=policy)
-
             times[name] = {
-                "forward_backward": await timed(trainer.forward_backward(batch, "cross_entropy")),
-                "optim_step": await timed(trainer.optim_step(ADAM)),
-                "sync": await timed(sync()),
+                "forward_backward": await timed(trainers[name][0].forward_backward(batch, "cross_entropy")),
+                "optim_step": await timed(trainers[name][0].optim_step(ADAM)),
+                "sync": await timed(_sync(*trainers[name])),
             }
         whole, adapter = times["whole"], times["adapter"]
         rounds.add(
@@ -257,9 +247,12 @@ async def _adapters(running: Sides, prefix: str, count: int, size: Size) -> "dic
         adapters[name] = await running.base.adapter(name, LoRAConfig(rank=RANK))
         await adapters[name].forward_backward(_batch(1, 16, size.vocabulary), "cross_entropy")
         await adapters[name].optim_step(ADAM)
-        version = await adapters[name].push_model_state_dict()
-        await running.serving.pull_model_state_dict(version, policy=name)
+        await _sync(adapters[name], running.serving, name)
     return adapters
+
+
+async def _sync(trainer: "Trainer", generator: "Generator", policy: str | None) -> None:
+    await generator.pull_model_state_dict(await trainer.push_model_state_dict(), policy=policy)
 
 
 async def _task(running: Sides, name: str, trainer: "Trainer", key: tuple[int, int], size: Size) -> int:
@@ -270,7 +263,7 @@ async def _task(running: Sides, name: str, trainer: "Trainer", key: tuple[int, i
     batch = [Datum(tokens=text[:-1], loss_inputs={"target_tokens": text[1:]}) for text in texts]
     await trainer.forward_backward(batch, "cross_entropy")
     await trainer.optim_step(ADAM)
-    await running.serving.pull_model_state_dict(await trainer.push_model_state_dict(), policy=name)
+    await _sync(trainer, running.serving, name)
     return sum(map(len, texts))
 
 
