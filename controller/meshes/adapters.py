@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from generator.config import GeneratorConfig
-from rl.lora import LivePolicy, Policy
+from generator.config import GeneratorConfig, LoRALimits
+from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator
 from rl.types import Completion, PullMode, SamplingParams
 from trainer.config import TrainerConfig
@@ -69,11 +69,15 @@ def check_lora(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
         )
 
 
-def check_same_base(base: Path | None, model: Path) -> Path:
-    """The model that adapters are over. Raises ValueError if `base`, which has them already, is another."""
+def check_same_base(lora: LoRAConfig | LoRALimits | None, base: Path | None, model: Path) -> Path | None:
+    """The model that adapters are over: `model` with `lora`, else `base`, which has been so far.
+
+    Raises ValueError if the two differ, because what is trained over one is of no use over the other.
+    """
+    if lora is None:
+        return base
     if base is not None and base.resolve() != model.resolve():
         raise ValueError(
-            f"model is {model}, and this launcher's adapters are over {base}: an adapter is of use over its own model "
-            "alone; start the trainer and the generator with the same directory"
+            f"model is {model}, and this launcher's adapters are over {base}; start the trainer and the generator with the same directory"
         )
     return model

@@ -116,8 +116,7 @@ class Launcher:
             self._check_pushing(name)
             _with_model(generator, model).check_model()
             check_lora(config, generator)
-            if config.lora is not None:
-                self._pushed_base = check_same_base(self._pushed_base, model)
+            self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
         # Imported here, because it loads torch: a mistake in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
 
@@ -204,8 +203,7 @@ class Launcher:
             return self._begin(_offline())
         config = _with_model(config, model)
         config.check_model()
-        if config.lora is not None:
-            self._pushed_base = check_same_base(self._pushed_base, model)
+        self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
         from controller.meshes.generator_handle import GeneratorHandle
         from controller.meshes.generator_router import GeneratorRouter
         from generator.options import check_hardware

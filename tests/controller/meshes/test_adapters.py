@@ -56,7 +56,7 @@ def test_adapters_over_one_model_are_not_served_over_another(trainer_first: bool
         for each in starts if trainer_first else reversed(starts):
             each()
 
-    message = "this launcher's adapters are over .*: an adapter is of use .* alone; start .* with the same directory"
+    message = "this launcher's adapters are over .*; start the trainer and the generator with the same directory"
     _refused(start, message, tmp_path)
 
 
