@@ -78,6 +78,7 @@ def check_same_base(lora: LoRAConfig | LoRALimits | None, base: Path | None, mod
         return base
     if base is not None and base.resolve() != model.resolve():
         raise ValueError(
-            f"model is {model}, and this launcher's adapters are over {base}; start the trainer and the generator with the same directory"
+            f"model is {model}, and this launcher's adapters are over {base}; start the trainer and the generator with "
+            "the same directory"
         )
     return model
