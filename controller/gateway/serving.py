@@ -61,7 +61,8 @@ def invitation(config: ServeConfig, listener: socket.socket, *, needs_key: bool)
 def listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises ValueError if it is taken or not of this host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it an answer takes 40 ms more.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -1,7 +1,6 @@
 """A gateway behind a real HTTP server, in a thread of the test's own process."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from controller.gateway.app import make_app
 from controller.gateway.config import Limits
 from controller.gateway.gateway import Gateway
 from controller.gateway.keys import Keys
+from controller.gateway.serving import listen
 from tests.controller.gateway.toy_model import ToyHost
 
 
@@ -48,9 +48,8 @@ def running_server(
     tls: tuple[Path, Path] | tuple[None, None] = (None, None),
 ) -> Generator[RunningServer]:
     """Starts a server of the toy model, and ends it with the block."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()  # a request that comes before the server runs waits for it
+    listener = listen("127.0.0.1", 0)
+    listener.listen()  # requests may come before the server accepts them
     started: list[RunningServer] = []
     ready = threading.Event()
     servers: list[uvicorn.Server] = []
