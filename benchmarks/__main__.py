@@ -16,6 +16,7 @@ BENCHMARKS = (
     "generation_throughput",
     "inflight_updates",
     "lora",
+    "gateway",
     "attention",
     "mfu",
     "trainer_throughput",
@@ -27,7 +28,7 @@ BENCHMARKS = (
     "sandbox",
 )
 """Modules of this package, in the order in which they run by default."""
-ON_REQUEST = ("kill_matrix", "memory_growth", "vs_trl")
+ON_REQUEST = ("kill_matrix", "gateway_load", "memory_growth", "vs_trl")
 """Modules that run only when named, since they take most of an hour. vs_trl also installs another environment."""
 
 

@@ -4,9 +4,9 @@
         [--trl-python PYTHON]
 
 Both sides use the default recipe for the CPU: the same model, problems in the same order, reward, prompts per step,
-group size, lengths, sampling temperature, optimizer, dtype and threads. TRL runs in an environment of its own
-(`benchmarks/trl_environment.py`), with the settings of `benchmarks/trl_trainer.py`; `--trl` overrides any argument of
-its `GRPOConfig`. Both sides stay alive and take turns, a block of steps each. A step lasts from the end of the previous
+group size, lengths, sampling temperature, optimizer, dtype and threads. TRL runs in an environment of its own, made
+from `requirements/trl.lock`, with the settings of `benchmarks/trl_trainer.py`; `--trl` overrides any argument of its
+`GRPOConfig`. Both sides stay alive and take turns, a block of steps each. A step lasts from the end of the previous
 step to its own end. The first block of each side is not counted.
 
 Two things differ. TRL divides an advantage by the sample standard deviation of its group plus 1e-4, ownloop by the
@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import REPOSITORY, Bar, parser, print_result
-from benchmarks.trl_environment import trl_python
+from benchmarks.locked_environment import locked_python
 from benchmarks.trl_trainer import Settings
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
@@ -152,7 +152,7 @@ def main() -> None:
     config = dataclasses.replace(_recipe(), **sizes, num_eval=1, evaluate_every=num_steps)
     evaluated = not options.quick and not options.smoke
     with tempfile.TemporaryDirectory() as folder:
-        python = options.trl_python or trl_python()
+        python = options.trl_python or locked_python("trl")
         seconds, trl, rewards = _compare(config, block, python, options.trl, Path(folder), evaluated=evaluated)
 
     medians = {side: statistics.median(times[block:]) for side, times in seconds.items()}

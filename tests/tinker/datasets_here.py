@@ -1,0 +1,66 @@
+"""Small data sets in the folders in which `datasets` looks before it asks a hub, so that recipes run unchanged.
+
+They have the columns of the ones that the recipes name, and content that a model of 135 million parameters can learn.
+"""
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HUB_MODEL = "Qwen/Qwen3-8B-Base"
+"""A model that the cookbook knows a chat format for. In a recipe's folder, this name is a link to the served model."""
+
+
+def write_conversations(folder: Path) -> None:
+    """`HuggingFaceH4/no_robots`: the cookbook's own conversations are not large enough for its split."""
+    facts = ("France", "Paris"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Japan", "Tokyo"), ("Egypt", "Cairo")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is the capital of {country}?"},
+                {"role": "assistant", "content": f"The capital of {country} is {city}, as every atlas says."},
+            ]
+        }
+        for country, city in facts * 12
+    ]
+    for split in ("train", "test"):
+        _write(folder / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", rows)
+
+
+def write_sums(folder: Path) -> None:
+    """`openai/gsm8k`, configuration `main`: sums of small numbers."""
+    data = folder / "openai" / "gsm8k"
+    numbers = random.Random(0)
+    rows: list[dict[str, str]] = []
+    for _ in range(512):
+        a, b = numbers.randint(1, 9), numbers.randint(1, 9)
+        rows.append({"question": f"What is {a} + {b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"})
+    for split in ("train", "test"):
+        _write(data / "main" / f"{split}.jsonl", rows)
+    files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
+    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+
+
+def write_preferences(folder: Path) -> None:
+    """`Anthropic/hh-rlhf`: polite answers are chosen, rude ones rejected."""
+    rows: list[dict[str, str]] = []
+    for number in range(1100):
+        question = f"\n\nHuman: How do I count to {number}?\n\nAssistant:"
+        polite = f"{question} I would be glad to help you. Start at 1 and add 1 until you reach {number}."
+        rows.append({"chosen": polite, "rejected": f"{question} Go away and stop wasting my time."})
+    for split in ("train", "test"):
+        _write(folder / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", rows)
+
+
+def link_model(folder: Path, model: Path) -> None:
+    """Has `HUB_MODEL` mean a directory."""
+    link = folder / HUB_MODEL
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(model)
+
+
+def _write(file: Path, rows: Iterable[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,69 @@
+"""Supervised recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_supervised_recipes.py`."""
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.locked_environment import locked_python
+from benchmarks.served import Server
+from tests.tinker.conftest import learns
+from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
+from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+
+def bundled_conversations() -> Path:
+    """The cookbook's example."""
+    find = "import tinker_cookbook, pathlib; print(pathlib.Path(tinker_cookbook.__file__).parent)"
+    found = subprocess.run([locked_python("tinker"), "-c", find], capture_output=True, text=True, check=True)
+    return Path(found.stdout.strip()) / "example_data" / "conversations.jsonl"
+
+
+def test_chat_sl_learns_the_bundled_conversations_and_resumes(server: Server, tmp_path: Path) -> None:
+    options = {
+        "model_name": server.model,
+        "renderer_name": CHAT_FORMAT,
+        "dataset": bundled_conversations(),
+        "batch_size": 16,
+        "max_length": 256,
+        "learning_rate": 3e-4,
+        "lr_schedule": "constant",
+        "save_every": 2,
+    }
+    log = run_recipe(server, "chat_sl.train", tmp_path, max_steps=4, **options)
+    assert len(metric(log, "train_mean_nll")) == 4
+    log = run_recipe(server, "chat_sl.train", tmp_path, max_steps=8, behavior_if_log_dir_exists="resume", **options)
+    losses = metric(log, "train_mean_nll")
+    print("train_mean_nll", [round(loss, 3) for loss in losses])
+    assert metric(log, "step")[-4:] == [4, 5, 6, 7]  # it went on, and did not begin again
+    if learns():
+        assert losses[-1] < losses[0] - 0.3
+        assert max(losses[-4:]) < losses[0]  # with the weights of the checkpoint
+
+
+def test_sl_loop_learns(server: Server, tmp_path: Path) -> None:
+    write_conversations(tmp_path)
+    link_model(tmp_path, server.model)
+    options = {"batch_size": 10, "max_length": 256, "save_every": 2, "max_steps": 5, "learning_rate": 3e-4}
+    log = run_recipe(server, "sl_loop", tmp_path, model_name=HUB_MODEL, **options)
+    losses = metric(log, "train_mean_nll")
+    print("train_mean_nll", [round(loss, 3) for loss in losses])
+    assert len(losses) == 5
+    if learns():
+        assert losses[-1] < losses[0] - 0.3
+
+
+def test_dpo_begins_at_ln_2_and_falls(server: Server, tmp_path: Path) -> None:
+    write_preferences(tmp_path)
+    options = {"batch_size": 8, "max_length": 128, "learning_rate": 1e-4, "max_steps": 5}
+    log = run_recipe(
+        server, "preference.dpo.train", tmp_path, model_name=server.model, renderer_name=CHAT_FORMAT, **options
+    )
+    losses = metric(log, "dpo_loss")
+    print("dpo_loss", [round(loss, 4) for loss in losses])
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3)
+    if learns():
+        assert losses[-1] < losses[0] - 0.05
