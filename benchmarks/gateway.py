@@ -149,7 +149,7 @@ def step_of_client(client: Any, prompts: Sequence[Sequence[int]], size: Size) ->
 
     sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=size.new_tokens, stop=[])
-    futures = [sampler.sample(types.ModelInput.from_ints(prompt), size.group, params) for prompt in prompts]
+    futures = [sampler.sample(types.ModelInput.from_ints(list(prompt)), size.group, params) for prompt in prompts]
     batch = [
         as_tinker(_datum(prompt, sequence.tokens, sequence.logprobs, index))
         for prompt, future in zip(prompts, futures, strict=True)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def bundled_conversations() -> Path:
 
 
 def test_chat_sl_learns_the_bundled_conversations_and_resumes(server: Server, tmp_path: Path) -> None:
-    options = {
+    options: dict[str, Any] = {
         "model_name": server.model,
         "renderer_name": CHAT_FORMAT,
         "dataset": bundled_conversations(),
@@ -47,7 +48,13 @@ def test_chat_sl_learns_the_bundled_conversations_and_resumes(server: Server, tm
 def test_sl_loop_learns(server: Server, tmp_path: Path) -> None:
     write_conversations(tmp_path)
     link_model(tmp_path, server.model)
-    options = {"batch_size": 10, "max_length": 256, "save_every": 2, "max_steps": 5, "learning_rate": 3e-4}
+    options: dict[str, Any] = {
+        "batch_size": 10,
+        "max_length": 256,
+        "save_every": 2,
+        "max_steps": 5,
+        "learning_rate": 3e-4,
+    }
     log = run_recipe(server, "sl_loop", tmp_path, model_name=HUB_MODEL, **options)
     losses = metric(log, "train_mean_nll")
     print("train_mean_nll", [round(loss, 3) for loss in losses])
@@ -58,7 +65,7 @@ def test_sl_loop_learns(server: Server, tmp_path: Path) -> None:
 
 def test_dpo_begins_at_ln_2_and_falls(server: Server, tmp_path: Path) -> None:
     write_preferences(tmp_path)
-    options = {"batch_size": 8, "max_length": 128, "learning_rate": 1e-4, "max_steps": 5}
+    options: dict[str, Any] = {"batch_size": 8, "max_length": 128, "learning_rate": 1e-4, "max_steps": 5}
     log = run_recipe(
         server, "preference.dpo.train", tmp_path, model_name=server.model, renderer_name=CHAT_FORMAT, **options
     )

@@ -15,7 +15,7 @@ def check(server: RunningServer, count: int) -> None:
     server.gateway.training[victim.model_id].turns.gap_s = 0.02  # numbers that jump are most of what is sent
     base = server.client().create_sampling_client(base_model="toy").result()
     session = victim.model_id.partition(":")[0]
-    sampler = next(name for name in server.gateway.samplers.of_session(base._sampling_session_id.partition(":")[0]))
+    (sampler,) = [name for each in server.gateway.sessions for name in server.gateway.samplers.of_session(each)]
     known = Known(session=session, run=victim.model_id, sampler=sampler, model="toy")
 
     def good_call() -> None:
