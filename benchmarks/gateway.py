@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from benchmarks.served import Server, served
+from controller.gateway.child_server import Server, served
 from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig
 from rl.types import AdamParams, Datum, SamplingParams

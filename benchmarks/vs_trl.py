@@ -35,12 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import REPOSITORY, Bar, parser, print_result
-from benchmarks.locked_environment import locked_python
 from benchmarks.trl_trainer import Settings
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
+from controller.runs.locked_environment import locked_python
 from controller.runs.models import resolve_model
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
@@ -152,7 +152,7 @@ def main() -> None:
     config = dataclasses.replace(_recipe(), **sizes, num_eval=1, evaluate_every=num_steps)
     evaluated = not options.quick and not options.smoke
     with tempfile.TemporaryDirectory() as folder:
-        python = options.trl_python or locked_python("trl")
+        python = options.trl_python or locked_python(REPOSITORY / "requirements" / "trl.lock")
         seconds, trl, rewards = _compare(config, block, python, options.trl, Path(folder), evaluated=evaluated)
 
     medians = {side: statistics.median(times[block:]) for side, times in seconds.items()}

@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.locked_environment import locked_python
-from benchmarks.served import Server
+from controller.gateway.child_server import Server
+from controller.runs.locked_environment import locked_python
 
+LOCK = Path(__file__).parent.parent.parent / "requirements" / "tinker.lock"
 CHAT_FORMAT = "qwen3_instruct"
 """The cookbook's name for the chat format of SmolLM2."""
 
@@ -34,7 +35,7 @@ def begin_recipe(server: Server, name: str, folder: Path, **options: Any) -> sub
     env |= {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1"}
     env |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     arguments = [f"{option}={value}" for option, value in {"log_path": folder / "log", **options}.items()]
-    command = [str(locked_python("tinker")), "-m", f"tinker_cookbook.recipes.{name}", *arguments]
+    command = [str(locked_python(LOCK)), "-m", f"tinker_cookbook.recipes.{name}", *arguments]
     return subprocess.Popen(
         command,
         cwd=folder,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.served import Server
+from controller.gateway.child_server import Server
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_sums
 from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe

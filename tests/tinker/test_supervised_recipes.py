@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.locked_environment import locked_python
-from benchmarks.served import Server
+from controller.gateway.child_server import Server
+from controller.runs.locked_environment import locked_python
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
-from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe
+from tests.tinker.recipes import CHAT_FORMAT, LOCK, metric, run_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 def bundled_conversations() -> Path:
     """The cookbook's example."""
     find = "import tinker_cookbook, pathlib; print(pathlib.Path(tinker_cookbook.__file__).parent)"
-    found = subprocess.run([locked_python("tinker"), "-c", find], capture_output=True, text=True, check=True)
+    found = subprocess.run([locked_python(LOCK), "-c", find], capture_output=True, text=True, check=True)
     return Path(found.stdout.strip()) / "example_data" / "conversations.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""`ownloop serve` as a process of its own."""
+"""`ownloop serve` as a process of its own, for programs that bring the server that they need."""
 
 import os
 import signal
@@ -9,8 +9,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from benchmarks.harness import REPOSITORY
 
 _STARTS_S = 180
 
@@ -36,9 +34,12 @@ class Server:
 
 
 def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
-    """Starts a server and waits until it serves. `folder` keeps its checkpoints and logs."""
+    """Starts a server and waits until it serves. `folder` keeps its checkpoints and logs.
+
+    Raises RuntimeError, with what the server printed, if it does not start.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "PASSIVE"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # of a checkout that is not installed
     command = [sys.executable, "-m", "controller.commands.cli", "serve", "--model", str(model), "--port", str(port)]
     with (folder / "serve.log").open("ab") as log:
         began = log.tell()
@@ -49,7 +50,7 @@ def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
     while "TINKER_BASE_URL=" not in (said := (folder / "serve.log").read_text()[began:]):
         if process.poll() is not None or time.monotonic() > end:
             process.kill()
-            raise AssertionError(f"the server did not start: {said}")
+            raise RuntimeError(f"the server did not start: {said}")
         time.sleep(0.1)
     url = said.partition("TINKER_BASE_URL=")[2].split()[0]
     return Server(url, model, folder / "gateway", process)

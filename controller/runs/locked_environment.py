@@ -6,19 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import REPOSITORY
 from rl.cache import cache_directory
 
 
-def locked_python(name: str) -> Path:
-    """The interpreter of an environment with exactly the packages of `requirements/<name>.lock`.
+def locked_python(lock: Path) -> Path:
+    """The interpreter of an environment with exactly the packages of a lock file, such as `requirements/trl.lock`.
 
     Making it takes a minute or two. pip looks for packages, torch's CPU build among them, where its own configuration
     points. Raises CalledProcessError if it does not find them.
     """
-    lock = REPOSITORY / "requirements" / f"{name}.lock"
     checksum = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
-    environment = cache_directory() / "environments" / f"{name}-{checksum}"
+    environment = cache_directory() / "environments" / f"{lock.stem}-{checksum}"
     python, stamp = environment / "bin" / "python", environment / "complete"
     if not stamp.exists():
         print(f"installing {lock.name} into {environment}, once", file=sys.stderr, flush=True)
