@@ -20,6 +20,8 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from generator.options import CPU_KERNELS
 
@@ -34,6 +36,7 @@ def patch_cpu() -> None:
     if not isinstance(expert_method.select_unquantized_moe_backend, _ExpertsWithoutAdapters):
         select = expert_method.select_unquantized_moe_backend
         expert_method.select_unquantized_moe_backend = _ExpertsWithoutAdapters(select)
+    CPUAttentionBackend.get_supported_kernel_block_sizes = _blocks_of_16
     _register_norms()
     # See `_cpu_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
@@ -118,6 +121,19 @@ class _ExpertsWithoutAdapters:
 
     def __call__(self, moe_config: Any) -> Any:
         return self.original(replace(moe_config, is_lora_enabled=False))
+
+
+@staticmethod
+def _blocks_of_16(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+    """The sizes of blocks of keys and values that vLLM's attention on the CPU can do.
+
+    vLLM names multiples of 32 only, but has a kernel for multiples of 16 ("vec16"), which it chooses by itself for such
+    blocks; `options.cpu_block_size` says why they are wanted.
+
+    Remove when vLLM's own list has them; `tests/generator/test_engine.py` fails then.
+    """
+    del kv_cache_spec
+    return [MultipleOf(16)]
 
 
 def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,20 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     float32. Intel's processors since Sapphire Rapids, known by `avx512_fp16`, are fast by their matrix units (AMX). A
     virtual machine may hide these; the vector instructions that are left reach half of the float32 rate.
     """
+    features = cpu_features(cpuinfo)
+    if "avx512_fp16" in features and "GenuineIntel" in features:
+        return "amx_bf16" in features
+    return not _BFLOAT16_FLAGS.isdisjoint(features)
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The names of the processor's vendor and of its instructions, as Linux lists them; empty where it does not."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return False
-    line = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    features = set(line.split())
-    if "avx512_fp16" in features and any("GenuineIntel" in line for line in lines):
-        return "amx_bf16" in features
-    return not _BFLOAT16_FLAGS.isdisjoint(features)
+        return frozenset()
+    told = (line for line in lines if line.lower().startswith(("vendor_id", "flags", "features")))
+    return frozenset(word for line in told for word in line.partition(":")[2].split())
 
 
 def cpu_malloc_env() -> dict[str, str]:

@@ -20,8 +20,8 @@ from tests.generator.served_models import served_llama
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
 
 LIMITS = LoRALimits(max_rank=8, max_adapters=3, max_loaded=8)
-SHORT_PROMPT = PROMPTS[0]  # less than a block: its last bits do not depend on what the prefix cache holds
-LONG_PROMPT = [5 + i % 50 for i in range(67)]  # two whole blocks of the prefix cache
+SHORT_PROMPT = PROMPTS[0][:15]  # less than a block: its last bits do not depend on what the prefix cache holds
+LONG_PROMPT = [5 + i % 50 for i in range(67)]  # four whole blocks of the prefix cache
 POLICIES: tuple[Policy, ...] = (None, "a", ("a", 1))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from generator.config import GeneratorConfig, LoRALimits
-from generator.options import check_hardware, engine_options, generator_env
+from generator.options import check_hardware, cpu_block_size, engine_options, generator_env
 from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 from tests.generator.served_models import served_llama
 
@@ -78,6 +78,23 @@ def test_engine_args_have_the_last_word(tmp_path: Path) -> None:
     options = engine_options(config)
     assert (options["block_size"], options["seed"]) == (64, 3)
     json.dumps(options)
+
+
+@pytest.mark.parametrize(
+    ("features", "machine", "dtype", "size"),
+    [
+        ({"avx512f", "avx512_bf16"}, "x86_64", "bfloat16", 16),
+        ({"amx_bf16"}, "x86_64", "bfloat16", 32),
+        ({"amx_bf16"}, "x86_64", "float32", 16),
+        ({"bf16"}, "aarch64", "float32", 32),
+    ],
+)
+def test_blocks_are_as_small_as_the_kernel_allows(
+    monkeypatch: pytest.MonkeyPatch, features: set[str], machine: str, dtype: str, size: int
+) -> None:
+    monkeypatch.setattr("generator.options.cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert cpu_block_size(dtype) == size
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is sampled, with which log-probs, against transformers and plain softmax."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_prompt_logprobs_on_request_are_those_of_transformers(engine: Generation
             completion.prompt_logprobs or (), expected[range(len(PROMPT) - 1), PROMPT[1:]], atol=1e-4
         )
     assert _generate(engine, PROMPT, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+
+
+def test_samples_that_share_blocks_of_their_prompt_have_its_logprobs(engine: GenerationEngine, model: Path) -> None:
+    prompt = [3 + i * i % 50 for i in range(2 * 16 + 9)]  # two whole blocks, and a rest that every sample computes
+    for completion in _generate(engine, prompt, SamplingParams(max_tokens=20, seed=5), 4):
+        expected = _reference_logprobs(model, prompt, completion.tokens)
+        chosen = expected[range(len(completion.tokens)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)
+
+
+def test_vllm_still_names_too_few_block_sizes(engine: GenerationEngine) -> None:
+    assert engine.num_unfinished == 0  # it is built, so vLLM is patched
+    from vllm.v1.attention.backends import cpu_attn  # loads vLLM, which a worker without these tests need not do
+
+    source = inspect.getsource(cpu_attn.CPUAttentionBackend)
+    assert "return [MultipleOf(32)]" in source, "remove `_blocks_of_16` in generator/_compat.py if 16 is among them now"
 
 
 def test_samples_follow_the_distribution(engine: GenerationEngine, model: Path) -> None:
