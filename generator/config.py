@@ -76,8 +76,9 @@ class GeneratorConfig:
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads."""
     weight_transport: WeightTransport = "auto"
-    """How pushed weights travel: through `shared_memory` on one host, through `torchstore` between any hosts. `auto`
-    takes shared memory if there is enough; if `shared_memory` itself is asked for and short, the first push fails."""
+    """How pushed weights travel: through `shared_memory` on one host, over the `network` into shared memory of other
+    hosts, or through `torchstore`. `auto` takes the network if a generator is on another host and shared memory
+    otherwise, and TorchStore if a host has too little memory; a transport that is asked for by name fails then."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     max_model_len: int = 2048

@@ -18,6 +18,7 @@ from rl.types import WeightTransport
 from rl.weights.host import host_identity
 from rl.weights.manifest import Manifest, VersionRecord, WeightsError, build_manifest, manifest_checksum
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
+from rl.weights.receivers import receiving_hosts
 from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
 from rl.weights.version_index import Store, VersionIndex
 
@@ -86,7 +87,7 @@ class WeightPublisher:
         if self._policy is not None:  # small, so gathering is cheap, and ranks need not agree on who holds which part
             tensors = [(name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in tensors]
         if self._sender is None:
-            self._sender = await asyncio.to_thread(self._prepare, tensors)
+            self._sender = await self._prepare(tensors)
         self._push_index += 1
         record = VersionRecord(
             version=version,
@@ -121,17 +122,17 @@ class WeightPublisher:
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
 
-    def _prepare(self, tensors: NamedTensors) -> Sender:
+    async def _prepare(self, tensors: NamedTensors) -> Sender:
         """Agrees with the other ranks on a manifest and on a transport that can carry it."""
-        self._manifest = self._shards.agree(tensors, self._dtype)
+        self._manifest = await asyncio.to_thread(self._shards.agree, tensors, self._dtype)
         self._layout = manifest_checksum(self._manifest)
-        *preferred, last = TRANSPORTS if self._choice == "auto" else (self._choice,)
+        *preferred, last = await self._candidates()
         problem = ""
         for self._transport in (*preferred, last):
             transport = load_transport(self._transport)
             sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s)
             try:
-                sender.prepare(self._manifest)
+                await sender.prepare(self._manifest)
             except WeightsError as error:  # raised on every rank, so all go on to the same transport
                 if self._transport == last:
                     raise
@@ -141,6 +142,21 @@ class WeightPublisher:
                     warnings.warn(f"{transport.fallback_notice}: {problem}", stacklevel=2)
                 return sender
         raise AssertionError("there is always a last transport")
+
+    async def _candidates(self) -> Sequence[str]:
+        """The transports to try, on every rank the same."""
+        if self._choice != "auto":
+            return [self._choice]
+        problem: WeightsError | None = None
+        other_hosts = False
+        if self._rank == 0:
+            try:
+                other_hosts = bool(await receiving_hosts(await self._get_store()))
+            except WeightsError as error:
+                problem = error
+        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        other_hosts = (await asyncio.to_thread(all_gather, other_hosts))[0]
+        return [name for name in TRANSPORTS if load_transport(name).suits(other_hosts=other_hosts)]
 
     async def _warn_if_unchanged(self, sender: Sender, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""

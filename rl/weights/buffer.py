@@ -56,7 +56,8 @@ class BufferLocation(NamedTuple):
     """Tells the buffer from a later file that was given the same numbers."""
 
 
-def _short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
+def short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
+    """The error for buffers that do not fit."""
     return WeightsError(
         f"weights need {size_bytes / 1e6:.1f} MB of shared memory and {available_memory_bytes() / 1e6:.1f} MB are"
         f" available{reason}; weight_transport='torchstore' needs none"
@@ -92,7 +93,7 @@ class WeightBuffer:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             os.close(fd)
-            raise _short_of_memory(size_bytes, f" ({error.strerror})") from error
+            raise short_of_memory(size_bytes, f" ({error.strerror})") from error
         buffer = cls(fd, BufferLocation(os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
         buffer._write_header(_UNSEALED, 0, b"")
         return buffer
@@ -102,7 +103,7 @@ class WeightBuffer:
         """Allocates `LIVING_VERSIONS` buffers. Raises `WeightsError` if they do not all fit."""
         size_bytes = LIVING_VERSIONS * buffer_size(manifest)
         if size_bytes > available_memory_bytes():
-            raise _short_of_memory(size_bytes)
+            raise short_of_memory(size_bytes)
         buffers: list[WeightBuffer] = []
         try:
             for _ in range(LIVING_VERSIONS):

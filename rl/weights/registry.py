@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError, index_key
 from rl.weights.transport import load_transport
-from rl.weights.version_index import Store
+from rl.weights.version_index import Store, is_missing
 
 
 async def find_record(store: Store, version: int, policy: str | None = None) -> VersionRecord:
@@ -25,8 +25,7 @@ async def living_versions(store: Store, policy: str | None = None) -> tuple[Vers
     try:
         announced: tuple[VersionRecord, ...] = await store.get(index_key(policy))
     except Exception as error:  # Monarch's own types if TorchStore is dead
-        # TorchStore raises KeyError both for a key that it does not have and for faults of its own.
-        if not isinstance(error, KeyError) or "Unable to locate" not in str(error):
+        if not is_missing(error):
             raise WeightsError(f"TorchStore did not say which versions there are: {error}") from error
         announced = ()
     living = [now for record in announced if (now := load_transport(record.transport).current(record)) is not None]

@@ -28,6 +28,10 @@ class SharedMemory:
 
     fallback_notice = "shared memory carries the weights"
 
+    def suits(self, *, other_hosts: bool) -> bool:
+        """Only if all generators are on the trainer's host."""
+        return not other_hosts
+
     def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "SharedMemorySender":
         return SharedMemorySender(index, reader_timeout_s)
 
@@ -54,15 +58,18 @@ class SharedMemorySender:
         self._introduced: set[BufferLocation] = set()
         self._workers: Workers | None = None
 
-    def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> None:
         """Rank 0 allocates the buffers and the others map them. Raises `WeightsError` on every rank if it cannot."""
+        await asyncio.to_thread(self._prepare, manifest)
+
+    def _prepare(self, manifest: Manifest) -> None:
         outcome: list[Any] = [None]
         several_hosts = len(set(all_gather(host_identity()))) > 1
         if self._rank == 0:
             try:
                 if several_hosts:
                     raise WeightsError(
-                        "the trainer's ranks are on several hosts; weights need weight_transport='torchstore'"
+                        "the trainer's ranks are on several hosts; weights need weight_transport='network'"
                     )
                 self._buffers = WeightBuffer.create_for(manifest)
                 outcome = [[buffer.location for buffer in self._buffers]]
@@ -186,5 +193,5 @@ def _check_within_reach(record: VersionRecord) -> None:
     if record.host != host_identity():
         raise ValueError(
             "the weights lie in the shared memory of another host or container; the trainer needs"
-            " weight_transport='torchstore' to reach this one"
+            " weight_transport='network' to reach this one"
         )

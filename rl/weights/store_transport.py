@@ -32,6 +32,11 @@ class StoreTransport:
 
     fallback_notice = "TorchStore carries the weights, which takes tens of times longer"
 
+    def suits(self, *, other_hosts: bool) -> bool:
+        """Always."""
+        del other_hosts
+        return True
+
     def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "StoreSender":
         del reader_timeout_s  # a version gets keys of its own, so no reader is in the way
         return StoreSender(index)
@@ -51,7 +56,7 @@ class StoreSender:
         self._index = index
         self._specs: dict[str, TensorSpec] = {}
 
-    def prepare(self, manifest: Manifest) -> None:
+    async def prepare(self, manifest: Manifest) -> None:
         """TorchStore takes any weights."""
         self._specs = {spec.name: spec for spec in manifest}
 

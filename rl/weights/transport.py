@@ -21,9 +21,10 @@ if TYPE_CHECKING:  # they load torch
 
 TRANSPORTS: Mapping[str, str] = {
     "shared_memory": "rl.weights.shared_memory:SharedMemory",
+    "network": "rl.weights.network:Network",
     "torchstore": "rl.weights.store_transport:StoreTransport",
 }
-"""Every transport by name, as "module:class". `auto` takes the first that can carry the weights."""
+"""Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
 
 TRANSPORT_CHOICES = ("auto", *TRANSPORTS)
 """What a user can ask for."""
@@ -45,7 +46,7 @@ class Shard:
 class Sender(Protocol):
     """The end of a transport in a trainer rank. All ranks call each method together."""
 
-    def prepare(self, manifest: "Manifest") -> None:
+    async def prepare(self, manifest: "Manifest") -> None:
         """Called before the first version. Raises `WeightsError` on every rank if the transport cannot carry this."""
         ...
 
@@ -114,6 +115,10 @@ class Transport(Protocol):
     @property
     def fallback_notice(self) -> str:
         """How a warning begins that says that `auto` fell back on this transport."""
+        ...
+
+    def suits(self, *, other_hosts: bool) -> bool:
+        """Whether `auto` considers this transport; `other_hosts` says whether generators on other hosts receive."""
         ...
 
     def sender(self, index: "VersionIndex", *, reader_timeout_s: float) -> Sender:

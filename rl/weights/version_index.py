@@ -51,3 +51,8 @@ class VersionIndex:
             except Exception as error:  # Monarch's own types if TorchStore is dead
                 raise WeightsError(f"versions were not withdrawn: TorchStore failed: {error}") from error
         return records
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether `Store.get` raised this because there is no such key: TorchStore raises KeyError for its faults too."""
+    return isinstance(error, KeyError) and "Unable to locate" in str(error)

@@ -211,7 +211,7 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, shared_memory, torchstore"):
+    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, shared_memory, network, torchstore"):
         WeightPublisher(torch.float32, "nccl")
 
 

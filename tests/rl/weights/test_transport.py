@@ -13,9 +13,11 @@ import torch
 
 from rl.weights.host import host_identity
 from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError, build_manifest, manifest_checksum
+from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
 from rl.weights.version_index import VersionIndex
+from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore, living
 
 MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.float32)])
@@ -30,8 +32,10 @@ def _sender(name: str, store: FakeStore) -> Sender:
     async def get_store() -> FakeStore:
         return store
 
+    if name == "network":
+        register(store, host_entry(ReceivingProcess()))
     sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0)
-    sender.prepare(MANIFEST)
+    asyncio.run(sender.prepare(MANIFEST))
     return sender
 
 

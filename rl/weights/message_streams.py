@@ -1,0 +1,110 @@
+"""Sending and receiving the messages of one version over links, a few of them at a time."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rl.weights.buffer import WeightBuffer
+from rl.weights.links import Link, LinkError, Pending, wait
+from rl.weights.manifest import Manifest
+from rl.weights.messages import Message, Part, as_bytes, part_views
+
+_IN_FLIGHT = 4  # so that a link has work while the next message is cast or put in its place
+
+
+class Progress:
+    """How many messages have arrived, for a thread that passes them on."""
+
+    def __init__(self) -> None:
+        """None has arrived."""
+        self._changed = threading.Condition()
+        self._num_arrived = 0
+        self._ended = False
+
+    def arrived(self) -> None:
+        """Counts a message."""
+        with self._changed:
+            self._num_arrived += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No further message will arrive."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, index: int) -> None:
+        """Returns when the message with this index has arrived. Raises `LinkError` if it never will."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_arrived > index or self._ended)
+            if self._num_arrived <= index:
+                raise LinkError("its own transfer broke off")
+
+
+def send_messages(
+    link: Link,
+    messages: Sequence[Message],
+    manifest: Manifest,
+    source: Callable[[Part], torch.Tensor],
+    progress: Progress | None = None,
+) -> None:
+    """Sends the messages in their order. `source` returns the values of a part, in any dtype and on any device.
+
+    With `progress`, a message is sent when it has arrived. Raises `LinkError`.
+    """
+    slots = _slots(messages)
+    pending: deque[Pending] = deque()
+    with torch.no_grad():
+        for index, message in enumerate(messages):
+            if progress is not None:
+                progress.wait_for(index)
+            if len(pending) == _IN_FLIGHT:
+                wait(pending.popleft(), "sending weights")
+            pending.append(link.send(as_bytes(message, manifest, source, slots[index % _IN_FLIGHT])))
+    while pending:
+        wait(pending.popleft(), "sending weights")
+
+
+def receive_messages(
+    links: Mapping[int, Link],
+    messages: Sequence[Message],
+    manifest: Manifest,
+    buffer: WeightBuffer,
+    progress: Progress,
+) -> None:
+    """Receives the messages into a buffer; `links` has the link of every sender. Raises `LinkError`."""
+    slots = _slots(messages)
+    pending: deque[tuple[Message, torch.Tensor | None, Pending]] = deque()
+
+    def finish_first() -> None:
+        message, data, arriving = pending.popleft()
+        wait(arriving, f"receiving weights of trainer rank {message.sender}")
+        if data is not None:
+            for part, view in part_views(message, manifest, data):
+                buffer.tensor(manifest[part.tensor])[part.slices].copy_(view)
+        progress.arrived()
+
+    for index, message in enumerate(messages):
+        if len(pending) == _IN_FLIGHT:
+            finish_first()
+        place = _place(message, manifest, buffer)
+        data = slots[index % _IN_FLIGHT][: message.nbytes] if place is None else None
+        arriving = links[message.sender].receive(data if place is None else place)  # pyright: ignore[reportArgumentType]
+        pending.append((message, data, arriving))
+    while pending:
+        finish_first()
+
+
+def _place(message: Message, manifest: Manifest, buffer: WeightBuffer) -> torch.Tensor | None:
+    """Where the message's bytes lie in the buffer (uint8 [N]); None if they lie in several places."""
+    part = message.parts[0]
+    view = buffer.tensor(manifest[part.tensor])[part.slices]
+    return view.view(-1).view(torch.uint8) if len(message.parts) == 1 and view.is_contiguous() else None
+
+
+def _slots(messages: Sequence[Message]) -> list[torch.Tensor]:
+    # Pages that are never written take no memory, so a slot costs nothing where messages go straight to their place.
+    size = max((message.nbytes for message in messages), default=0)
+    return [torch.empty(size, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
