@@ -23,6 +23,7 @@ from controller.gateway.listing import listing
 from controller.gateway.monitoring import add_monitoring
 from controller.gateway.openai_routes import openai_routes
 from controller.gateway.sampling_clients import MAX_SAMPLES
+from controller.gateway.status import status_routes
 from controller.gateway.training_client import TrainingClient
 from controller.gateway.wire import check_size, decode_request
 
@@ -53,6 +54,7 @@ def make_app(
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
     app.include_router(openai_routes)
+    app.include_router(status_routes)
     app.add_middleware(Access, keys=keys, needs_key=needs_key, limits=limits)
     add_monitoring(app, gateway)
     return app

@@ -56,6 +56,7 @@ class Gateway:
         self.archive = Archive(folder, self.database)
         self.answers = Answers()
         self.samplers = SamplingClients()
+        self.started = time.monotonic()
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
@@ -263,10 +264,7 @@ class Gateway:
         return self.samplers.add(session_id, number, model, name, policy, path)
 
     async def find_policy(self, name: str) -> tuple[ServedModel, Policy]:
-        """What a base model, a training client, a sampling client or a checkpoint samples from.
-
-        Of a training client it is the version of now, frozen. Raises ValueError for any other name.
-        """
+        """What a base model, a training client (as it is now), a sampling client or a path samples from."""
         if name.startswith("tinker://"):
             model, _, policy = await self._loaded.load(name)
             return model, policy

@@ -2,15 +2,31 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
 
 from controller.gateway.gateway import Gateway
 
 log = logging.getLogger("ownloop.gateway")
 _LONGEST_WAIT_S = 30.0
+
+
+class _Tokens:
+    """The counters that `Throughput` keeps."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """As Prometheus' client asks for it."""
+        counter = CounterMetricFamily("gateway_tokens", "Tokens trained and sampled.", labels=("model", "work"))
+        for model in self._gateway.models:
+            for work in ("trained", "sampled"):
+                counter.add_metric((model.names[0], work), model.throughput.totals[work])
+        yield counter
 
 
 def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
@@ -37,6 +53,8 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
         ("results_kept", "Requests whose result may still be asked for.", lambda: len(gateway.answers)),
     ):
         Gauge(f"gateway_{name}", text, registry=registry).set_function(value)
+
+    registry.register(_Tokens(gateway))
 
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -69,6 +69,7 @@ async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: Us
     if not isinstance(reply.body, str):
         return StreamingResponse(_events(answering), reply.status, media_type="text/event-stream")
     await answering.aclose()
+    model.throughput.add("sampled", json.loads(reply.body).get("usage", {}).get("completion_tokens", 0))
     return Response(reply.body, reply.status, media_type="application/json")
 
 
@@ -82,6 +83,7 @@ async def _sample(model: ServedModel, policy: Policy, call: OpenAICall) -> Async
         if not isinstance(reply.body, str):
             async with aclosing(reply.body) as events:
                 async for event in events:
+                    model.throughput.add("sampled", 1)  # vLLM sends an event per token
                     yield event
 
 

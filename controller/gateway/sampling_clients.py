@@ -37,6 +37,8 @@ class SamplingClients:
     def __init__(self) -> None:
         """None at first."""
         self._samplers: dict[str, Sampler] = {}
+        self.num_running = 0
+        """Requests that are being sampled."""
 
     def __len__(self) -> int:
         return len(self._samplers)
@@ -74,10 +76,15 @@ class SamplingClients:
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
         prompt, sampling = read_request(request, sampler.model.max_context)
-        async with sampler.model.snapshots.use(sampler.policy):
-            completions = await sampler.model.generator.generate(
-                prompt, sampling, request.num_samples, policy=sampler.policy
-            )
+        self.num_running += 1
+        try:
+            async with sampler.model.snapshots.use(sampler.policy):
+                completions = await sampler.model.generator.generate(
+                    prompt, sampling, request.num_samples, policy=sampler.policy
+                )
+        finally:
+            self.num_running -= 1
+        sampler.model.throughput.add("sampled", sum(len(completion.tokens) for completion in completions))
         return Answer.protobuf(encode_completions(completions, request.prompt_logprobs_last_n))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from controller.gateway.snapshots import Snapshots
+from controller.gateway.throughput import Throughput
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
@@ -30,6 +31,7 @@ class ServedModel:
     """Answers requests in OpenAI's form; None if the generator cannot."""
     snapshots: Snapshots = field(init=False)
     """The versions that it keeps."""
+    throughput: Throughput = field(default_factory=Throughput)
 
     def __post_init__(self) -> None:
         """Nothing is kept yet."""

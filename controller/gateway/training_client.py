@@ -38,6 +38,10 @@ class TrainingClient:
         self._archive = archive
         self._trainer: Trainer | None = None
         self._num_adapters = 0
+        self.num_steps = 0
+        """Optimizer steps that this client made."""
+        self.num_tokens = 0
+        """Tokens of its batches."""
 
     @property
     def _adapter_name(self) -> str:
@@ -82,6 +86,9 @@ class TrainingClient:
         else:
             output = await self._current.forward_backward(batch.data, batch.loss.name, _options(batch))
             metrics = output.metrics
+            num_tokens = sum(len(datum.tokens) for datum in batch.data)
+            self.num_tokens += num_tokens
+            self.model.throughput.add("trained", num_tokens)
         metrics = {name: value for name, value in metrics.items() if not name.startswith(("memory_", "seconds_"))}
         return Answer.protobuf(await asyncio.to_thread(encode_output, batch, output.logprobs, metrics))
 
@@ -90,6 +97,7 @@ class TrainingClient:
         if not isinstance(params, types.AdamParams):
             raise ValueError(f"the optimizer is {params.type!r}; this server has AdamW: pass AdamParams")
         output = await self._current.optim_step(AdamParams(**params.model_dump()))
+        self.num_steps += 1
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
         if math.isfinite(output.grad_norm):
             metrics["grad_norm"] = output.grad_norm

@@ -38,6 +38,11 @@ class Turns:
         """Calls that have not begun."""
         return len(self._waiting)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a call is at the trainer."""
+        return self._free.locked()
+
     def put(self, number: int, call: Call, pending: PendingAnswer) -> None:
         """Adds a call. Its result, or its error, goes to `pending`."""
         if number < self._next:
