@@ -19,6 +19,7 @@ BENCHMARKS = (
     "gateway",
     "attention",
     "mfu",
+    "growth",
     "trainer_throughput",
     "layouts",
     "split_invariance",

@@ -10,14 +10,13 @@ same dtype, at the model's largest shape.
 import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.engine_process import become_trainer_process, matrix_rate
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from rl.data.packing import pack_row
 from rl.hardware import cpu_dtype
@@ -39,7 +38,7 @@ def main() -> None:
     options = options_parser.parse_args()
     forms = {(2, 32): 0.0, (1, 64): 0.0} if options.smoke else LIMITS
     with benchmark_model(smoke=options.smoke) as model:
-        set_environment(options.threads)
+        become_trainer_process("benchmarks.mfu", options.threads)
         figures = measure(model, list(forms), 1 if options.quick or options.smoke else options.repeats, options.threads)
     bars = [
         Bar(
@@ -53,16 +52,6 @@ def main() -> None:
     print_result("mfu", bars, {"dtype": cpu_dtype(), "threads": options.threads, **figures})
 
 
-def set_environment(threads: int) -> None:
-    """Gives this process what a trainer process has. glibc reads its part at the start, so the process starts again."""
-    from trainer.actor import trainer_env
-    from trainer.config import TrainerConfig
-
-    wanted = trainer_env(TrainerConfig(num_threads=threads))
-    if not wanted.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.mfu", *sys.argv[1:]], {**os.environ, **wanted})
-
-
 def measure(model: Path, forms: list[tuple[int, int]], repeats: int, threads: int) -> dict[str, float]:
     """All figures by name: medians of rounds in which the forms and the plain products take turns."""
     from rl.losses import get_loss
@@ -74,13 +63,12 @@ def measure(model: Path, forms: list[tuple[int, int]], repeats: int, threads: in
     )
     loss = get_loss("cross_entropy")
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    product = matrix_product(config)
     batches = {form: make_batch(form, config["vocab_size"]) for form in forms}
     seconds: dict[tuple[int, int], list[float]] = {form: [] for form in forms}
     rates: list[float] = []
     for repeat in range(WARM_UPS + repeats):
         for form, batch in batches.items():
-            rate = product()
+            rate = matrix_rate(config["hidden_size"], config["intermediate_size"])
             start = time.perf_counter()
             engine.forward_backward([batch], loss)
             taken = time.perf_counter() - start
@@ -99,26 +87,6 @@ def measure(model: Path, forms: list[tuple[int, int]], repeats: int, threads: in
         figures[f"mfu_{name(form)}"] = mfu = operations / taken / peak
         print(f"{name(form):<10}{tokens / taken:8.0f} tokens/s {mfu:8.1%} of {peak / 1e9:.0f} GFLOP/s")
     return figures
-
-
-def matrix_product(config: dict[str, Any]) -> Callable[[], float]:
-    """A function that measures operations per second of the largest product of a layer."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, cpu_dtype())
-    hidden = torch.randn(2048, config["hidden_size"]).to(dtype)
-    weight = torch.randn(config["intermediate_size"], config["hidden_size"]).to(dtype)
-    operations = 2 * hidden.numel() * len(weight)
-
-    def rate() -> float:
-        taken: list[float] = []
-        for _ in range(20):
-            start = time.perf_counter()
-            torch.nn.functional.linear(hidden, weight)
-            taken.append(time.perf_counter() - start)
-        return operations / statistics.median(taken)
-
-    return rate
 
 
 def make_batch(form: tuple[int, int], num_tokens: int) -> list[Datum]:
