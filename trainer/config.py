@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl.checks import check_gpus, check_known
+from rl.checks import check_gpus
 from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
 from rl.types import Head
-from trainer.engine_table import ENGINES
+from trainer.engine_table import find_engine
 from trainer.layout import LayoutConfig, PipelineSchedule
 
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -24,7 +24,7 @@ class TrainerConfig(LayoutConfig):
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out: a loop sets it to its own model."""
     engine: str = "torchtitan"
-    """The backend that computes, by its name in `trainer.engine_table.ENGINES`."""
+    """The backend that computes, by its name in `trainer.engine_table`."""
     head: Head = "lm"
     """What the model ends in. `lm` is the language model's own output projection. `value` gives one value per position,
     which makes the trainer a critic; it starts at zero unless `model` has a `score.weight`."""
@@ -57,7 +57,7 @@ class TrainerConfig(LayoutConfig):
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("TrainerConfig.engine", self.engine, ENGINES)
+        find_engine(self.engine)
         choices = {
             "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),

@@ -1,10 +1,16 @@
 """The one table of training engines. A new engine is a folder of its own and a row here.
 
-Imports nothing, so that `TrainerConfig` can check an engine's name without loading torch.
+An engine of another package has its row there, as the object that an entry point of the group `ownloop.engines` names.
+Imports no engine, so that `TrainerConfig` can check an engine's name without loading torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from rl.checks import check_known
+
+_GROUP = "ownloop.engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +42,15 @@ ENGINES: Mapping[str, EngineEntry] = {
         layout_check="trainer.engines.hf.layout_check:check_layout",
     ),
 }
+
+
+def find_engine(name: str) -> EngineEntry:
+    """The row of an engine of this table or of an installed package. Raises ValueError, naming those there are."""
+    if name in ENGINES:
+        return ENGINES[name]
+    installed = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
+    check_known("TrainerConfig.engine", name, [*ENGINES, *installed])
+    entry = installed[name].load()
+    if not isinstance(entry, EngineEntry):
+        raise ValueError(f"the entry point {name!r} of {_GROUP} names {entry!r}; an EngineEntry is needed")
+    return entry

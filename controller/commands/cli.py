@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from controller.commands import (
     chat,
+    check_engine,
     check_env,
     compare,
     eval_run,
@@ -97,6 +98,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         chat,
         parity,
         check_env,
+        check_engine,
         model,
         serve,
         worker,

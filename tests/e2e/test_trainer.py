@@ -16,9 +16,9 @@ from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.meshes_in_process import meshes_in_process
-from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
 
 pytestmark = pytest.mark.e2e
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
-from tests.trainer.reference import ReferencePolicy
 from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.reference import ReferencePolicy
 
 BATCH = random_batch((5, 12, 9))
 

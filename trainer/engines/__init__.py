@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 
 from trainer.config import TrainerConfig
-from trainer.engine_table import ENGINES
+from trainer.engine_table import ENGINES, find_engine
 from trainer.engines.base import Engine
 from trainer.engines.model_check import check_model
 
@@ -16,7 +16,7 @@ def load_engine(config: TrainerConfig) -> Engine:
     Raises ValueError for a model or a layout that the engine cannot train.
     """
     check_model(config)
-    engine = resolve_name(ENGINES[config.engine].engine)(config)
+    engine = resolve_name(find_engine(config.engine).engine)(config)
     if config.lora is None:
         return engine
     # Imported here, because the controller imports this package to check layouts, without engines.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rl.hf_config import read_config
 from rl.types import Head
 from trainer.config import TrainerConfig
-from trainer.engine_table import ENGINES
+from trainer.engine_table import ENGINES, find_engine
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, parse_decoder_config
 
 
@@ -41,7 +41,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     _check_head(hf_config, config.head)
     if config.lora is not None:
         _check_lora(config)
-    check: LayoutCheck = resolve_name(ENGINES[config.engine].layout_check)
+    check: LayoutCheck = resolve_name(find_engine(config.engine).layout_check)
     return check(config, hf_config)
 
 
@@ -67,7 +67,7 @@ def _check_lora(config: TrainerConfig) -> None:
                 f"TrainerConfig.{name} is {getattr(config, name)!r} and lora is given; with adapters it must be "
                 f"{accepted!r}, or lora None, which trains the whole model"
             )
-    if not ENGINES[config.engine].trains_adapters:
+    if not find_engine(config.engine).trains_adapters:
         accepted = ", ".join(repr(name) for name, entry in ENGINES.items() if entry.trains_adapters)
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r} and lora is given; "

@@ -15,7 +15,7 @@ from rl.rollouts.rendering import Renderer
 from rl.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.types import AdamParams, Completion, Datum, PullMode, SamplingParams
 from tests.trainer.engine_trainer import EngineTrainer
-from tests.trainer.reference import ReferencePolicy
+from trainer.engines.contract.reference import ReferencePolicy
 
 
 def _datum(q: Sequence[float]) -> Datum:

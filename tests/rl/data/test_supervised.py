@@ -12,7 +12,7 @@ from rl.rollouts.evaluation import Measurement, bootstrap
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
 from tests.trainer.engine_trainer import EngineTrainer
-from tests.trainer.reference import ReferencePolicy
+from trainer.engines.contract.reference import ReferencePolicy
 
 
 def test_the_completion_is_scored_and_nothing_else() -> None:

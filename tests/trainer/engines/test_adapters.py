@@ -15,10 +15,10 @@ from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import AdamParams
 from tests.trainer.adapters import randomize
-from tests.trainer.reference import ReferencePolicy, cross_entropy
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.reference import ReferencePolicy, cross_entropy
 from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch.adapter_parameters import check_targets
 

@@ -11,10 +11,10 @@ from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import AdamParams, Datum
-from tests.trainer.reference import ReferencePolicy, cross_entropy, importance_sampling, random_groups
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.reference import ReferencePolicy, cross_entropy, importance_sampling, random_groups
 from trainer.engines.plain_ranks import relative_error
 
 LENGTHS = (1, 17, 5, 40, 9, 23)

@@ -122,7 +122,7 @@ def test_compilation_is_refused_where_it_fails(model: Path, tmp_path: Path) -> N
 
 def test_a_check_loads_no_engine(model: Path) -> None:
     code = (
-        "import sys; from trainer.config import ENGINES, TrainerConfig\n"
+        "import sys; from trainer.config import TrainerConfig; from trainer.engine_table import ENGINES\n"
         "assert 'torch' not in sys.modules\n"
         "from pathlib import Path; from trainer.engines.model_check import check_model\n"
         "for name in ENGINES: check_model(TrainerConfig(model=Path(sys.argv[1]), engine=name))\n"

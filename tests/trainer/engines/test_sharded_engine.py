@@ -1,22 +1,21 @@
 """Several ranks must compute what one computes."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.lora import LoRAConfig
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tests.trainer import ranks
+from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.adapters import load_engine_or_adapter
-from tests.trainer.reference import ReferencePolicy, by_stored_name
+from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
-from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
+from trainer.engines.contract.compare import require_equal
+from trainer.engines.contract.reference import by_stored_name
+from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
 
 pytestmark = pytest.mark.ranks
 
@@ -69,15 +68,13 @@ SLOW = {
     *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
 }
 
-Results = tuple[TrainerConfig, dict[str, Any], dict[str, Any], Path]
-
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LAYOUTS, *ADAPTERS)],
 )
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The layout, its results, those of one rank, and where the layout wrote."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
+    """The results of the layout and those of one rank."""
     directory = tmp_path_factory.mktemp(request.param)
     if request.param.endswith("_tied"):
         model = tiny_llama(directory / "model")
@@ -90,97 +87,27 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
     one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
     config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
-    for name in ("one", "many"):
-        (directory / name).mkdir()
-    return config, ranks.run(config, directory / "many"), ranks.run(one, directory / "one"), directory
+    many, of_one = (
+        run_layout(script, load_engine_or_adapter, c, directory / n) for c, n in ((config, "many"), (one, "one"))
+    )
+    return LayoutResults(config, many, of_one, directory / "many", load_engine_or_adapter)
 
 
-def slack(config: TrainerConfig) -> float:
-    """Adam makes whole steps of the smallest gradients, rounding included; an expert of few tokens has many."""
-    return 10.0 if config.expert_parallel > 1 else 1.0
+@pytest.mark.parametrize("name", LAYOUT_CHECKS)
+def test_several_ranks_keep_the_contract(results: LayoutResults, name: str) -> None:
+    print(LAYOUT_CHECKS[name](results))
 
 
-def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert actual.keys() == expected.keys()
-    return max(relative_error(actual[name], expected[name]) for name in expected)
+def test_errors_say_what_happened(results: LayoutResults) -> None:
+    assert results.one["error"] == "ArithmeticError: the longest datum is here"
+    message = "multipliers['model.layers.9.*'] matches no parameter; names are such as"
+    assert message in results.many["unmatched"]
 
 
-def worst_after_steps(many: dict[str, Any], one: dict[str, Any], what: str) -> float:
-    """`worst` without the few elements whose first gradient is nothing but rounding: Adam makes a whole step of it."""
-    kept: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-    num_left_out = 0
-    for name, gradient in one["gradients"].items():
-        rounding = (gradient != 0) & (gradient.abs() < 1e-5 * gradient.square().mean().sqrt())
-        num_left_out += int(rounding.sum())
-        for tensors, results in zip(kept, (many, one), strict=True):
-            tensors[name] = results[what][name].masked_fill(rounding, 0.0)
-    assert many[what].keys() == kept[0].keys()
-    assert num_left_out < 10
-    return worst(*kept)
-
-
-def test_gradients_equal_those_of_one_rank(results: Results) -> None:
-    _, many, one, _ = results
-    assert worst(many["gradients"], one["gradients"]) <= 1e-5
-
-
-def test_loss_that_raises_on_one_rank_raises_on_all_and_changes_nothing(results: Results) -> None:
-    _, many, one, _ = results
-    assert one["error"] == "ArithmeticError: the longest datum is here"
-    assert "longest datum" in many["error"] or "RankFailureError" in many["error"]
-    assert worst(many["gradients_after_error"], many["gradients"]) == 0
-
-
-def test_a_multiplier_is_refused_if_it_matches_no_parameter_of_any_rank(results: Results) -> None:
-    _, many, _, _ = results
-    assert "multipliers['model.layers.9.*'] matches no parameter; names are such as" in many["unmatched"]
-
-
-def test_steps_equal_those_of_one_rank(results: Results) -> None:
-    config, many, one, _ = results
-    np.testing.assert_allclose(many["grad_norms"], one["grad_norms"], rtol=1e-5)
-    assert worst_after_steps(many, one, "parameters") <= 1e-5 * slack(config)
-
-
-def test_checkpoint_restores_bitwise(results: Results) -> None:
-    _, many, one, _ = results
-    for of_layout in (many, one):
-        assert worst(of_layout["loaded"], of_layout["parameters"]) == 0
-
-
-def test_checkpoint_loads_in_another_layout(results: Results) -> None:
-    config, many, _, directory = results
-    engine = load_engine_or_adapter(TrainerConfig(model=config.model, compute_dtype="float32", lora=config.lora))
-    assert engine.load_checkpoint(directory / "many" / "checkpoint") == 3
-    assert worst(dict(engine.hf_parameters()), many["parameters"]) == 0
-
-
-def test_export_holds_the_parameters(results: Results) -> None:
-    config, many, _, directory = results
-    if config.lora is not None:  # the merged model is compared by its scores, below
-        assert (
-            worst(load_file(directory / "many" / "export_peft" / "adapter_model.safetensors"), many["parameters"]) == 0
-        )
-        return
-    model = AutoModelForCausalLM.from_pretrained(directory / "many" / "export", dtype=torch.float32)
-    assert worst(by_stored_name(dict(model.named_parameters())), many["parameters"]) == 0
-
-
-def test_a_push_publishes_the_parameters(results: Results) -> None:
-    config, many, one, _ = results
-    for of_layout in (many, one):
-        assert worst(of_layout["published"], of_layout["parameters"]) == 0
-    assert worst_after_steps(many, one, "published") <= 1e-5 * slack(config)
-
-
-def test_forward_after_a_step_uses_the_new_parameters(results: Results) -> None:
-    config, many, _, directory = results
-    batch = random_batch(LENGTHS)
-    exported = ReferencePolicy(directory / "many" / "export")
-    mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
-    for k, i in enumerate(mine):
-        scored = batch[i].weights != 0
-        with torch.no_grad():
-            logprobs, entropy = exported.logprobs(batch[i]).numpy(), exported.entropy(batch[i]).numpy()
-        np.testing.assert_allclose(many["forward"].logprobs[k], np.where(scored, logprobs, 0), atol=1e-4)
-        np.testing.assert_allclose(many["forward"].entropy[k], np.where(scored, entropy, 0), atol=1e-4)
+def test_export_holds_the_parameters(results: LayoutResults) -> None:
+    if results.config.lora is not None:  # the merged model is compared by its scores, in the contract
+        exported = load_file(results.directory / "export_peft" / "adapter_model.safetensors")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(results.directory / "export", dtype=torch.float32)
+        exported = by_stored_name(dict(model.named_parameters()))
+    require_equal("exported parameters", exported, results.many["parameters"])

@@ -22,9 +22,9 @@ from transformers import (
 
 from rl.losses import get_loss
 from rl.tiny_models import random_batch
-from tests.trainer.reference import ReferencePolicy, importance_sampling
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
 from trainer.engines.plain_ranks import relative_error
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

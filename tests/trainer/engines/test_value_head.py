@@ -14,10 +14,10 @@ from transformers import AutoModelForSequenceClassification, LlamaForSequenceCla
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
-from tests.trainer.reference import random_groups
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.reference import random_groups
 from trainer.engines.model_check import check_model
 from trainer.engines.plain_ranks import relative_error
 

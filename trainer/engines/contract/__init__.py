@@ -1,0 +1,1 @@
+"""What every engine must do, as checks that the tests run and that `ownloop check-engine` runs on any engine."""

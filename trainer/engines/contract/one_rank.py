@@ -1,0 +1,227 @@
+"""What an engine of one rank must do. A check returns what it measured and raises ContractError if it is too much."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl.losses import LossInputs, get_loss
+from rl.tiny_models import random_batch
+from rl.types import AdamParams, ForwardBackwardOutput
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+from trainer.engines.contract.compare import (
+    gradients,
+    parameters,
+    require,
+    require_close,
+    require_equal,
+    require_names,
+)
+from trainer.engines.contract.local_push import published
+from trainer.engines.contract.reference import ReferencePolicy, importance_sampling, random_groups
+
+# AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
+PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
+BATCH = [*random_batch((1, 17, 5, 40)), *random_groups([(7, (1, 4, 9, 4)), (20, (3, 3))], seed=1)]
+MICROBATCHES = [BATCH[:3], [], BATCH[3:]]
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An engine to check."""
+
+    build: Callable[[], Engine]
+    """Makes an engine of one rank that computes in float32; each time with the same weights."""
+    model: Path
+    """The directory of its model."""
+    scratch: Path
+    """Where files may be written."""
+
+
+Check = Callable[[Subject], str]
+
+
+def step(engine: Engine) -> None:
+    """An optimizer step on the batch."""
+    engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    engine.optim_step(PARAMS, 0.01)
+
+
+def check_loss(subject: Subject) -> str:
+    """Log-probs, entropies and the loss are those of transformers, and a forward pass leaves no gradient."""
+    engine, reference = subject.build(), ReferencePolicy(subject.model)
+    output = engine.forward(MICROBATCHES, entropy=True)
+    worst = _worst_score(output, reference)
+    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
+    require(not gradients(engine), "there is a gradient after `forward`")
+    require_refused(lambda: engine.optim_step(PARAMS), "optim_step without a gradient")
+    trained = engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
+    expected = reference.backward(BATCH, importance_sampling)
+    error = abs(trained.metrics["loss"] - expected) / abs(expected)
+    require(error <= _TOLERANCE, f"the loss is {trained.metrics['loss']}; {expected} is expected")
+    num_tokens = sum(datum.num_loss_tokens for datum in BATCH)
+    counted = trained.metrics["num_loss_tokens"]
+    require(counted == num_tokens, f"num_loss_tokens is {counted}; {num_tokens} is expected")
+    return f"log-probs within {worst:.0e}, loss within {error:.0e}"
+
+
+def check_gradients(subject: Subject) -> str:
+    """Every gradient is that of plain autograd."""
+    engine, reference = subject.build(), ReferencePolicy(subject.model)
+    engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
+    reference.backward(BATCH, importance_sampling)
+    return f"within {require_close('gradients', gradients(engine), reference.gradients(), _TOLERANCE):.0e}"
+
+
+def check_three_steps(subject: Subject) -> str:
+    """Three steps with scaling, clipping and weight decay are those of a loop in plain PyTorch."""
+    engine, reference = subject.build(), ReferencePolicy(subject.model)
+    weights = list(reference.model.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+    worst = 0.0
+    for version in (1, 2, 3):
+        engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
+        reference.backward(BATCH, importance_sampling)
+        require_close(f"gradients of step {version}", gradients(engine), reference.gradients(), _TOLERANCE)
+        result = engine.optim_step(PARAMS, 0.1)
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad.mul_(0.1)
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, 0.5))
+        assert norm > 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        off = abs(result.grad_norm - norm) / norm
+        require(off <= _TOLERANCE, f"grad_norm of step {version} is {result.grad_norm}; {norm} is expected")
+        told = (result.policy_version, result.learning_rate, result.skipped)
+        require(told == (version, 1e-3, False), f"step {version} returned version, learning rate and skipped {told}")
+        error = require_close(
+            f"parameters after step {version}", parameters(engine), reference.parameters(), _TOLERANCE
+        )
+        worst = max(worst, error)
+    return f"parameters within {worst:.0e}"
+
+
+def check_multipliers(subject: Subject) -> str:
+    """A learning-rate multiplier acts on the parameters it names; one that names none is refused."""
+    engine = subject.build()
+    engine.forward_backward([BATCH], get_loss("cross_entropy"))
+    before = parameters(engine), gradients(engine)
+    wrong = {"*.q_proj.*": 1.0, "model.layer.*": 0.5}
+    require_refused(
+        lambda: engine.optim_step(replace(PARAMS, learning_rate_multipliers=wrong)), "a multiplier that matches nothing"
+    )
+    require_equal("parameters after a refused step", parameters(engine), before[0])
+    require_equal("gradients after a refused step", gradients(engine), before[1])
+    frozen = {"*.k_proj.*": 0.0, "model.layers.*": 0.5}
+    engine.optim_step(replace(PARAMS, learning_rate_multipliers=frozen))
+    for name, parameter in engine.hf_parameters():
+        changed = not torch.equal(parameter, before[0][name])
+        require(changed != (".k_proj." in name), f"{name} {'changed' if changed else 'did not change'}")
+    return "by name"
+
+
+def check_parameters_by_name(subject: Subject) -> str:
+    """Parameters have the names and values of the model's files, in float32, and each of them is trained."""
+    stored = load_file(subject.model / "model.safetensors")
+    engine = subject.build()
+    require_equal("parameters", parameters(engine), stored)
+    step(engine)
+    for name, parameter in engine.hf_parameters():
+        require(parameter.dtype == torch.float32, f"{name} is {parameter.dtype}, not float32")
+        require(not torch.equal(parameter, stored[name]), f"{name} did not change in a step")
+    return f"{len(stored)} parameters"
+
+
+def check_export(subject: Subject) -> str:
+    """transformers loads what was trained."""
+    engine = subject.build()
+    step(engine)
+    engine.export_hf(subject.scratch / "export", torch.float32)
+    exported = ReferencePolicy(subject.scratch / "export").parameters()
+    require_equal("exported parameters", exported, parameters(engine))
+    return "equal"
+
+
+def check_checkpoint_to_reference(subject: Subject) -> str:
+    """The engine `torchtitan` loads the weights of a checkpoint."""
+    return _exchange(subject, subject.build(), _reference_engine(subject), "checkpoint_to")
+
+
+def check_checkpoint_from_reference(subject: Subject) -> str:
+    """The weights of a checkpoint of the engine `torchtitan` can be loaded."""
+    return _exchange(subject, _reference_engine(subject), subject.build(), "checkpoint_from")
+
+
+def check_push(subject: Subject) -> str:
+    """A push gives generators the parameters, of which none is forgotten."""
+    engine = subject.build()
+    step(engine)
+    pushed = published(1, engine.hf_parameters())
+    require_names("published parameters", pushed, load_file(subject.model / "model.safetensors"))
+    require_equal("published parameters", pushed, parameters(engine))
+    return "equal"
+
+
+MODEL_CHECKS: Mapping[str, Check] = {
+    "loss": check_loss,
+    "gradients": check_gradients,
+    "three steps": check_three_steps,
+    "learning-rate multipliers": check_multipliers,
+    "parameters by name": check_parameters_by_name,
+    "export": check_export,
+    "checkpoint to torchtitan": check_checkpoint_to_reference,
+    "checkpoint from torchtitan": check_checkpoint_from_reference,
+    "push": check_push,
+}
+"""Checks of an engine that trains a whole model, of any model that transformers builds."""
+
+
+def require_refused(call: Callable[[], object], what: str) -> None:
+    """Raises ContractError unless the call raises ValueError."""
+    try:
+        call()
+    except ValueError:
+        return
+    require(False, f"{what} was not refused with a ValueError")
+
+
+def explode(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
+    """A loss whose gradient is not finite."""
+    del entropy, inputs
+    return logprobs.sum() * float("nan"), {}
+
+
+def _worst_score(output: ForwardBackwardOutput, reference: ReferencePolicy) -> float:
+    require(output.entropy is not None, "forward(entropy=True) returned no entropies")
+    assert output.entropy is not None
+    worst = 0.0
+    for datum, logprobs, entropy in zip(BATCH, output.logprobs, output.entropy, strict=True):
+        scored = datum.weights != 0
+        with torch.no_grad():
+            expected = reference.logprobs(datum).numpy(), reference.entropy(datum).numpy()
+        for actual, theirs in zip((logprobs, entropy), expected, strict=True):
+            worst = max(worst, float(np.abs(actual - np.where(scored, theirs, 0)).max()))
+    return worst
+
+
+def _reference_engine(subject: Subject) -> Engine:
+    return load_engine(TrainerConfig(model=subject.model, engine="torchtitan", compute_dtype="float32"))
+
+
+def _exchange(subject: Subject, writer: Engine, reader: Engine, name: str) -> str:
+    step(writer)
+    writer.save_checkpoint(subject.scratch / name)
+    step(reader)
+    version = reader.load_checkpoint(subject.scratch / name, weights_only=True)
+    require(version == reader.policy_version == 0, f"the version is {version} after weights_only; 0 is expected")
+    require_equal("loaded parameters", parameters(reader), parameters(writer))
+    step(reader)
+    return "equal"
