@@ -86,13 +86,6 @@ class TrainerConfig(LayoutConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
-        sharing = self.data_parallel_shard * self.context_parallel * self.tensor_parallel
-        if sharing % self.expert_parallel:
-            raise ValueError(
-                f"TrainerConfig.expert_parallel is {self.expert_parallel}; it must divide data_parallel_shard x "
-                f"context_parallel x tensor_parallel, which is {sharing}: "
-                f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
-            )
 
     def check_entropy(self) -> None:
         """Raises ValueError if the head has no entropies. Called when entropies are asked for."""

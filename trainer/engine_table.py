@@ -22,6 +22,9 @@ class EngineEntry:
     layout_check: str
     """A `trainer.engines.model_check.LayoutCheck`. The controller imports its module, so the module must not import
     torchtitan or transformers."""
+    requires: str = ""
+    """A package that is not always installed and that the engine needs, by the name of its extra, which is that of the
+    module that it brings."""
     trains_adapters: bool = False
     """Whether the engine freezes its model under `TrainerConfig.lora` and has layers that can be adapted."""
 
@@ -40,6 +43,11 @@ ENGINES: Mapping[str, EngineEntry] = {
     "fsdp1": EngineEntry(
         engine="trainer.engines.hf.fsdp1:Fsdp1Engine",
         layout_check="trainer.engines.hf.layout_check:check_layout",
+    ),
+    "megatron": EngineEntry(
+        engine="trainer.engines.mcore.engine:MegatronEngine",
+        layout_check="trainer.engines.mcore.layout_check:check_layout",
+        requires="megatron",
     ),
 }
 

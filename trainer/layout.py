@@ -18,7 +18,7 @@ class LayoutConfig:
     data_parallel_shard: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded."""
     data_parallel_replicate: int = 1
-    """Replicas of the sharded group (HSDP)."""
+    """Replicas of the sharded group (HSDP), or of everything if nothing is sharded."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
     sequence_parallel: bool = True
@@ -32,7 +32,8 @@ class LayoutConfig:
     `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
-    ranks; it must divide `data_parallel_shard * context_parallel * tensor_parallel` and the number of experts."""
+    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, or
+    `data_parallel_replicate` with the engine `megatron`."""
 
     @property
     def num_ranks(self) -> int:

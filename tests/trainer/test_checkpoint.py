@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
+from tests.trainer.engine_params import INSTALLED
 from trainer import checkpoint
 from trainer.config import TrainerConfig
-from trainer.engines import ENGINES, load_engine
+from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
 
@@ -159,7 +160,7 @@ def test_loading_weights_only_starts_anew_from_them(engine: Engine, model: Path,
 
 
 def test_engines_resume_from_each_other(model: Path, tmp_path: Path) -> None:
-    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in ENGINES]
+    configs = [TrainerConfig(model=model, engine=name, compute_dtype="float32") for name in INSTALLED]
     for config, other in zip(configs, (*configs[1:], configs[0]), strict=True):
         engine, resumed = load_engine(config), load_engine(other)
         train(engine, 2)

@@ -48,6 +48,16 @@ class MicrobatchHooks:
     """Replaces a row's log-probs or values [S] and, where asked for, its entropies [S] in the output. They come without
     gradient, and the loss is not affected."""
 
+    def prepared(self, microbatch: Microbatch) -> Microbatch:
+        """What `before` makes of a micro-batch of at least one datum. Raises ValueError if lengths changed."""
+        if self.before is None:
+            return microbatch
+        expected = [len(datum.tokens) for datum in microbatch]
+        microbatch = self.before(microbatch)
+        if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
+            raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
+        return microbatch
+
 
 class RankFailureError(RuntimeError):
     """This rank gave up a call because another rank failed in it. The other rank's error says why."""

@@ -3,6 +3,7 @@
 No engine is imported, so the controller can refuse a mistake before any process starts.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +42,15 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     _check_head(hf_config, config.head)
     if config.lora is not None:
         _check_lora(config)
-    check: LayoutCheck = resolve_name(find_engine(config.engine).layout_check)
-    return check(config, hf_config)
+    entry = find_engine(config.engine)
+    check: LayoutCheck = resolve_name(entry.layout_check)
+    limits = check(config, hf_config)
+    if entry.requires and importlib.util.find_spec(entry.requires) is None:
+        raise ValueError(
+            f"TrainerConfig.engine is {config.engine!r}, which needs a package that is not installed: "
+            f"pip install 'ownloop[{entry.requires}]'"
+        )
+    return limits
 
 
 def describe_model(path: Path, head: Head) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from trainer.config import TrainerConfig
 from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
-from trainer.engines.contract.compare import ContractError
+from trainer.engines.contract.comparisons import ContractError
 from trainer.engines.contract.kit import Finding, check_engine, parse_layout
 from trainer.engines.contract.one_rank import MODEL_CHECKS, Subject
 from trainer.engines.contract.one_rank_state import STATE_CHECKS

@@ -160,7 +160,7 @@ def test_expert_parallel_ranks_are_among_the_others() -> None:
     )
     assert (config.num_ranks, config.num_data_parallel_ranks, config.num_model_parallel_ranks) == (24, 6, 4)
     with pytest.raises(ValueError, match=r"expert_parallel is 3; .* which is 8: \[1, 2, 4, 8\]"):
-        TrainerConfig(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
+        check(MOE, data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
 
 
 def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:

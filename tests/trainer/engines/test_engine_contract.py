@@ -18,10 +18,11 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from tests.trainer.adapters import load_engine_or_adapter
+from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
-from trainer.engines import ENGINES, base, load_engine
+from trainer.engines import base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
-from trainer.engines.contract.compare import gradients, require_equal
+from trainer.engines.contract.comparisons import gradients, require_equal
 from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, Check, Subject
 from trainer.engines.contract.one_rank_state import STATE_CHECKS
 from trainer.engines.contract.reference import ReferencePolicy
@@ -45,13 +46,13 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return MODELS[request.param](tmp_path / "model")
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=ENGINE_PARAMS)
 def build(request: pytest.FixtureRequest, model: Path) -> Build:
     """Makes engines of one kind, all of them with the same weights."""
     return lambda: load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))
 
 
-@pytest.fixture(params=[*ENGINES, "torchtitan adapter", "fsdp2 adapter"])
+@pytest.fixture(params=[*ENGINE_PARAMS, "torchtitan adapter", "fsdp2 adapter"])
 def build_any(request: pytest.FixtureRequest, tmp_path: Path) -> Build:
     """As `build`, of one model, and engines of adapters too."""
     engine, _, adapter = request.param.partition(" ")
@@ -71,7 +72,7 @@ def test_an_engine_keeps_its_state(check: Check, build_any: Build, tmp_path: Pat
 
 
 @pytest.mark.parametrize("make", ["smollm2", "llama", "qwen3"])
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", ENGINE_PARAMS)
 def test_logits_equal_transformers(
     engine: str, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

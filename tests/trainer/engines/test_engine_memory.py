@@ -11,8 +11,9 @@ import torch
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
+from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
-from trainer.engines import ENGINES, load_engine
+from trainer.engines import load_engine
 from trainer.engines.base import Engine
 
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -28,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tiny_llama(path) if request.param else tiny_qwen3(path, tied=False)
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=ENGINE_PARAMS)
 def build(request: pytest.FixtureRequest, model: Path) -> Build:
     """Makes engines of one kind, all of them with the same weights."""
     return lambda: load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))

@@ -19,11 +19,11 @@ from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.memory import PeakMemory
 from trainer.engines.pytorch.outputs import OutputCollector
+from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
+from trainer.engines.pytorch.pipelined_rows import PipelinedRows
 from trainer.engines.pytorch.row_runner import RowRunner, SequentialRows
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
-from trainer.engines.titan.pipeline import Pipeline, StageInputs
-from trainer.engines.titan.pipelined_rows import PipelinedRows
 
 CPU = torch.device("cpu")
 ROWS = [pack_row(batch, share_prefixes=False) for batch in ([*random_batch((9, 4))], [*random_batch((17,), seed=1)])]

@@ -11,15 +11,17 @@ from transformers import AutoModelForCausalLM
 from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.adapters import load_engine_or_adapter
+from tests.trainer.engine_params import INSTALLED
 from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
-from trainer.engines.contract.compare import require_equal
+from trainer.engines.contract.comparisons import require_equal
 from trainer.engines.contract.reference import by_stored_name
 from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
 
 pytestmark = pytest.mark.ranks
 
 INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
+MEGATRON = {"engine": "megatron", "sequence_parallel": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
@@ -36,6 +38,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp1_replicated2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2},
     "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "megatron_tp2_tied": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_replicated2_untied": {**MEGATRON, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "megatron_pp2_untied": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_interleaved_pp2_layers": {**MEGATRON, "pipeline_parallel": 2, **INTERLEAVED},
+    "megatron_pp2_tp2_untied": {**MEGATRON, "pipeline_parallel": 2, "tensor_parallel": 2},
+    "megatron_replicated2_tp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "tensor_parallel": 2},
+    "megatron_pp2_replicated2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2},
+    "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_pp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_replicated4_ep2_moe": {**MEGATRON, "data_parallel_replicate": 4, "expert_parallel": 2},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adapter_fsdp2_tied": {"data_parallel_shard": 2},
@@ -65,6 +77,12 @@ SLOW = {
     "fsdp2_tp2_ep2_moe",
     "cp2_tp2_untied",
     "transformers_hsdp2x2_untied",
+    "megatron_interleaved_pp2_layers",
+    "megatron_pp2_tp2_untied",
+    "megatron_replicated2_tp2_untied",
+    "megatron_pp2_replicated2_untied",
+    "megatron_replicated4_ep2_moe",
+    "megatron_pp2_ep2_moe",
     *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
 }
 
@@ -74,7 +92,9 @@ SLOW = {
     params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LAYOUTS, *ADAPTERS)],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
-    """The results of the layout and those of one rank."""
+    """The results of the layout and those of one rank of the engine `torchtitan`."""
+    if request.param.startswith("megatron") and "megatron" not in INSTALLED:
+        pytest.skip("the package 'megatron' is not installed")
     directory = tmp_path_factory.mktemp(request.param)
     if request.param.endswith("_tied"):
         model = tiny_llama(directory / "model")

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForSequenceCla
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
+from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
@@ -31,7 +32,7 @@ def critic(tmp_path: Path) -> Path:
     return tiny_critic(tmp_path / "critic")
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=ENGINE_PARAMS)
 def build(request: pytest.FixtureRequest) -> Build:
     def of(model: Path, head: Head = "value") -> Engine:
         return load_engine(TrainerConfig(model=model, engine=request.param, head=head, compute_dtype="float32"))

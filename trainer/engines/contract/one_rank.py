@@ -15,7 +15,7 @@ from rl.types import AdamParams, ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.compare import (
+from trainer.engines.contract.comparisons import (
     gradients,
     parameters,
     require,

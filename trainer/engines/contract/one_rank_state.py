@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
 from trainer.engines.base import Engine
-from trainer.engines.contract.compare import gradients, parameters, require, require_close, require_equal
+from trainer.engines.contract.comparisons import gradients, parameters, require, require_close, require_equal
 from trainer.engines.contract.one_rank import (
     BATCH,
     MICROBATCHES,

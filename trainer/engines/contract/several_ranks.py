@@ -17,7 +17,7 @@ from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.engines.contract.compare import require, require_close, require_names
+from trainer.engines.contract.comparisons import require, require_close, require_names
 from trainer.engines.contract.local_push import published
 from trainer.engines.contract.reference import ReferencePolicy, random_groups
 from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole

@@ -27,7 +27,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
 from trainer.engines.pytorch.gradients import Gradients
-from trainer.engines.pytorch.mixed_precision import MixedPrecision
+from trainer.engines.pytorch.mixed_precision import MasterWeights, MixedPrecision
 from trainer.engines.pytorch.offload import PARTS, Offload, Part
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.outputs import OutputCollector
@@ -50,12 +50,14 @@ class TorchEngine(Engine):
         rows: RowRunner,
         *,
         replicas: int = 1,
+        masters: MasterWeights | None = None,
     ) -> None:
         """`parameters` are float32, by Hugging Face name, in the order of `model`; `model_info` goes into checkpoints.
 
         A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
         than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones;
-        under `lora`, the model is frozen in that dtype, and its layers cast an adapter's parameters.
+        under `lora`, the model is frozen in that dtype, and its layers cast an adapter's parameters. With `masters`,
+        these are the parameters, and they are not those of the model.
         """
         self._config = config
         self._model = model
@@ -63,11 +65,10 @@ class TorchEngine(Engine):
         self._device = device
         self._rows = rows
         self._failure_sync = rows.failure_sync
-        dtype = DTYPES[config.compute_dtype]
-        self._mixed_precision: MixedPrecision | None = None
-        if config.num_ranks == 1 and dtype != torch.float32 and config.lora is None:
-            self._mixed_precision = MixedPrecision(model, dtype)
-            parameters = dict(zip(parameters, self._mixed_precision.master_weights, strict=True))
+        if masters is None and config.num_ranks == 1 and config.compute_dtype != "float32" and config.lora is None:
+            masters = mixed_precision = MixedPrecision(model, DTYPES[config.compute_dtype])
+            parameters = dict(zip(parameters, mixed_precision.master_weights, strict=True))
+        self._masters = masters
         self._parameters = parameters
         self._gradients = Gradients(parameters)
         self._optimizer = Optimizer(parameters, replicas)
@@ -94,6 +95,7 @@ class TorchEngine(Engine):
             self._gradient_restored_on_failure(),
         ):
             self._rows.forward_backward(self._packed(microbatches), loss, output)
+            self._reduce_gradients()
             result = self._result(output)
         return self._rows.shared_output(result)
 
@@ -199,12 +201,7 @@ class TorchEngine(Engine):
         return self._failure_sync.run(lambda: [self._pack(microbatch) for microbatch in microbatches])
 
     def _pack(self, microbatch: Microbatch) -> PackedRow | None:
-        if microbatch and self.hooks.before is not None:
-            expected = [len(datum.tokens) for datum in microbatch]
-            microbatch = self.hooks.before(microbatch)
-            if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
-                raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
-        return self._pack_row(microbatch) if microbatch else None
+        return self._pack_row(self.hooks.prepared(microbatch)) if microbatch else None
 
     def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
         if self.hooks.after is None:
@@ -245,8 +242,8 @@ class TorchEngine(Engine):
             self._gradients.to(device)
         elif part == "optimizer":
             self._optimizer.to(device)
-        elif self._mixed_precision is not None:
-            self._mixed_precision.to(device, self._device)
+        elif self._masters is not None:
+            self._masters.to(device, self._device)
         else:
             self._reshard()
             self._move_model(device)
@@ -257,8 +254,8 @@ class TorchEngine(Engine):
 
     def _refresh_compute_copies(self) -> None:
         """Recasts the compute copies after the master weights changed."""
-        if self._mixed_precision is not None and self._offload.device_of("model") == self._device:
-            self._mixed_precision.refresh()
+        if self._masters is not None and self._offload.device_of("model") == self._device:
+            self._masters.refresh()
 
     def _info(self, kind: checkpoint.Kind) -> checkpoint.CheckpointInfo:
         return checkpoint.CheckpointInfo(
@@ -268,6 +265,9 @@ class TorchEngine(Engine):
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Hook: as `Engine.hf_parameters`."""
         yield from self._parameters.items()
+
+    def _reduce_gradients(self) -> None:
+        """Hook: sums a call's gradients over ranks, if the backward pass has not done so. A collective."""
 
     def _reshard(self) -> None:
         """Hook: frees gathered parameters that no backward pass will free, so that no later step uses stale ones."""

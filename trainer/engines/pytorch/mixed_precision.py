@@ -4,8 +4,22 @@ Does what FSDP's `MixedPrecisionPolicy` does, for a model that is not sharded. F
 forward pass; here the copies are recast once per optimizer step.
 """
 
+from typing import Protocol
+
 import torch
 from torch import nn
+
+
+class MasterWeights(Protocol):
+    """The float32 parameters of a model that computes with other ones."""
+
+    def to(self, device: torch.device, compute_device: torch.device) -> None:
+        """Moves the parameters to `device`. The model is of use only while that is `compute_device`."""
+        ...
+
+    def refresh(self) -> None:
+        """Gives the model the values of the parameters, which have changed."""
+        ...
 
 
 class MixedPrecision:

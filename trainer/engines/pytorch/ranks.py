@@ -20,8 +20,11 @@ def choose_device() -> torch.device:
     return device
 
 
-def init_process_group(config: TrainerConfig, device: torch.device) -> None:
-    """Connects this rank with the others. Raises ValueError if WORLD_SIZE is not the layout's number of ranks."""
+def init_process_group(config: TrainerConfig, device: torch.device, *, alone: bool = False) -> None:
+    """Connects this rank with the others; with `alone`, makes a process group of a single rank too.
+
+    Raises ValueError if WORLD_SIZE is not the layout's number of ranks.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != config.num_ranks:
         raise ValueError(
@@ -30,7 +33,9 @@ def init_process_group(config: TrainerConfig, device: torch.device) -> None:
             f"data_parallel_shard {config.data_parallel_shard} x context_parallel {config.context_parallel} x "
             f"tensor_parallel {config.tensor_parallel}); WORLD_SIZE is {world_size}"
         )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1 and not dist.is_initialized():
         # The controller finds a rank that hangs, sooner and with its stack; NCCL's 10 minutes would end a long export.
-        timeout = timedelta(seconds=config.deadlines.first_s)
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.deadlines.first_s))
+    elif alone and not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

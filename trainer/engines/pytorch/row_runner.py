@@ -1,4 +1,4 @@
-"""Computes the packed rows of one call: one after the other here, in a pipeline in `titan/pipelined_rows.py`.
+"""Computes the packed rows of one call: one after the other here, in a pipeline in `pipelined_rows.py`.
 
 Calls go one way: an engine calls its `RowRunner`, and the runner calls the function that scores a row.
 """

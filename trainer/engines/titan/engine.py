@@ -16,6 +16,7 @@ from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
+from trainer.engines.pytorch.pipelined_rows import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.model.attention import shares_prefixes
@@ -23,7 +24,6 @@ from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.experts import split_experts
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.model.specs import named_parameters, share_rope_cache
-from trainer.engines.titan.pipelined_rows import PipelinedRows
 
 
 class TitanEngine(TorchEngine):

@@ -50,6 +50,13 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
 def _check_expert_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
     if config.expert_parallel == 1:
         return
+    sharing = config.data_parallel_shard * config.context_parallel * config.tensor_parallel
+    if sharing % config.expert_parallel:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {config.expert_parallel}; it must divide data_parallel_shard x "
+            f"context_parallel x tensor_parallel, which is {sharing}: "
+            f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
+        )
     if decoder.moe is None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {config.expert_parallel}; this model has no experts, so it must be 1"

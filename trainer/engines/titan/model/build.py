@@ -21,11 +21,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.low_rank import freeze
+from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.titan.model.adapted import make_adaptable, name_adaptable
 from trainer.engines.titan.model.attention import choose_inner_attention
 from trainer.engines.titan.model.specs import build_spec, load_weights, share_rope_cache
-from trainer.engines.titan.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):

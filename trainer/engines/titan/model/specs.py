@@ -5,7 +5,6 @@ parameter is that of the checkpoint under another name, and nothing has to be fu
 or export. Only experts are stacked; `experts.py` unstacks them.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm, RoPE
+from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.feed_forward import FeedForward
@@ -27,8 +26,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from rl.types import Head
-from trainer.engines.decoder_config import DecoderConfig
+from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.hf_weights import VALUE_HEAD, load_hf_weights
+from trainer.engines.pytorch.rope import scale_llama3
 from trainer.engines.titan.model.experts import moe_config, split_experts
 from trainer.engines.titan.model.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
 
@@ -65,18 +65,16 @@ class HFRoPE(CosSinRoPE):
         config = self.config
         inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
         if config.scaling == "llama":
-            inv_freq = _scale_llama3(inv_freq, config)
+            scaling = Llama3RopeScaling(
+                factor=config.scaling_factor,
+                low_freq_factor=config.low_freq_factor,
+                high_freq_factor=config.high_freq_factor,
+                original_max_position_embeddings=config.original_max_position_embeddings,
+            )
+            inv_freq = scale_llama3(inv_freq, scaling)
         angles = torch.outer(torch.arange(config.max_seq_len).float(), inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-
-def _scale_llama3(inv_freq: torch.Tensor, config: RoPE.Config) -> torch.Tensor:
-    """Stretches long wavelengths by the factor, keeps short ones and interpolates in between (arXiv 2407.21783)."""
-    low, high = config.low_freq_factor, config.high_freq_factor
-    rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * inv_freq / config.scaling_factor + kept * inv_freq
 
 
 def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,20 @@ from rl.data.packing import PackedRow
 from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
 from trainer.engines.pytorch.outputs import OutputCollector
+from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
 from trainer.engines.pytorch.row_runner import RowRunner, idle_row, loss_inputs
-from trainer.engines.titan.model.row_scorer import RowScorer
-from trainer.engines.titan.pipeline import Pipeline
+
+
+class RowScorer(Protocol):
+    """Between packed rows and the stages of a model."""
+
+    def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, Any]:
+        """Returns what every stage takes, and this rank's shard of the row, if rows are sharded."""
+        ...
+
+    def whole(self, scores: Tensor, shard: Any, num_scored: int) -> Tensor:
+        """Scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        ...
 
 
 class PipelinedRows(RowRunner):

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: torchtitan cuts the layers into stages, torch's schedules send packed rows through them.
+"""Pipeline parallelism: an engine cuts the layers into stages, torch's schedules send packed rows through them.
 
 A row keeps its own length: `_RowStage` gives every micro-batch buffers of its own size, while upstream requires all
 micro-batches to have one size. A schedule and its stages fix the number of micro-batches and whether there is a

@@ -1,0 +1,19 @@
+"""The engines of the table as parameters of tests; those whose package is not installed here are skipped."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from trainer.engine_table import ENGINES
+
+INSTALLED = [name for name, entry in ENGINES.items() if not entry.requires or find_spec(entry.requires)]
+
+
+def engine_param(name: str) -> object:
+    """A parameter whose first word is an engine's name."""
+    engine = name.split()[0]
+    reason = f"the package {ENGINES[engine].requires!r} is not installed"
+    return pytest.param(name, marks=pytest.mark.skipif(engine not in INSTALLED, reason=reason))
+
+
+ENGINE_PARAMS = [engine_param(name) for name in ENGINES]

@@ -1,0 +1,24 @@
+"""The one place that imports Megatron-core, an optional package of which type checkers need to know nothing.
+
+It asks for nothing that needs CUDA: the engine runs Megatron-core's layers on a CPU as they are.
+"""
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+
+def _find(module: str, name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # says that TransformerEngine and Apex, which are optional, are not installed
+        return getattr(import_module(f"megatron.core.{module}"), name)
+
+
+GPTModel: Any = _find("models.gpt", "GPTModel")
+ProcessGroupCollection: Any = _find("process_groups_config", "ProcessGroupCollection")
+TransformerConfig: Any = _find("transformer", "TransformerConfig")
+copy_to_tensor_parallel_ranks: Any = _find("tensor_parallel", "copy_to_tensor_model_parallel_region")
+layer_spec: Any = _find("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
+SelfAttention: Any = _find("transformer.attention", "SelfAttention")
+TopKRouter: Any = _find("transformer.moe.router", "TopKRouter")
+MoEAllGatherTokenDispatcher: Any = _find("transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher")

@@ -1,0 +1,101 @@
+"""The groups of ranks among which Megatron-core divides the work.
+
+Nothing global is set, so that a process can build one engine after the other, each in its own layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import TrainerConfig
+from trainer.engines.mcore import core_api
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """This rank's groups. Consecutive ranks are in one tensor-parallel group, or in one expert-parallel group."""
+
+    mesh: DeviceMesh
+    """The axes are `pipeline`, `data`, `tensor`."""
+    experts: DeviceMesh
+    """The axes are `pipeline`, `expert_data`, `expert`."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.mesh.size() > 1
+
+    @property
+    def dense_mesh(self) -> DeviceMesh:
+        """The ranks of this pipeline stage, among which everything but experts is sharded or replicated."""
+        return self.mesh["data", "tensor"]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same experts."""
+        return self.experts["expert_data"]
+
+    @property
+    def tensor(self) -> dist.ProcessGroup:
+        """Ranks that share every matrix product."""
+        return self.mesh.get_group("tensor")
+
+    @property
+    def data(self) -> dist.ProcessGroup:
+        """Ranks that hold the same parameters and get different rows."""
+        return self.mesh.get_group("data")
+
+    @property
+    def pipeline(self) -> DeviceMesh:
+        """Ranks that hold the stages of one pipeline."""
+        return self.mesh["pipeline"]
+
+    @property
+    def expert_data(self) -> dist.ProcessGroup:
+        """Ranks that hold the same experts."""
+        return self.experts.get_group("expert_data")
+
+    @property
+    def expert(self) -> dist.ProcessGroup:
+        """Ranks among which the experts of a layer are distributed."""
+        return self.experts.get_group("expert")
+
+    def collection(self) -> Any:
+        """The groups in Megatron-core's form. Expert tensor parallelism is 1, and so is context parallelism."""
+        alone = _alone(self.mesh)
+        return core_api.ProcessGroupCollection(
+            tp=self.tensor,
+            cp=alone,
+            pp=self.mesh.get_group("pipeline"),
+            dp=self.data,
+            dp_cp=self.data,
+            tp_cp=self.tensor,
+            tp_dp_cp=self.data,
+            ep=self.expert,
+            expt_tp=alone,
+            expt_dp=self.expert_data,
+            tp_ep=self.expert,
+            embd=None,
+            pos_embd=None,
+        )
+
+
+def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
+    """Makes this rank's groups. A collective."""
+    stages, data, tensor = config.pipeline_parallel, config.num_data_parallel_ranks, config.tensor_parallel
+    expert = config.expert_parallel
+    return RankGroups(
+        init_device_mesh(device.type, (stages, data, tensor), mesh_dim_names=("pipeline", "data", "tensor")),
+        init_device_mesh(
+            device.type, (stages, data * tensor // expert, expert), mesh_dim_names=("pipeline", "expert_data", "expert")
+        ),
+    )
+
+
+def _alone(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of this rank alone."""
+    alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("every", "alone"))
+    return alone.get_group("alone")

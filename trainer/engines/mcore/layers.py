@@ -1,0 +1,86 @@
+"""Megatron-core's decoder layers with three changes, made through its layer specs.
+
+* The rows of the fused projection of queries, keys and values are all queries, then all keys, then all values of a
+  rank, where Megatron-core interleaves them by group of heads. So each projection of the Hugging Face model is a slice
+  of the fused weight, and nothing is copied on load, push or export.
+* Attention keeps the documents of a packed row apart, and works on a CPU.
+* The router stays on its device; Megatron-core's own moves to CUDA.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+from rl.data.packing import Document
+from trainer.engines.decoder_config import DecoderConfig
+from trainer.engines.mcore import core_api
+from trainer.engines.pytorch.document_attention import document_attention, plan_row
+
+
+class SplitAttention(core_api.SelfAttention):
+    """Self-attention whose fused projection holds queries, keys and values one after the other."""
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[L, 1, D] hidden states -> queries [L, 1, heads, size], keys and values [L, 1, groups, size] of this rank."""
+        size = self.hidden_size_per_attention_head
+        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        fused, _bias = self.linear_qkv(hidden_states)
+        query, key, value = (
+            part.unflatten(-1, (-1, size)) for part in fused.split([heads * size, groups * size, groups * size], dim=-1)
+        )
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+
+class RowAttention(nn.Module):
+    """Causal attention within each document of a packed row."""
+
+    def __init__(self, *, softmax_scale: float | None, **_: Any) -> None:
+        """Called by Megatron-core, with more than is needed here."""
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
+        """[L, 1, heads, size] queries -> [L, 1, heads * size]. The mask is what `plan_documents` returns."""
+        if query.device.type == "cpu":
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            return document_attention(q, k, v, attention_mask, scale=self._scale).transpose(0, 1).flatten(2)
+        parts = [
+            F.scaled_dot_product_attention(*each, is_causal=True, scale=self._scale, enable_gqa=True)
+            for each in zip(
+                *(x.permute(1, 2, 0, 3).split(attention_mask, dim=2) for x in (query, key, value)), strict=True
+            )
+        ]
+        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(core_api.TopKRouter):
+    """A router that is not moved to CUDA. It computes as transformers does: products in the dtype of the model."""
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - Megatron-core's name
+        """[.., D] -> [.., experts] scores before the softmax."""
+        return F.linear(input, self.weight)
+
+
+def plan_documents(documents: tuple[Document, ...], device: torch.device) -> Any:
+    """What `RowAttention` needs to know about a row, once for all layers."""
+    return plan_row(documents) if device.type == "cpu" else [document.num_tokens for document in documents]
+
+
+def decoder_spec(decoder: DecoderConfig) -> Any:
+    """The spec of a layer: Megatron-core's own, without TransformerEngine, with the changes above."""
+    spec = core_api.layer_spec(
+        num_experts=None if decoder.moe is None else decoder.moe.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=decoder.family != "llama",
+        normalization="RMSNorm",
+    )
+    attention = spec.submodules.self_attention
+    attention.module = SplitAttention
+    attention.submodules.core_attention = RowAttention
+    if decoder.moe is not None:
+        spec.submodules.mlp.submodules.router = Router
+    return spec

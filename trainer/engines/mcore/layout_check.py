@@ -1,0 +1,109 @@
+"""Which models and layouts the megatron engine can train. Does not import Megatron-core."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import TrainerConfig
+from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
+from trainer.engines.model_check import ModelLimits
+
+
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+    """The engine's `LayoutCheck`."""
+    decoder = parse_decoder_config(hf_config)
+    _check_options(config)
+    _check_degrees(config)
+    _check_tensor_parallel(config, decoder)
+    _check_experts(config, decoder)
+    _check_stages(config, decoder)
+    return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)
+
+
+def _check_options(config: TrainerConfig) -> None:
+    for name, accepted in (
+        ("compile", (False,)),
+        ("float8", ("none",)),
+        ("activation_checkpointing", ("none", "full")),
+    ):
+        if getattr(config, name) not in accepted:
+            choices = " or ".join(map(repr, accepted))
+            raise ValueError(
+                f"TrainerConfig.{name} is {getattr(config, name)!r}; with engine 'megatron' it must be {choices}. The "
+                "engine 'torchtitan' has it"
+            )
+
+
+def _check_degrees(config: TrainerConfig) -> None:
+    if config.data_parallel_shard > 1:
+        raise ValueError(
+            f"TrainerConfig.data_parallel_shard is {config.data_parallel_shard}; engine 'megatron' keeps whole "
+            "replicas, so it must be 1, and data_parallel_replicate the number of ranks that get different data"
+        )
+    if config.context_parallel > 1:
+        raise ValueError(
+            f"TrainerConfig.context_parallel is {config.context_parallel}; Megatron-core needs TransformerEngine "
+            "for it, which engine 'megatron' does not use, so it must be 1. The engine 'torchtitan' has it"
+        )
+
+
+def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    tensor_parallel = config.tensor_parallel
+    if tensor_parallel == 1:
+        return
+    sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size", "hidden_dim")}
+    for name, size in sizes.items():
+        if size % tensor_parallel:
+            divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
+                f"{size}; its sizes allow {divisors}"
+            )
+    if config.sequence_parallel:
+        raise ValueError(
+            f"TrainerConfig.sequence_parallel is True and tensor_parallel is {tensor_parallel}; Megatron-core needs "
+            "TransformerEngine's norms for it, which engine 'megatron' does not use, so it must be False"
+        )
+    if decoder.moe is not None:
+        raise ValueError(
+            f"TrainerConfig.tensor_parallel is {tensor_parallel}; engine 'megatron' does not split experts, nor the "
+            "tokens among them, so it must be 1 for this model. expert_parallel and pipeline_parallel work with it"
+        )
+
+
+def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    expert_parallel = config.expert_parallel
+    if expert_parallel == 1:
+        return
+    if decoder.moe is None:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
+        )
+    for what, size in (
+        ("data_parallel_replicate", config.data_parallel_replicate),
+        ("experts", decoder.moe.num_experts),
+    ):
+        if size % expert_parallel:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(
+                f"TrainerConfig.expert_parallel is {expert_parallel}, which does not divide the {size} {what}; they "
+                f"allow {divisors}"
+            )
+
+
+def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    pipeline_parallel = config.pipeline_parallel
+    if pipeline_parallel == 1:
+        return
+    if decoder.tie_embeddings and config.head == "lm":
+        raise ValueError(
+            f"TrainerConfig.pipeline_parallel is {pipeline_parallel}; this model's output projection is its embedding "
+            "(tie_word_embeddings), which cannot be in the first and the last stage at once, so it must be 1. "
+            "data_parallel_replicate and tensor_parallel work with such a model"
+        )
+    if decoder.num_layers % config.num_stages:
+        per_rank = config.num_stages // pipeline_parallel
+        fitting = [n for n in range(1, decoder.num_layers + 1) if decoder.num_layers % (n * per_rank) == 0]
+        raise ValueError(
+            f"TrainerConfig.pipeline_parallel is {pipeline_parallel}, which makes {config.num_stages} stages; "
+            f"Megatron-core wants equally many of the model's {decoder.num_layers} layers in each: {fitting}"
+        )

@@ -1,0 +1,158 @@
+"""The float32 parameters of a Megatron-core model by Hugging Face name, each a slice of a parameter of the model.
+
+In float32 they share the memory of the model's parameters. In another dtype the model's parameters are compute copies,
+and these are the master weights. A gradient goes to the slices as soon as the backward pass has computed it. With
+several ranks, slices are DTensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from trainer.engines.mcore.groups import RankGroups
+from trainer.engines.mcore.names import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Where a parameter lies."""
+
+    source: nn.Parameter
+    rows: slice
+    piece: Piece
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The slice of a tensor that has the shape of the source; a DTensor if there is a mesh."""
+        return self.wrap(tensor[self.rows])
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """This rank's part as a DTensor if there is a mesh."""
+        if self.mesh is None:
+            return local
+        shape = list(local.shape)
+        if self.piece.sharded_dim is not None:
+            shape[self.piece.sharded_dim] *= self.mesh["tensor"].size()
+        stride = (1,) if len(shape) == 1 else (shape[1], 1)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+
+class MasterSlices:
+    """The parameters of a model by Hugging Face name."""
+
+    def __init__(self, named: Sequence[tuple[nn.Parameter, Sequence[Piece]]], groups: RankGroups) -> None:
+        """`named` are the model's parameters, each with its pieces. Nothing is loaded yet."""
+        self._groups = groups
+        self._slices: dict[str, _Slice] = {}
+        for source, pieces in named:
+            of_source = [self._slice(source, piece) for piece in pieces]
+            self._slices |= {each.piece.name: each for each in of_source}
+        self._shared = all(source.dtype == torch.float32 for source, _ in named)
+        with torch.no_grad():
+            self.parameters: dict[str, nn.Parameter] = {
+                name: nn.Parameter(each.of(each.source.data if self._shared else each.source.data.float()))
+                for name, each in self._slices.items()
+            }
+        for source, pieces in named:
+            hook = _Accumulate([(self._slices[piece.name], self.parameters[piece.name]) for piece in pieces])
+            source.register_post_accumulate_grad_hook(hook)
+
+    def refresh(self) -> None:
+        """Recasts the compute copies after the parameters changed."""
+        if self._shared:
+            return
+        with torch.no_grad():
+            for name, each in self._slices.items():
+                each.source[each.rows].copy_(local(self.parameters[name]))
+
+    def to(self, device: torch.device, compute_device: torch.device) -> None:
+        """Moves the parameters to `device`. Compute copies exist only while that is `compute_device`."""
+        sources = {id(each.source): each.source for each in self._slices.values()}.values()
+        with torch.no_grad():
+            for source in sources:
+                if self._shared:
+                    source.data = source.data.to(device)
+            for name, each in self._slices.items():
+                master = self.parameters[name]
+                moved = each.of(each.source.data) if self._shared else each.wrap(local(master).to(device))
+                torch.utils.swap_tensors(master, nn.Parameter(moved))
+            for source in sources:
+                if not self._shared:
+                    rows = source.shape if device == compute_device else (0, *source.shape[1:])
+                    source.data = source.new_empty(rows)
+        if device == compute_device:
+            self.refresh()
+
+    def reduce_gradients(self) -> None:
+        """Sums gradients over the ranks that hold the same parameter. A collective.
+
+        A rank that has no gradient of a parameter, because no token came to an expert, takes part with zeros.
+        """
+        pending: list[dist.Work | None] = []
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                piece = self._slices[name].piece
+                groups = [self._groups.expert_data] if piece.is_expert else [self._groups.data]
+                if piece.sums_over_tensor_ranks:
+                    groups.append(self._groups.tensor)
+                groups = [group for group in groups if dist.get_world_size(group) > 1]
+                if not groups:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                for group in groups:
+                    if len(groups) > 1:  # the second sum needs the first
+                        dist.all_reduce(local(parameter.grad), group=group)
+                    else:
+                        pending.append(dist.all_reduce(local(parameter.grad), group=group, async_op=True))
+        for work in pending:
+            assert work is not None
+            work.wait()
+
+    def _slice(self, source: nn.Parameter, piece: Piece) -> _Slice:
+        rows = slice(piece.start * len(source) // piece.parts, piece.stop * len(source) // piece.parts)
+        mesh = None
+        placements: tuple[Placement, ...] = ()
+        if self._groups.is_distributed:
+            mesh = self._groups.expert_mesh if piece.is_expert else self._groups.dense_mesh
+            placements = (Replicate(),)
+            if not piece.is_expert:
+                sharded = piece.sharded_dim
+                placements = (Replicate(), Replicate() if sharded is None else Shard(sharded))
+        return _Slice(source, rows, piece, mesh, placements)
+
+
+class _Accumulate:
+    """Adds a gradient to those of the parameters that are slices of it, and frees it."""
+
+    def __init__(self, slices: Sequence[tuple[_Slice, nn.Parameter]]) -> None:
+        self._slices = slices
+
+    def __call__(self, source: Tensor) -> None:
+        assert source.grad is not None
+        grad = source.grad.float()
+        source.grad = None
+        with torch.no_grad():
+            for each, parameter in self._slices:
+                if parameter.grad is None:
+                    parameter.grad = each.of(grad)
+                else:
+                    local(parameter.grad).add_(grad[each.rows])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_name(slices: MasterSlices) -> Mapping[str, Tensor]:
+    """The parameters without their gradients."""
+    return {name: parameter.data for name, parameter in slices.parameters.items()}

@@ -1,0 +1,66 @@
+"""A stage of a Megatron-core model as a policy or critic: its forward pass ends in log-probs or in values."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rl.types import Head
+from trainer.engines.decoder_config import DecoderConfig
+from trainer.engines.mcore import core_api
+from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
+from trainer.engines.pytorch.rope import inverse_frequencies
+
+
+class Stage(nn.Module):
+    """The whole model, or the layers of one pipeline stage. Legend: L tokens of a row, D model dimension."""
+
+    def __init__(self, model: Any, decoder: DecoderConfig, head: Head, tensor_group: dist.ProcessGroup) -> None:
+        """`model` is a GPTModel, on the meta device. A value head replaces its output projection."""
+        super().__init__()
+        if head == "value" and model.post_process:
+            model.output_layer = nn.Linear(decoder.dim, 1, bias=False, device="meta", dtype=model.config.params_dtype)
+        self.model = model
+        self._head = head
+        self._config = decoder
+        self._group = tensor_group if dist.get_world_size(tensor_group) > 1 else None
+        self._frequencies: Tensor | None = None
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, plan: Any, *, scored: Tensor, targets: Tensor, entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
+
+        Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
+        output projection. A value head returns values [S] float32 and None. In a pipeline, every stage but the first
+        takes hidden states [1, L, D] instead of tokens, and every stage but the last returns them.
+        """
+        embedded: Tensor | None = None
+        if self.model.pre_process:
+            embedded = self.model.embedding(input_ids=tokens, position_ids=None)
+        else:
+            self.model.set_input_tensor(tokens.transpose(0, 1))
+        hidden: Tensor = self.model.decoder(
+            hidden_states=embedded, attention_mask=plan, rotary_pos_emb=self._angles(positions)
+        )
+        if not self.model.post_process:
+            return hidden.transpose(0, 1)
+        hidden = hidden[:, 0].index_select(0, scored)
+        if self._head == "value":
+            return values(hidden, self.model.output_layer.weight), None
+        if self._group is not None:  # each rank's gradient of the hidden states is that of its part of the vocabulary
+            hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
+        weight: Any = (
+            self.model.shared_embedding_or_output_weight()
+            if self._config.tie_embeddings
+            else self.model.output_layer.weight
+        )
+        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=self._group)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """[1, L] positions -> [L, 1, 1, head_dim] angles, the form in which Megatron-core takes them."""
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            self._frequencies = inverse_frequencies(self._config).to(positions.device)
+        angles = torch.outer(positions[0].float(), self._frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
