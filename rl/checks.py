@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def check_at_least(minimum: float, **values: float) -> None:
@@ -48,3 +49,9 @@ def did_you_mean(value: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else "; there are none"
+
+
+def check_empty_folder(directory: Path) -> None:
+    """Raises ValueError if something is there already."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists; --to names a new folder")

@@ -6,6 +6,7 @@ A path names a training run, a kind and a name. Names are checked, so that no pa
 import re
 import shutil
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from controller.gateway.database import CheckpointRow, Database, expiry, now
@@ -83,20 +84,34 @@ class Archive:
         folder = self._folder / path.folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         await trainer.save_checkpoint(folder)
+        self._note(path, expires_at, user_metadata)
+
+    def _note(
+        self, path: CheckpointPath, expires_at: datetime | None = None, user_metadata: dict[str, str] | None = None
+    ) -> CheckpointRow:
+        """Adds a checkpoint that is on disk to the database."""
+        files = [file for file in (self._folder / path.folder).rglob("*") if file.is_file()]
         row = CheckpointRow(
             path=str(path),
             run_id=path.run_id,
             folder=str(path.folder),
             created_at=now(),
             expires_at=expires_at,
-            size_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            size_bytes=sum(file.stat().st_size for file in files),
             user_metadata=user_metadata,
         )
         self._database.save(row)
+        return row
 
     def find(self, path: str) -> tuple[CheckpointRow, Path]:
-        """A checkpoint and where it lies. Raises ValueError if there is none."""
-        row = self._database.checkpoint(str(CheckpointPath.parse(path)))
+        """A checkpoint and where it lies. Raises ValueError if there is none.
+
+        One that a script of yours has saved into the folder of a run counts as well.
+        """
+        parsed = CheckpointPath.parse(path)
+        row = self._database.checkpoint(path)
+        if row is None and self._database.run(parsed.run_id) is not None and (self._folder / parsed.folder).is_dir():
+            row = self._note(parsed)
         if row is None:
             raise ValueError(f"there is no checkpoint {path}; `tinker checkpoint list` shows those that there are")
         return row, self._folder / row.folder

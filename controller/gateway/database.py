@@ -9,6 +9,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_co
 
 from rl.lora import LoRAConfig
 
+DATABASE = "gateway.sqlite"
+"""The file's name in the server's folder."""
+
 
 class _Table(MappedAsDataclass, DeclarativeBase):
     """Rows are dataclasses."""
@@ -27,7 +30,10 @@ class TrainingRunRow(_Table, kw_only=True):
     """Whose key it was made with; empty on a server without keys."""
     base_model: Mapped[str]
     """The name by which the client asked for the model."""
+    directory: Mapped[str]
+    """Where the model lies."""
     rank: Mapped[int]
+    """Of the adapter; 0 if all weights are trained."""
     seed: Mapped[int]
     train_attn: Mapped[bool]
     train_mlp: Mapped[bool]

@@ -15,7 +15,7 @@ from tinker import types
 
 from controller.gateway.answers import Answer, Answers, PendingAnswer
 from controller.gateway.archive import Archive, CheckpointPath
-from controller.gateway.database import Database, TrainingRunRow, now
+from controller.gateway.database import DATABASE, Database, TrainingRunRow, now
 from controller.gateway.loaded_checkpoints import LoadedCheckpoints
 from controller.gateway.sampling_clients import Sampler, SamplingClients
 from controller.gateway.served_model import ServedModel, ServedModels
@@ -52,7 +52,7 @@ class Gateway:
         folder.mkdir(parents=True, exist_ok=True)
         self.models = ServedModels(models)
         self._say = say
-        self.database = Database(folder / "gateway.sqlite")
+        self.database = Database(folder / DATABASE)
         self.archive = Archive(folder, self.database)
         self.answers = Answers()
         self.samplers = SamplingClients()
@@ -141,6 +141,7 @@ class Gateway:
                 id=f"{session.id}:train:{request.model_seq_id}",
                 user=session.user,
                 base_model=request.base_model,
+                directory=self.models.find(request.base_model).tokenizer,
                 rank=config.rank,
                 seed=secrets.randbelow(2**31) if config.seed is None else config.seed,
                 train_attn=config.train_attn,
@@ -170,6 +171,7 @@ class Gateway:
                 id=f"{session.id}:train:{number}",
                 user=session.user,
                 base_model=base_model,
+                directory=self.models.find(base_model).tokenizer,
                 rank=source.rank,
                 seed=source.seed,
                 train_attn=source.train_attn,

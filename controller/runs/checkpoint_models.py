@@ -6,6 +6,7 @@ from typing import Any
 
 from controller.meshes.launch import Launcher
 from controller.runs.models import Tell, resolve_model
+from rl.checks import check_empty_folder
 from rl.runs.folder import LOOP_FILE, complete_checkpoints
 
 _POLICY = "policy"
@@ -33,8 +34,7 @@ async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_
     Starts the run's trainer, which loads the checkpoint. Raises ValueError if `directory` holds something, and for a
     checkpoint without a policy.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists; --to names a new folder")
+    check_empty_folder(directory)
     if not (checkpoint / _POLICY).is_dir():
         raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
     model = resolve_model(config.model, tell)

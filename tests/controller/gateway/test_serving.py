@@ -1,22 +1,26 @@
 """`ownloop serve` with a real trainer and a real generator: the official SDK trains and samples a tiny model."""
 
 import asyncio
-import threading
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from controller.gateway.config import ServeConfig
-from generator.config import GeneratorConfig
-from rl.tiny_models import SERVABLE, tiny_llama
+from controller.commands import brief_work, cli
+from controller.meshes.launch import Launcher
+from rl.lora import LoRAConfig
+from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
 
-from controller.gateway.serving import serve  # noqa: E402, needs the packages of the extra
+from tests.controller.gateway.tiny_server import Served, serving_tiny_model  # noqa: E402, needs the packages of the extra
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
@@ -25,53 +29,14 @@ CHAT = [5, 9, 7, 11, 3, 8]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator[str]:
-    """Where a server of a tiny model listens."""
-    folder = tmp_path_factory.mktemp("serving")
-    model = tiny_llama(folder / "model", **SERVABLE)
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
-    config = ServeConfig(
-        model=(str(model),),
-        names=("tiny",),
-        port=0,
-        folder=folder / "gateway",
-        max_rank=8,
-        max_snapshots=4,
-        trainer=TrainerConfig(compute_dtype="float32"),
-        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=8),
-    )
-    said: list[str] = []
-    serving, ready = threading.Event(), threading.Event()
-    loop = asyncio.new_event_loop()
-    task: list[asyncio.Task[None]] = []
-    errors: list[BaseException] = []
+def served(tmp_path_factory: pytest.TempPathFactory, in_process: None) -> Generator[Served]:
+    with serving_tiny_model(tmp_path_factory.mktemp("serving")) as running:
+        yield running
 
-    def say(text: str) -> None:
-        said.append(text)
-        if "TINKER_BASE_URL=" in text:
-            serving.set()
-            ready.set()
 
-    def run() -> None:
-        (folder / "gateway" / "logs").mkdir(parents=True)
-        task.append(loop.create_task(serve(config, {str(model): model}, say)))
-        try:
-            loop.run_until_complete(task[0])
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:
-            errors.append(error)
-        ready.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(120)
-    assert serving.is_set(), errors
-    yield next(text for text in said if "TINKER" in text).partition("TINKER_BASE_URL=")[2].split()[0]
-    loop.call_soon_threadsafe(task[0].cancel)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not errors
+@pytest.fixture(scope="module")
+def url(served: Served) -> str:
+    return served.url
 
 
 def datum() -> Any:
@@ -245,3 +210,55 @@ def test_chats_and_streams_at_openais_endpoints(url: str) -> None:
         with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=text):
             client.chat.completions.create(**{**options, **change})
     assert client.chat.completions.create(**options).choices[0].message.content == whole.choices[0].message.content
+
+
+def test_an_adapter_goes_on_in_a_script_of_ours_and_back_and_can_be_exported(
+    served: Served, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brief_work, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(brief_work, "end_descendants", lambda **_: None)  # those of other tests
+    service = tinker.ServiceClient(base_url=served.url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=3, train_unembed=False).result()
+
+    def step() -> None:
+        training.forward_backward([datum()], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+
+    step()
+    path = training.save_state("one").result().path
+    step()
+    unbroken = trained(training)
+    folder = served.folder / "checkpoints" / training.model_id.replace(":", "-") / "weights"
+
+    async def native() -> None:
+        lora = LoRAConfig(rank=4, train_unembed=False)
+        async with Launcher(tmp_path / "logs") as launcher:
+            trainer = await launcher.trainer(served.model, TrainerConfig(compute_dtype="float32", lora=lora))
+            assert await trainer.load_checkpoint(folder / "one") == 1
+            tokens = np.array(TOKENS)
+            batch = [Datum(tokens=tokens[:-1], loss_inputs={"target_tokens": tokens[1:]})]
+            await trainer.forward_backward(batch, "cross_entropy")
+            await trainer.optim_step(AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8))
+            await trainer.save_checkpoint(folder / "native")
+
+    asyncio.run(native())
+    back = service.create_training_client_from_state_with_optimizer(path.replace("/one", "/native")).result()
+    np.testing.assert_allclose(trained(back), unbroken, atol=1e-6)
+
+    def exported(name: str, *options: str) -> Path:
+        command = ["export", path.replace("/one", "/native"), "--folder", str(served.folder)]
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--to", str(tmp_path / name), *options])
+        assert stop.value.code == 0, capfd.readouterr().err
+        return tmp_path / name
+
+    def scored(model: Any) -> Any:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+        return logprobs[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
+
+    merged = AutoModelForCausalLM.from_pretrained(exported("merged"))
+    np.testing.assert_allclose(scored(merged), unbroken, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(served.model)
+    adapted = peft.PeftModel.from_pretrained(base, exported("adapter", "--adapter"))
+    np.testing.assert_allclose(scored(adapted), unbroken, atol=1e-5)

@@ -1,0 +1,77 @@
+"""`ownloop serve` of a tiny model with a real trainer and a real generator, in a thread of the test's own process."""
+
+import asyncio
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+
+from controller.gateway.config import ServeConfig
+from controller.gateway.serving import serve
+from generator.config import GeneratorConfig
+from rl.tiny_models import SERVABLE, tiny_llama
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a test sees of the server."""
+
+    url: str
+    folder: Path
+    model: Path
+
+
+@contextmanager
+def serving_tiny_model(folder: Path) -> Generator[Served]:
+    """Serves it as "tiny" until the block ends. Everything lies in `folder`."""
+    model = tiny_llama(folder / "model", **SERVABLE)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    config = ServeConfig(
+        model=(str(model),),
+        names=("tiny",),
+        port=0,
+        folder=folder / "gateway",
+        max_rank=8,
+        max_snapshots=4,
+        trainer=TrainerConfig(compute_dtype="float32"),
+        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=8),
+    )
+    said: list[str] = []
+    serving, ready = threading.Event(), threading.Event()
+    loop = asyncio.new_event_loop()
+    task: list[asyncio.Task[None]] = []
+    errors: list[BaseException] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "TINKER_BASE_URL=" in text:
+            serving.set()
+            ready.set()
+
+    def run() -> None:
+        (folder / "gateway" / "logs").mkdir(parents=True)
+        task.append(loop.create_task(serve(config, {str(model): model}, say)))
+        try:
+            loop.run_until_complete(task[0])
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(120)
+    assert serving.is_set(), errors
+    url = next(text for text in said if "TINKER" in text).partition("TINKER_BASE_URL=")[2].split()[0]
+    yield Served(url=url, folder=config.folder, model=model)
+    loop.call_soon_threadsafe(task[0].cancel)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
