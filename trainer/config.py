@@ -30,7 +30,10 @@ class TrainerConfig(LayoutConfig):
     which makes the trainer a critic; it starts at zero unless `model` has a `score.weight`."""
     compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of matrix products. Parameters, gradients and optimizer state are float32; only a frozen model, under
-    `lora`, is kept in this dtype."""
+    `frozen` or `lora`, is kept in this dtype. `docs/memory.md` has the bytes per parameter."""
+    frozen: bool = False
+    """Whether the model is never trained, as a reference or a teacher is not. It is kept in `compute_dtype`, and calls
+    that would train it are refused. `Launcher.reference` and distillation's teacher set it."""
     lora: LoRAConfig | None = None
     """If given, the model is frozen and what is trained are adapters over it, made by `Engine.adapter`. A loop trains
     one adapter with these values. None trains the model itself."""
@@ -86,6 +89,11 @@ class TrainerConfig(LayoutConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the model itself is never trained: there may be adapters over it."""
+        return self.frozen or self.lora is not None
 
     def check_entropy(self) -> None:
         """Raises ValueError if the head has no entropies. Called when entropies are asked for."""

@@ -31,6 +31,7 @@ class DistillConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
+        self._set("teacher_trainer", replace(self.teacher_trainer, frozen=True))
         check_fraction(discount=self.discount)
 
     def loop(self) -> Loop:

@@ -135,12 +135,12 @@ class Launcher:
         """The model before training, to compute log-probs with.
 
         If the policy is an adapter, this is the frozen model of its trainer, which takes no more memory. Otherwise a
-        second trainer is started.
+        second trainer is started, with a frozen model.
 
         Raises ValueError as `trainer` does, and if `config.lora` is set and no trainer was started with `config`.
         """
         if config.lora is None:
-            return self.trainer(model, config, name=name)
+            return self.trainer(model, replace(config, frozen=True), name=name)
         config = _with_model(config, model)
         for trained, as_configured, base in self._bases:
             if (trained, as_configured) == (model, config):

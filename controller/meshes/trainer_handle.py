@@ -118,7 +118,7 @@ class TrainerHandle:
                 f"push_model_state_dict: {self.mesh.name!r} was started without a generator that could pull; give "
                 "`generator=` when starting it"
             )
-        if self.policy is None and self.config.lora is not None:
+        if self.policy is None and self.config.is_frozen:
             raise ValueError(
                 "push_model_state_dict: the base is frozen, so generators have it from its directory; push an adapter"
             )

@@ -17,7 +17,7 @@ def load_engine(config: TrainerConfig) -> Engine:
     """
     check_model(config)
     engine = resolve_name(find_engine(config.engine).engine)(config)
-    if config.lora is None:
+    if not config.is_frozen:
         return engine
     # Imported here, because the controller imports this package to check layouts, without engines.
     from trainer.engines.pytorch.frozen_base import FrozenBase

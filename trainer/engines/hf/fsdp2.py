@@ -31,7 +31,7 @@ class Fsdp2Engine(TorchEngine):
         self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.lora is not None:
+        if config.is_frozen:
             self._policy.freeze(DTYPES[config.compute_dtype])
         if config.num_ranks > 1:
             _shard(self._policy, config, device)

@@ -56,8 +56,8 @@ class TorchEngine(Engine):
 
         A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
         than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones;
-        under `lora`, the model is frozen in that dtype, and its layers cast an adapter's parameters. With `masters`,
-        these are the parameters, and they are not those of the model.
+        a frozen model is in that dtype already, and its layers cast an adapter's parameters. With `masters`, these are
+        the parameters, and they are not those of the model.
         """
         self._config = config
         self._model = model
@@ -65,7 +65,7 @@ class TorchEngine(Engine):
         self._device = device
         self._rows = rows
         self._failure_sync = rows.failure_sync
-        if masters is None and config.num_ranks == 1 and config.compute_dtype != "float32" and config.lora is None:
+        if masters is None and config.num_ranks == 1 and config.compute_dtype != "float32" and not config.is_frozen:
             masters = mixed_precision = MixedPrecision(model, DTYPES[config.compute_dtype])
             parameters = dict(zip(parameters, mixed_precision.master_weights, strict=True))
         self._masters = masters
@@ -74,7 +74,7 @@ class TorchEngine(Engine):
         self._optimizer = Optimizer(parameters, replicas)
         self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
-        self._flops = ModelFlops.of(config.model, config.head, frozen=config.lora is not None)
+        self._flops = ModelFlops.of(config.model, config.head, frozen=config.is_frozen)
         self._saver = CheckpointSaver()
         self._version = 0
 
@@ -115,8 +115,10 @@ class TorchEngine(Engine):
         if not self._gradients.exist:
             raise ValueError("optim_step was called without a gradient; call forward_backward first")
         self._optimizer.check(params, self._device)
-        with self._memory.phase("optim_step"), self._offload.resident(*PARTS):
-            grad_norm = self._optimizer.step(params, grad_scale)
+        # Moments that rest on the host come to the device in pieces, so that they never take their whole room there.
+        fetch_to = None if self._offload.device_of("optimizer") == self._device else self._device
+        with self._memory.phase("optim_step"), self._offload.resident(*(PARTS[:2] if fetch_to else PARTS)):
+            grad_norm = self._optimizer.step(params, grad_scale, fetch_to=fetch_to)
             skipped = not math.isfinite(grad_norm)
             if not skipped:
                 self._version += 1

@@ -1,6 +1,6 @@
 """A frozen model and the adapters over it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,8 @@ class FrozenBase(Engine):
         """`engine` holds the model, frozen in `compute_dtype`. A collective."""
         self._engine = engine
         self._adapters: dict[str, AdapterEngine] = {}
-        self._identity = base_identity(config.model)
+        self._config = config
+        self._identity: Mapping[str, str] | None = None
         self._stage = _stage_group(config)
 
     @property
@@ -43,10 +44,13 @@ class FrozenBase(Engine):
         return self._engine.memory
 
     def adapter(self, name: str, config: LoRAConfig) -> Engine:
+        if self._config.lora is None:
+            self._refuse("adapter")
         check_adapter_name(name)
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already; drop it first, or choose another name")
         AdapterEngine.check(self._engine, config)
+        self._identity = self._identity or base_identity(self._config.model)
         self._adapters[name] = AdapterEngine(self._engine, config, self._identity, self._stage)
         return self._adapters[name]
 
@@ -61,11 +65,11 @@ class FrozenBase(Engine):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         del microbatches, loss
-        _refuse("forward_backward")
+        self._refuse("forward_backward")
 
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         del params, grad_scale
-        _refuse("optim_step")
+        self._refuse("optim_step")
 
     def zero_grad(self) -> None:
         """Does nothing, because there is no gradient."""
@@ -84,25 +88,28 @@ class FrozenBase(Engine):
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         del path, asynchronous, keep_last
-        _refuse("save_checkpoint")
+        self._refuse("save_checkpoint")
 
     def wait_for_checkpoint(self) -> None:
         """Does nothing, because none is written."""
 
     def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         del path, weights_only
-        _refuse("load_checkpoint")
+        self._refuse("load_checkpoint")
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
         self._engine.export_hf(path, dtype)
 
     def export_peft(self, path: Path, dtype: torch.dtype) -> None:
         del path, dtype
-        _refuse("export_peft")
+        self._refuse("export_peft")
 
-
-def _refuse(verb: str) -> NoReturn:
-    raise ValueError(f"{verb}: the model is frozen (TrainerConfig.lora); call it on an adapter, which `adapter` makes")
+    def _refuse(self, verb: str) -> NoReturn:
+        if self._config.lora is None:
+            raise ValueError(f"{verb}: the model is frozen; without TrainerConfig.frozen, it is trained")
+        raise ValueError(
+            f"{verb}: the model is frozen (TrainerConfig.lora); call it on an adapter, which `adapter` makes"
+        )
 
 
 def _stage_group(config: TrainerConfig) -> dist.ProcessGroup | None:

@@ -10,10 +10,23 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch.distributed.tensor import DTensor
 
 Part = Literal["model", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, or on the host, to which copies go through pinned memory if there is a GPU."""
+    return to_host(tensor) if device == HOST else tensor.to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the host's memory, pinned if it comes from a GPU: the way back then takes a fourth of the time."""
+    if tensor.device.type != "cuda" or isinstance(tensor, DTensor):
+        return tensor.to(HOST)
+    return torch.empty_like(tensor, device=HOST, pin_memory=True).copy_(tensor)
 
 
 class Offload:

@@ -1,7 +1,8 @@
 """AdamW over plain or sharded float32 parameters. Every hyper-parameter comes with the step."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl.types import AdamParams
+from trainer.engines.pytorch.offload import move, to_host
+
+PIECE_BYTES = 1 << 30
+"""Moments that are on the device at a time while the optimizer is offloaded."""
 
 
 class Optimizer:
@@ -42,8 +47,12 @@ class Optimizer:
                     f"AdamParams.learning_rate_multipliers[{pattern!r}] matches no parameter; names are such as {some}"
                 )
 
-    def step(self, params: AdamParams, grad_scale: float) -> float:
-        """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping."""
+    def step(self, params: AdamParams, grad_scale: float, *, fetch_to: torch.device | None = None) -> float:
+        """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping.
+
+        With `fetch_to`, moments are on the host: those of a few parameters at a time are brought to this device,
+        updated and sent back.
+        """
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
         if not math.isfinite(norm):
@@ -54,9 +63,29 @@ class Optimizer:
         if factor != 1.0:
             for grad in grads:
                 grad.mul_(factor)
-        self._adamw.param_groups = self._groups(params)
-        self._adamw.step()
+        groups = self._groups(params)
+        for part in [groups] if fetch_to is None else _pieces(groups):
+            self._adamw.param_groups = part
+            with self._fetched(part, fetch_to):
+                self._adamw.step()
         return norm
+
+    @contextlib.contextmanager
+    def _fetched(self, groups: Sequence[dict[str, Any]], device: torch.device | None) -> Generator[None]:
+        """Within the block, the moments of these groups are on the device; None leaves everything where it is."""
+        if device is None:
+            yield
+            return
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        at_home = {parameter: dict(self._adamw.state[parameter]) for parameter in parameters}
+        for parameter, state in at_home.items():
+            self._adamw.state[parameter] = {name: value.to(device, non_blocking=True) for name, value in state.items()}
+        yield
+        for parameter, state in at_home.items():
+            for name, value in self._adamw.state[parameter].items():
+                # The first step makes a state, which has no memory of its own on the host yet.
+                home = state.get(name)
+                self._adamw.state[parameter][name] = to_host(value) if home is None else home.copy_(value)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns moments and step count of every parameter, by name. Allocates zeros before the first step."""
@@ -65,7 +94,7 @@ class Optimizer:
     def to(self, device: torch.device) -> None:
         """Moves all moments and step counts."""
         for state in self._adamw.state.values():
-            state.update({name: value.to(device) for name, value in state.items()})
+            state.update({name: move(value, device) for name, value in state.items()})
 
     def forget_unused(self) -> None:
         """Frees the zeros that `state` allocated, if no step has been taken."""
@@ -102,6 +131,21 @@ class Optimizer:
             }
             for (multiplier, _), parameters in members.items()
         ]
+
+
+def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Cuts groups into pieces of parameters whose moments take at most `PIECE_BYTES`, or of one parameter."""
+    for group in groups:
+        piece: list[torch.nn.Parameter] = []
+        num_bytes = 0
+        for parameter in group["params"]:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if piece and num_bytes + 2 * local.nbytes > PIECE_BYTES:
+                yield [{**group, "params": piece}]
+                piece, num_bytes = [], 0
+            piece.append(parameter)
+            num_bytes += 2 * local.nbytes
+        yield [{**group, "params": piece}]
 
 
 def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:

@@ -76,7 +76,7 @@ def _built(config: TrainerConfig, spec: ModelSpec) -> Decoder:
     with torch.device("meta"):
         model = spec.model.build()
     assert isinstance(model, Decoder)
-    if config.lora is not None:
+    if config.is_frozen:
         freeze(model, DTYPES[config.compute_dtype])
     return model
 
