@@ -89,6 +89,11 @@ class VLLMGenerator(Actor):
         await self._engine.update_weights(record, store, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     @concurrent_endpoint
+    async def rest(self, asleep: bool) -> None:
+        """`GenerationEngine.rest`."""
+        await self._engine.rest(asleep=asleep)
+
+    @concurrent_endpoint
     async def drop_policy(self, policy: Policy) -> None:
         """`GenerationEngine.drop_policy`."""
         await self._engine.drop_policy(policy)

@@ -1,16 +1,16 @@
 """The order in which an engine carries out its commands: as they came, but no policy waits for another one's requests.
 
-A command waits for an earlier one that concerns the same policy and waits itself. Only updates in "drain" mode wait of
-their own accord, for requests that are running. An update of the model itself concerns every policy.
+A command waits for an earlier one that concerns the same policy and waits itself. Only updates in "drain" mode, and
+falling asleep, wait of their own accord, for requests that are running. Both concern every policy if the update is one
+of the model itself.
 """
 
 from collections.abc import Callable
-from typing import TypeGuard
 
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Stream, Update
+from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
 from rl.lora import Policy
 
-Queued = Generate | Stream | Update | Freeze | Drop | Close
+Queued = Generate | Stream | Update | Freeze | Drop | Rest | Close
 
 
 class Backlog:
@@ -44,7 +44,7 @@ class Backlog:
         for index, command in enumerate(self._commands):
             concerned = _concerned(command)
             behind = bool(waiting if concerned is None else waiting & concerned)
-            if not behind and not (_drains(command) and has_requests(command.record.policy)):
+            if not behind and not _waits(command, has_requests):
                 return self._commands.pop(index)
             if concerned is None:
                 return None
@@ -52,14 +52,20 @@ class Backlog:
         return None
 
 
-def _drains(command: Queued) -> TypeGuard[Update]:
-    return isinstance(command, Update) and command.mode == "drain" and not command.frozen
+def _waits(command: Queued, has_requests: Callable[[Policy], bool]) -> bool:
+    match command:
+        case Update(mode="drain", frozen=False):
+            return has_requests(command.record.policy)
+        case Rest(asleep=True):
+            return has_requests(None)
+        case _:
+            return False
 
 
 def _concerned(command: Queued) -> set[Policy] | None:
     """The policies that a command concerns; None if it concerns all of them."""
     match command:
-        case Close():
+        case Close() | Rest():
             return None
         case Generate() | Stream() | Drop():
             return {command.policy}

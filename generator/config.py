@@ -13,7 +13,7 @@ from rl.checks import check_at_least, check_gpus
 from rl.deadlines import Deadlines
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 from rl.lora import LivePolicy, Policy
-from rl.types import SamplingParams, WeightTransport
+from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
@@ -90,6 +90,8 @@ class GeneratorConfig:
     gpus: tuple[int | str, ...] | None = None
     """The GPU of each rank, replica after replica, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes
     may share GPUs that they both name. None takes the next free ones."""
+    placement: Placement = "split"
+    """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
     on_failure: OnFailure = "retry"
     """What happens to requests in progress when a replica's process, or vLLM in it, dies or hangs: "retry" sends them
     again and "raise" makes them raise `MeshError`. Both restart the replica."""
@@ -115,10 +117,10 @@ class GeneratorConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_replicas)
-        if self.on_failure not in get_args(OnFailure):
-            raise ValueError(
-                f"GeneratorConfig.on_failure is {self.on_failure!r}; it must be one of {get_args(OnFailure)}"
-            )
+        choices = {"on_failure": get_args(OnFailure), "placement": get_args(Placement)}
+        for name, accepted in choices.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:

@@ -32,7 +32,7 @@ from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.engine_calls import EngineCalls
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Stream, Update
+from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
 from generator.engine_status import ActivityClock, EngineStatus
 from generator.options import engine_options
 from generator.policies import ServedPolicy
@@ -161,6 +161,10 @@ class GenerationEngine:
             raise ValueError("policy is None; the model itself cannot be dropped")
         await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
+    async def rest(self, *, asleep: bool) -> None:
+        """Frees the GPU's memory once no request is running, and keeps the weights on the host; or takes it again."""
+        await asyncio.wrap_future(self._calls.submit(Rest(self._next_id(), asleep)))
+
     def close(self) -> None:
         """Ends the thread. Unfinished requests raise `EngineStoppedError`."""
         if self._thread.is_alive():
@@ -231,6 +235,9 @@ class GenerationEngine:
             case Drop():
                 self._updates.drop(command.policy)
                 self._calls.answer(command.id)
+            case Rest():
+                self._updates.rest(self._step, asleep=command.asleep)
+                self._calls.answer(command.id)
             case Close():
                 raise AssertionError("the caller ends the thread")
 
@@ -281,17 +288,10 @@ class GenerationEngine:
         self._running[request.id] = policy
 
     def _finish(self, output: RequestOutput, policy: ServedPolicy) -> None:
-        if self._calls.is_streamed(output.request_id):
-            self._calls.answer(output.request_id)
-            return
-        try:
-            completions = [
-                to_completion(sample, self._tokenizer, output.prompt_logprobs, policy) for sample in output.outputs
-            ]
-        except Exception as error:
-            self._calls.answer(output.request_id, error=error)
-        else:
-            self._calls.answer(output.request_id, completions)
+        self._calls.finish(
+            output.request_id,
+            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs, policy) for each in output.outputs],
+        )
 
     def _cancel(self, cancel: Cancel) -> None:
         if not self._backlog.cancel(cancel):

@@ -100,6 +100,15 @@ class EngineCalls:
         else:
             answer.set_result(result)
 
+    def finish(self, command_id: str, make: Callable[[], Any]) -> None:
+        """Answers with what `make` returns, or the error that it raises. The end of a stream is its whole answer."""
+        try:
+            result = None if self.is_streamed(command_id) else make()
+        except Exception as error:
+            self.answer(command_id, error=error)
+        else:
+            self.answer(command_id, result)
+
     def forget(self, command_id: str) -> None:
         """Notes that nobody waits for an answer any more."""
         self._answers.pop(command_id, None)

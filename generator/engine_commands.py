@@ -67,10 +67,18 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """Free the GPU's memory once no request is running, or take it again."""
+
+    id: str
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End the thread."""
 
     id: str
 
 
-Command = Generate | Stream | Cancel | Update | Freeze | Drop | Close
+Command = Generate | Stream | Cancel | Update | Freeze | Drop | Rest | Close

@@ -95,6 +95,9 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
+    if config.placement == "colocated" and torch.cuda.is_available():
+        # A trainer's process keeps a little of the memory in the generator's turns, for CUDA itself and NCCL.
+        options |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.8}
     if config.lora is not None:
         options |= {
             "enable_lora": True,

@@ -71,6 +71,17 @@ class WeightUpdates:
         finally:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
+    def rest(self, step: Callable[[], None], *, asleep: bool) -> None:
+        """Frees the memory of weights, keys and values, or takes it again. The weights are kept on the host.
+
+        vLLM has nothing to free on a CPU, and only says so.
+        """
+        if not asleep:
+            self._engine.wake_up()
+            return
+        self.finish_steps(step)
+        self._engine.sleep(level=1)
+
     def feed(self, record: VersionRecord, store: Store) -> Feed | None:
         """What rank 0's event loop has to run during `apply`, if anything."""
         return self._receivers[record.transport].feed(record, store)

@@ -19,6 +19,8 @@ Head = Literal["lm", "value"]
 """The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
 PullMode = Literal["drain", "inflight"]
 """Whether running requests finish before a generator takes new weights, or continue under the new weights."""
+Placement = Literal["split", "colocated"]
+"""Whether trainer and generator have GPUs of their own, or take turns on the same ones."""
 WeightTransport = str
 """How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")

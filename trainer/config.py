@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from rl.checks import check_gpus
 from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
-from rl.types import Head
+from rl.types import Head, Placement
 from trainer.engine_table import find_engine
 from trainer.layout import LayoutConfig, PipelineSchedule
 
@@ -53,6 +53,8 @@ class TrainerConfig(LayoutConfig):
     gpus: tuple[int | str, ...] | None = None
     """The GPU of each rank, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes may share GPUs that they
     both name. None takes the next free ones."""
+    placement: Placement = "split"
+    """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
     seed: int = 0
     """Seed of each rank's random state."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -67,6 +69,7 @@ class TrainerConfig(LayoutConfig):
             "activation_checkpointing": get_args(ActivationCheckpointing),
             "pipeline_schedule": get_args(PipelineSchedule),
             "float8": get_args(Float8Recipe),
+            "placement": get_args(Placement),
         }
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:

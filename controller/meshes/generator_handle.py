@@ -183,6 +183,10 @@ class GeneratorHandle:
         check_policy(policy, self.config)
         await self._watched(self.mesh.rank(0).drop_policy.call_one(policy), "drop_policy")
 
+    async def rest(self, *, asleep: bool) -> None:
+        """Frees the memory of its GPUs once no request is running, or takes it again; for turns with a trainer."""
+        await self._watched(self.mesh.rank(0).rest.call_one(asleep), "rest")
+
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
         return await self.mesh.answer(self.mesh.rank(0).version.call_one(), "version", wait="at once")

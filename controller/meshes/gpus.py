@@ -19,17 +19,24 @@ class GPUPool:
         """`visible` are the names of the GPUs that may be given out."""
         self._visible = tuple(visible)
         self._taken: dict[str, tuple[str, ...]] = {}
+        self._colocated: set[str] = set()
 
     def take(
-        self, name: str, num_ranks: int, gpus: Sequence[int | str] | None = None, *, num_replicas: int = 1
+        self,
+        name: str,
+        num_ranks: int,
+        gpus: Sequence[int | str] | None = None,
+        *,
+        num_replicas: int = 1,
+        colocated: bool = False,
     ) -> tuple[str, ...] | None:
         """The GPUs that mesh `name` may use, one per rank: the next free ones, or those in `gpus`, even if taken.
 
         None on a host without GPUs: the mesh computes on the CPU. All meshes of one rank share a host's only GPU.
-        `num_replicas` meshes share the ranks. Raises ValueError if too few GPUs are left, for GPUs that are not
-        visible, and for several MIG instances in one mesh.
+        Meshes that are `colocated` begin at the same GPU. `num_replicas` meshes share the ranks. Raises ValueError if
+        too few GPUs are left, for GPUs that are not visible, and for several MIG instances in one mesh.
         """
-        chosen = self._next_free(name, num_ranks) if gpus is None else self._named(name, num_ranks, gpus)
+        chosen = self._next_free(name, num_ranks, colocated) if gpus is None else self._named(name, num_ranks, gpus)
         if num_ranks > num_replicas and chosen and any(gpu.startswith("MIG-") for gpu in chosen):
             raise ValueError(
                 f"{name!r} has {num_ranks // num_replicas} ranks and would use {', '.join(chosen)}; CUDA shows a "
@@ -37,6 +44,7 @@ class GPUPool:
             )
         if chosen:
             self._taken[name] = chosen
+            self._colocated |= {name} if colocated else set()
         return chosen
 
     def _named(self, name: str, num_ranks: int, gpus: Sequence[int | str]) -> tuple[str, ...]:
@@ -48,12 +56,13 @@ class GPUPool:
             )
         return names
 
-    def _next_free(self, name: str, num_ranks: int) -> tuple[str, ...] | None:
+    def _next_free(self, name: str, num_ranks: int, colocated: bool) -> tuple[str, ...] | None:
         if not self._visible:
             return None
         if len(self._visible) == num_ranks == 1:
             return self._visible
-        free = [gpu for gpu in self._visible if not any(gpu in taken for taken in self._taken.values())]
+        others = [taken for user, taken in self._taken.items() if not (colocated and user in self._colocated)]
+        free = [gpu for gpu in self._visible if not any(gpu in taken for taken in others)]
         if num_ranks > len(free):
             others = ", ".join(f"{user!r} has {', '.join(taken)}" for user, taken in self._taken.items())
             raise ValueError(

@@ -1,17 +1,19 @@
 """Starts the processes that a loop needs, and ends them however the loop ends."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from controller.meshes.adapters import POLICY, BoundGenerator, check_lora, check_same_base
+from controller.meshes.gpu_turns import Turns
 from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
+from controller.meshes.replicas import Stoppable
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
@@ -72,13 +74,14 @@ class Launcher:
         self._names: set[str] = set()
         self._gpus: GPUPool | None = None
         self._starts: list[asyncio.Task[Any]] = []
-        self._running: list[_Stoppable] = []
+        self._running: list[Stoppable] = []
         self._store: asyncio.Task[None] | None = None
         self._store_mesh: Mesh | None = None
         self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
-        self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[TrainerHandle]]] = []
+        self._turns = Turns()
+        self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[Trainer]]] = []
         self._pushed_base: Path | None = None  # of adapters that are pushed and pulled
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
@@ -121,11 +124,12 @@ class Launcher:
         from trainer.engines.model_check import check_model
 
         limits = check_model(config)
-        own_gpus = self._reserve(name, config.num_ranks, config.gpus)
+        own_gpus = self._reserve(name, config.num_ranks, config)
         if generator is not None:
             self._weight_store()
             self._pushing_trainer = name
-        base = self._begin(self._launch_trainer(config, generator, name, limits, own_gpus))
+        start = self._launch_trainer(config, generator, name, limits, own_gpus)
+        base = self._begin(self._turns.start_trainer(config.placement, start))
         if config.lora is None:
             return base
         self._bases.append((model, config, base))
@@ -210,11 +214,11 @@ class Launcher:
 
         check_hardware(config)
         num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
-        own_gpus = self._reserve(name, num_ranks * num_replicas, config.gpus, num_replicas)
+        own_gpus = self._reserve(name, num_ranks * num_replicas, config, num_replicas)
         store = self._weight_store()
 
         async def start_replica(index: int) -> GeneratorHandle:
-            return await GeneratorHandle.launch(
+            launched = GeneratorHandle.launch(
                 config,
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
@@ -222,11 +226,13 @@ class Launcher:
                 version_records=self._version_records,
                 pulls_from=lambda: _known(self._root._store_mesh, self._pushing_mesh),
             )
+            return await self._turns.start_replica(config.placement, launched)
 
         async def start() -> Generator:
-            generator = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
-            self._running.append(generator)
+            router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
+            self._running.append(router)
             await asyncio.shield(store)
+            generator = self._turns.generator(config.placement, router)
             return generator if config.lora is None else BoundGenerator(generator, POLICY)
 
         return self._begin(start())
@@ -259,21 +265,16 @@ class Launcher:
             )
 
     def _reserve(
-        self, name: str, num_ranks: int, gpus: Sequence[int | str] | None, num_replicas: int = 1
+        self, name: str, num_ranks: int, config: TrainerConfig | GeneratorConfig, num_replicas: int = 1
     ) -> tuple[str, ...] | None:
         """Takes a name and GPUs. Raises ValueError if the name is taken and for too few GPUs."""
         if name in self._names:
             raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
         pool = self._root._gpus = self._root._gpus or GPUPool(gpus_here())
-        reserved = pool.take(name, num_ranks, gpus, num_replicas=num_replicas)
+        colocated = config.placement == "colocated"
+        reserved = pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
         self._names.add(name)
         return reserved
-
-
-class _Stoppable(Protocol):
-    """A handle whose processes the launcher ends."""
-
-    async def stop(self) -> None: ...
 
 
 def _known(*meshes: "Mesh | None") -> "list[Mesh]":
@@ -281,11 +282,11 @@ def _known(*meshes: "Mesh | None") -> "list[Mesh]":
     return [mesh for mesh in meshes if mesh is not None]
 
 
-async def _adapter(base: "asyncio.Task[TrainerHandle]", lora: LoRAConfig) -> Trainer:
+async def _adapter(base: "asyncio.Task[Trainer]", lora: LoRAConfig) -> Trainer:
     return await (await asyncio.shield(base)).adapter(POLICY, lora)
 
 
-async def _shared(base: "asyncio.Task[TrainerHandle]") -> Trainer:
+async def _shared(base: "asyncio.Task[Trainer]") -> Trainer:
     return await asyncio.shield(base)
 
 

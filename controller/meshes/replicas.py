@@ -15,16 +15,20 @@ ReplicaState = Literal["serving", "pulling", "outdated", "down"]
 more; it serves after the next pull."""
 
 
-class StoppableGenerator(Generator, Protocol):
+class Stoppable(Protocol):
+    """A handle whose processes a launcher ends."""
+
+    async def stop(self) -> None:
+        """Ends its processes. May be called again, and after they died."""
+        ...
+
+
+class StoppableGenerator(Generator, Stoppable, Protocol):
     """A generator with processes of its own, such as `GeneratorHandle`."""
 
     @property
     def name(self) -> str:
         """The name of its mesh, which is `MeshError.mesh` if it died."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends its processes. May be called again, and after they died."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The configuration fields that loops share. Each loop adds its own."""
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from controller.runs.console import Console
@@ -15,7 +15,7 @@ from rl.losses import get_loss
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
 from rl.runs.loggers.table import check_loggers
-from rl.types import AdamParams, SamplingParams
+from rl.types import AdamParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
@@ -121,6 +121,9 @@ class RolloutLoopConfig(LoopConfig):
     """Rollouts of each problem."""
     eval_samples: int = 1
     """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
+    placement: Placement = "split"
+    """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
+    and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
@@ -129,6 +132,10 @@ class RolloutLoopConfig(LoopConfig):
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
+        check_known("placement", self.placement, get_args(Placement))
+        for part in fields(self):  # the generator and every trainer: the policy's, a critic's, a teacher's
+            if isinstance(value := getattr(self, part.name), TrainerConfig | GeneratorConfig):
+                self._set(part.name, replace(value, placement=self.placement))
         if self.lora is not None:
             room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
             room = replace(room, max_rank=max(room.max_rank, self.lora.rank))

@@ -55,6 +55,17 @@ def test_wrong_names_are_refused_with_the_visible_ones(
         GPUPool(EIGHT[:4]).take("critic", 2, gpus=gpus)
 
 
+def test_gpu_logic_colocated_meshes_share_the_first_gpus_with_each_other_alone() -> None:
+    pool = GPUPool(("0", "1", "2", "3"))
+    assert pool.take("judge", 1) == ("0",)
+    assert pool.take("trainer", 2, colocated=True) == ("1", "2")
+    assert pool.take("generator", 3, num_replicas=3, colocated=True) == ("1", "2", "3")
+    with pytest.raises(ValueError, match="'other' needs 1 GPUs, one per rank; 0 of the 4"):
+        pool.take("other", 1)
+    with pytest.raises(ValueError, match="'reference' needs 4 GPUs, one per rank; 3 of the 4"):
+        pool.take("reference", 4, colocated=True)
+
+
 def test_a_host_without_gpu_has_none_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match=r"gpus of 'trainer' are \[0\]; .* visible: none$"):

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.base import Engine
 from trainer.engines.pytorch import optimizer
+from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.optimizer import Optimizer
 
 BATCH = random_batch((1, 17, 5, 40))
@@ -72,3 +75,44 @@ def test_gpu_logic_offloaded_moments_come_in_pieces_and_change_no_number(monkeyp
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert whole == 3 * [2 * 4 * (300 + 7 + 1000 + 25 + 200)]
     assert pieces == 3 * [2 * 4 * (300 + 7 + 25), 2 * 4 * 200, 2 * 4 * 1000]  # one that is larger comes alone
+
+
+def bytes_per_parameter(engine: TorchEngine) -> list[float]:
+    """Of the parameters, the copies to compute with, the gradients and AdamW's moments after a call and a step."""
+    engine.forward_backward([BATCH], get_loss("cross_entropy"))
+    engine.optim_step(AdamParams(learning_rate=1e-4))
+    engine.forward_backward([BATCH], get_loss("cross_entropy"))
+    held = [p for _, p in engine.hf_parameters()]
+    own = {p.data_ptr() for p in held}
+    copies = [p for p in engine._model.parameters() if p.data_ptr() not in own]
+    moments = [m for state in engine._optimizer.state().values() for name, m in state.items() if name != "step"]
+    grads = [p.grad for p in held if p.grad is not None]
+    num = sum(p.numel() for p in held)
+    return [sum(t.nbytes for t in tensors) / num for tensors in (held, copies, grads, moments)]
+
+
+def test_gpu_logic_the_documented_bytes_are_those_of_the_tensors(model: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    rows = dict[str, list[float]]()
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[1].isdigit():
+            rows[cells[0]] = [float(cell) for cell in cells[1:]]
+    assert all(sum(row[:4]) == row[4] for row in rows.values())
+    found: dict[str, list[float]] = {}
+    for options in ({"compute_dtype": "bfloat16"}, {"compute_dtype": "float32"}):
+        engine = load_engine(TrainerConfig(model=model, **options))  # pyright: ignore[reportArgumentType]
+        assert isinstance(engine, TorchEngine)
+        found[f'"{options["compute_dtype"]}"'] = bytes_per_parameter(engine)
+    base = load_engine(TrainerConfig(model=model, compute_dtype="bfloat16", lora=LoRAConfig(rank=4)))
+    adapter = base.adapter("a", LoRAConfig(rank=4))
+    assert isinstance(adapter, TorchEngine)
+    found["of an adapter"] = bytes_per_parameter(adapter)
+    found["model under"] = [sum(p.nbytes for _, p in base.hf_parameters()) / _numel(base), 0, 0, 0]
+    for name, measured in found.items():
+        (row,) = (row for title, row in rows.items() if name in title)
+        assert measured == row[:4], name
+
+
+def _numel(engine: Engine) -> int:
+    return sum(p.numel() for _, p in engine.hf_parameters())
