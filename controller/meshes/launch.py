@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from controller.meshes.adapters import POLICY, BoundGenerator, check_lora, check_same_base
 from controller.meshes.gpu_turns import Turns
 from controller.meshes.gpus import GPUPool, gpus_here
-from controller.meshes.offline import OfflineGenerator, OfflineGeneratorConfig
+from controller.meshes.offline import OfflineGeneratorConfig, offline_generator
 from controller.meshes.replicas import Stoppable
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
@@ -204,7 +204,7 @@ class Launcher:
         GPUs.
         """
         if isinstance(config, OfflineGeneratorConfig):
-            return self._begin(_offline())
+            return self._begin(offline_generator())
         config = _with_model(config, model)
         config.check_model()
         self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
@@ -271,10 +271,11 @@ class Launcher:
         if name in self._names:
             raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
         pool = self._root._gpus = self._root._gpus or GPUPool(gpus_here())
-        colocated = config.placement == "colocated"
-        reserved = pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
+        own = pool.take(
+            name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=config.placement == "colocated"
+        )
         self._names.add(name)
-        return reserved
+        return own
 
 
 def _known(*meshes: "Mesh | None") -> "list[Mesh]":
@@ -288,10 +289,6 @@ async def _adapter(base: "asyncio.Task[Trainer]", lora: LoRAConfig) -> Trainer:
 
 async def _shared(base: "asyncio.Task[Trainer]") -> Trainer:
     return await asyncio.shield(base)
-
-
-async def _offline() -> Generator:
-    return OfflineGenerator()
 
 
 def _with_model(config: Config, model: Path) -> Config:

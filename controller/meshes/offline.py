@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
+from rl.protocols import Generator
 from rl.types import Completion, PullMode, SamplingParams
 
 
@@ -39,3 +40,8 @@ class OfflineGenerator:
 
     async def stop(self) -> None:
         """Does nothing: there is no process to end."""
+
+
+async def offline_generator() -> Generator:
+    """As a launcher starts one."""
+    return OfflineGenerator()

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("memory") / "model", tied=False)
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2", "fsdp1"])
 def test_gpu_logic_a_frozen_model_takes_two_bytes_a_parameter_and_scores_the_same(model: Path, engine: str) -> None:
     config: dict[str, Any] = {"model": model, "engine": engine, "compute_dtype": "bfloat16"}
     trained, frozen = load_engine(TrainerConfig(**config)), load_engine(TrainerConfig(**config, frozen=True))

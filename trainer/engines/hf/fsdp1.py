@@ -38,6 +38,8 @@ class Fsdp1Engine(TorchEngine):
         self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.frozen and config.num_ranks == 1:
+            self._policy.freeze(DTYPES[config.compute_dtype])
         model: nn.Module = self._policy
         self._averaged_over = config.num_ranks if config.data_parallel_shard == 1 else 1
         self._shards: FlatShards | None = None

@@ -24,12 +24,12 @@ class FrozenBase(Engine):
     """One rank of a frozen model. It scores, and makes adapters, which train."""
 
     def __init__(self, config: TrainerConfig, engine: TorchEngine) -> None:
-        """`engine` holds the model, frozen in `compute_dtype`. A collective."""
+        """`engine` holds the model, frozen in `compute_dtype`. A collective, if there can be adapters."""
         self._engine = engine
         self._adapters: dict[str, AdapterEngine] = {}
         self._config = config
         self._identity: Mapping[str, str] | None = None
-        self._stage = _stage_group(config)
+        self._stage = _stage_group(config) if config.lora is not None else None
 
     @property
     def policy_version(self) -> int:
