@@ -84,8 +84,9 @@ def bytes_per_parameter(engine: TorchEngine) -> list[float]:
     engine.forward_backward([BATCH], get_loss("cross_entropy"))
     held = [p for _, p in engine.hf_parameters()]
     own = {p.data_ptr() for p in held}
-    copies = [p for p in engine._model.parameters() if p.data_ptr() not in own]
-    moments = [m for state in engine._optimizer.state().values() for name, m in state.items() if name != "step"]
+    model, adam = engine._model, engine._optimizer  # pyright: ignore[reportPrivateUsage]
+    copies = [p for p in model.parameters() if p.data_ptr() not in own]
+    moments = [m for state in adam.state().values() for name, m in state.items() if name != "step"]
     grads = [p.grad for p in held if p.grad is not None]
     num = sum(p.numel() for p in held)
     return [sum(t.nbytes for t in tensors) / num for tensors in (held, copies, grads, moments)]

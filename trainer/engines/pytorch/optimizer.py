@@ -139,13 +139,17 @@ def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         piece: list[torch.nn.Parameter] = []
         num_bytes = 0
         for parameter in group["params"]:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if piece and num_bytes + 2 * local.nbytes > PIECE_BYTES:
+            moments = 2 * _local_bytes(parameter)
+            if piece and num_bytes + moments > PIECE_BYTES:
                 yield [{**group, "params": piece}]
                 piece, num_bytes = [], 0
             piece.append(parameter)
-            num_bytes += 2 * local.nbytes
+            num_bytes += moments
         yield [{**group, "params": piece}]
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
 def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
