@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from controller.commands import (
+    certs,
     chat,
     check_engine,
     check_env,
@@ -103,6 +104,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         serve,
         worker,
         key,
+        certs,
     ):
         command.add_parser(commands)
     return parser, commands.choices

@@ -103,6 +103,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     Raises ValueError, in one line, for an unknown option (naming the nearest) and for a value that its field refuses.
     Raises HelpRequestedError for --help.
     """
+    options = _gathered(options, "--hosts")
     config = _with_optional_parts(config, options)
     if not {"-h", "--help"} & set(options):
         known = option_names(config)
@@ -162,6 +163,20 @@ def _suit_an_adapter(config: Any) -> None:
         object.__setattr__(config, "trainer", dataclasses.replace(config.trainer, compile=False))
 
 
+def _gathered(options: Sequence[str], name: str) -> list[str]:
+    """`options` with the values of an option that may be given several times behind its first place."""
+    others, values, owner = list[str](), list[str](), ""
+    for option in options:
+        if option.startswith("--"):
+            owner, _, value = option.partition("=")
+            values += [value] if owner == name and value else []
+        elif owner == name:
+            values.append(option)
+        if owner != name:
+            others.append(option)
+    return [*others, name, *values] if values else others
+
+
 def option_names(config: Any, prefix: str = "--") -> list[str]:
     """Every option of a configuration. The options of nested dataclasses have a dot: `--trainer.seed`."""
     names: list[str] = []
@@ -177,8 +192,16 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
 
 
 def _registry() -> "ConstructorRegistry":
-    """tyro's rules and one more: a field typed as a protocol has the options of the dataclass that it holds."""
-    from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec
+    """tyro's rules and two more: hosts, and a field typed as a protocol has the options of the dataclass it holds."""
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+        StructConstructorSpec,
+        StructFieldSpec,
+    )
+
+    from controller.hosts.host_groups import Hosts, parse_groups
 
     registry = ConstructorRegistry()
 
@@ -197,7 +220,19 @@ def _registry() -> "ConstructorRegistry":
         ]
         return StructConstructorSpec(instantiate=type(value), fields=tuple(fields))
 
+    def hosts_rule(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec[Any] | None":
+        if info.type != Hosts | None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="ROLE=HOST:PORT,HOST:PORT ...",
+            instance_from_str=parse_groups,
+            is_instance=lambda value: value is None or isinstance(value, Hosts),
+            str_from_instance=lambda value: [] if value is None else [str(value)],
+        )
+
     registry.struct_rule(protocol_rule)
+    registry.primitive_rule(hosts_rule)
     return registry
 
 
@@ -212,4 +247,6 @@ def _first_message(text: str) -> str:
         else:
             lines.append(content)
     message = " ".join(lines) or text.strip()
-    return re.sub(r"^Error parsing [\w.]+: ", "", message)  # a dataclass's own message already names the field
+    return re.sub(
+        r"^Error parsing (--hosts|[\w.]+): ", "", message
+    )  # a dataclass's own message already names the field

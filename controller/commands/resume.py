@@ -27,6 +27,7 @@ CHANGEABLE = (
     "max_restarts",
     "restart_window_minutes",
     "log",
+    "hosts",
 )
 """Fields that may be changed when a run is resumed."""
 

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = find_recipe(options.recipe)
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
-        check_hardware(file)
+        check_hardware(file, has_gpu=_elsewhere(config))
         from controller.commands.next_command import command_of
         from controller.commands.pinning import with_pinned_models
         from controller.commands.replay import recording_file, replayed
@@ -100,13 +100,13 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     parent = find_run(options.fork, options.runs)
     checkpoint = checkpoint_of(parent, options.at)
-    check_hardware(Path(saved_recipe(parent)["file"]))
     with CapturedOutput() as output:
 
         def tell(text: str) -> None:
             print(text, file=output.errors)
 
         config = forked_configuration(parent, overrides, tell, trust=options.trust)
+        check_hardware(Path(saved_recipe(parent)["file"]), has_gpu=_elsewhere(config))
         loop = _loop(config)
         name = options.name or f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = forked_folder(options.runs / name, config, parent, checkpoint, overrides)
@@ -122,15 +122,20 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)
-    check_hardware(Path(saved_recipe(path)["file"]))
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides, trust=options.trust)
+        check_hardware(Path(saved_recipe(path)["file"]), has_gpu=_elsewhere(config))
         print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, overrides, trust=options.trust)
         folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
+
+
+def _elsewhere(config: Any) -> bool | None:
+    """True for a run on other hosts, whose GPUs are counted when they are asked; None for one on this host."""
+    return None if getattr(config, "hosts", None) is None else True
 
 
 def _loop(config: Any) -> "Loop":

@@ -37,7 +37,9 @@ def worker(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if address.scheme == "tls":
         if options.insecure:
             raise ValueError(f"--insecure is for tcp:// addresses; {address} has TLS")
-        apply(tls_settings(certificates_folder(options.certs)))
+        from controller.hosts.certificates import own_certificates
+
+        apply(tls_settings(own_certificates(certificates_folder(options.certs), address.host)))
     elif not is_loopback(resolve(address.host)):
         if not options.insecure:
             raise ValueError(

@@ -54,8 +54,8 @@ def listening(address: Address, timeout_s: float = _PROBE_S) -> Address | None:
     resolve(address.host)
     ports = range(address.port, address.port + NUM_PORTS)
     with ThreadPoolExecutor(NUM_PORTS) as pool:
-        accepts = pool.map(lambda port: _accepts(address.host, port, timeout_s), ports)
-        return next((address.on_port(port) for port, accepted in zip(ports, accepts, strict=True) if accepted), None)
+        accepted = pool.map(lambda port: accepts(address.on_port(port), timeout_s), ports)
+        return next((address.on_port(port) for port, each in zip(ports, accepted, strict=True) if each), None)
 
 
 def resolve(host: str) -> str:
@@ -82,9 +82,12 @@ def is_loopback(ip: str) -> bool:
     return ip == "::1" or ip.startswith("127.")
 
 
-def _accepts(host: str, port: int, timeout_s: float) -> bool:
+def accepts(address: Address, timeout_s: float) -> bool | None:
+    """Whether something accepts connections there; None if the host does not answer at all."""
     try:
-        with socket.create_connection((host, port), timeout=timeout_s):
+        with socket.create_connection((address.host, address.port), timeout=timeout_s):
             return True
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:
+        return None

@@ -45,7 +45,7 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer and generator")
     async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
         learning_rate: float = run.restored.get("learning_rate", highest(0))

@@ -53,7 +53,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
 
     run.phase("starting trainer and generator")
     async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
         next_problem: int = run.restored.get("next_problem", 0)

@@ -52,7 +52,7 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
         run.log_evaluation(step, await source.evaluate(generator))
 
     run.phase("starting trainer, teacher and generator")
-    async with Launcher(run.log_dir) as launcher:
+    async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer, teacher, generator = await asyncio.gather(
             launcher.trainer(source.model, config.trainer, generator=config.generator),
             launcher.trainer(teacher_model, config.teacher_trainer, name="teacher"),

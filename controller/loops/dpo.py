@@ -59,7 +59,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
         run.log_measurements(step, **measure(await pairs.sequence_logprobs(trainer, eval_data), eval_reference))
 
     run.phase("starting trainer")
-    async with Launcher(run.log_dir) as launcher:
+    async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
         run.phase("scoring every pair with the reference")
         batches = (training_data(step) if step else eval_data for step in range(config.num_steps + 1))

@@ -29,7 +29,7 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
 
     run.phase("starting trainer and generator")
     async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())

@@ -50,7 +50,7 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
 
     run.phase("starting trainer and generator")
     async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir) as (trainer, generator),
+        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
         version = await trainer.push_model_state_dict()

@@ -46,7 +46,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     source = RolloutSource(config, run.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer, critic, reference and generator")
-    async with Launcher(run.log_dir) as launcher:
+    async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer, critic, reference, generator = await asyncio.gather(
             launcher.trainer(source.model, config.trainer, generator=config.generator),
             launcher.trainer(source.model, config.critic, name="critic"),

@@ -58,7 +58,7 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     check_texts_fit(config.max_tokens, model, eval_data)
 
     run.phase("starting trainer")
-    async with Launcher(run.log_dir) as launcher:
+    async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
         async with run.steps(policy=trainer) as steps:
             for step in steps:

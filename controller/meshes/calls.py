@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.errors import DeadlineError, HostLostError, MeshError
 from controller.meshes.rank_processes import RankProcesses
 from rl.deadlines import Deadlines
 from rl.runs.timeline import span
@@ -178,6 +178,7 @@ class Calls:
 
     async def end(self, error: MeshError, silent: Iterable[int]) -> MeshError:
         """Kills the mesh because of `error`, and returns it with logs and with the stacks of the ranks in `silent`."""
+        await self.processes.fetch_logs()
         self.processes.note(silent, error.reason)
         tail = self.processes.log_tail()
         stacks = await self.processes.stacks(silent)
@@ -189,6 +190,10 @@ class Calls:
     def _process_failure(self, verb: str, call: _Call | None = None) -> MeshError | None:
         """Whether a process has died or is stopped."""
         processes = self.processes
+        if processes.lost_host is not None:
+            rank = next(iter(processes.gone), None)
+            reason = f"{processes.lost_host}; {processes.name(rank)} was there, in {verb}"
+            return HostLostError(self.name, reason, rank=rank, verb=verb)
         died = [error for error in call.errors.values() if isinstance(error, ProcessDiedError)] if call else []
         if died or (processes.gone and (call is None or call.troubled_s >= _DEATH_GRACE_S)):
             rank = next(iter(processes.gone), None)

@@ -50,6 +50,13 @@ class DeadlineError(MeshError):
     """A process did not answer in time, or was stopped. It has been killed."""
 
 
+class HostLostError(MeshError):
+    """A host does not answer any more, or its worker has ended. The message names it.
+
+    What ran there is not known to have ended; the host's agent sees to that. See controller/hosts/remote_host.py.
+    """
+
+
 class RequestTimeoutError(RuntimeError):
     """A request took longer than `GeneratorConfig.request_timeout_s`. The generator is fine."""
 

@@ -16,6 +16,7 @@ from controller.meshes.calls import is_connection_error
 from controller.meshes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
+from controller.meshes.place import Place
 from controller.meshes.version_records import VersionRecords
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
@@ -63,27 +64,31 @@ class GeneratorHandle:
         *,
         name: str = "generator",
         gpus: Sequence[str] | None = None,
+        hosts: Place | None = None,
         version_records: VersionRecords | None = None,
         pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
-        every rank sees all of them. `version_records` are the trainer's; a version that is not in them is looked up in
-        TorchStore. `pulls_from` returns the meshes without which no version can be pulled.
+        every rank sees all of them. `hosts` are other hosts to run on. `version_records` are the trainer's; a version
+        that is not in them is looked up in TorchStore. `pulls_from` returns the meshes without which no version can be
+        pulled.
 
         Raises ValueError, before any process starts, if the model directory cannot be served.
         """
         config.check_model()
-        check_hardware(config)
+        has_gpu = None if hosts is None else hosts.has_gpu
+        check_hardware(config, has_gpu=has_gpu)
         mesh = await Mesh.spawn(
             name,
             VLLMGenerator,
             config,
             num_ranks=config.tensor_parallel,
-            env={**generator_env(config), **gpu_env(gpus)},
+            env={**generator_env(config, has_gpu=has_gpu), **gpu_env(gpus)},
             log_dir=log_dir,
             deadlines=config.deadlines,
+            hosts=hosts,
         )
         handle = cls(mesh, config, version_records or VersionRecords(), pulls_from)
         try:

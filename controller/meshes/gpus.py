@@ -47,6 +47,10 @@ class GPUPool:
             self._colocated |= {name} if colocated else set()
         return chosen
 
+    def give_back(self, name: str) -> None:
+        """Frees the GPUs of a mesh that has ended."""
+        self._taken.pop(name, None)
+
     def _named(self, name: str, num_ranks: int, gpus: Sequence[int | str]) -> tuple[str, ...]:
         names = tuple(map(str, gpus))
         if len(names) != num_ranks or not set(names) <= set(self._visible) or len(set(names)) < num_ranks:

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from controller.hosts.host_groups import Hosts
 from controller.meshes.adapters import POLICY, BoundGenerator, check_lora, check_same_base
 from controller.meshes.gpu_turns import Turns
-from controller.meshes.gpus import GPUPool, gpus_here
 from controller.meshes.offline import OfflineGeneratorConfig, offline_generator
 from controller.meshes.replicas import Stoppable
+from controller.meshes.seats import Seat, Seats
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
@@ -31,25 +32,24 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def launch(
-    model: Path, trainer: TrainerConfig, generator: GeneratorConfig, log_dir: Path
+    model: Path, trainer: TrainerConfig, generator: GeneratorConfig, log_dir: Path, hosts: Hosts | None = None
 ) -> AsyncGenerator[tuple[Trainer, Generator]]:
     """Starts a model's trainer and generator side by side; their processes end with the block.
 
-        async with launch(model, config.trainer, config.generator, log_dir) as (trainer, generator):
+        async with launch(model, config.trainer, config.generator, log_dir, config.hosts) as (trainer, generator):
             ...
 
     A loop that needs other or more processes uses `Launcher`, and may expect the same errors.
     """
-    async with Launcher(log_dir) as launcher:
-        yield await asyncio.gather(
-            launcher.trainer(model, trainer, generator=generator), launcher.generator(model, generator)
-        )
+    async with Launcher(log_dir, hosts) as launcher:
+        starts = launcher.trainer(model, trainer, generator=generator), launcher.generator(model, generator)
+        yield await asyncio.gather(*starts)
 
 
 class Launcher:
     """Starts any number of trainers and generators. All of their processes have ended when its block is left.
 
-        async with Launcher(log_dir) as launcher:
+        async with Launcher(log_dir, config.hosts) as launcher:
             trainer, reference, generator = await asyncio.gather(
                 launcher.trainer(model, config.trainer, generator=config.generator),
                 launcher.reference(model, config.trainer),
@@ -64,15 +64,17 @@ class Launcher:
     generator samples from.
     """
 
-    def __init__(self, log_dir: Path, *, beside: "Launcher | None" = None) -> None:
-        """The output of the processes goes to `<log_dir>/<name>-<rank>.log`.
+    def __init__(self, log_dir: Path, hosts: Hosts | None = None, *, beside: "Launcher | None" = None) -> None:
+        """The output of the processes goes to `<log_dir>/<name>-<rank>.log`. Without `hosts` they run on this host.
 
-        `beside` is a running launcher whose GPUs and weight store this one shares; its trainer may push too.
+        A mesh runs on the group of hosts that has its name. Entering the block raises ValueError for hosts that cannot
+        be used. `beside` is a running launcher whose GPUs, hosts and weight store this one shares; its trainer may push
+        too.
         """
         self._root: Launcher = self if beside is None else beside._root
         self._log_dir = log_dir
-        self._names: set[str] = set()
-        self._gpus: GPUPool | None = None
+        self._hosts = hosts
+        self._seats = Seats(None if beside is None else beside._seats)
         self._starts: list[asyncio.Task[Any]] = []
         self._running: list[Stoppable] = []
         self._store: asyncio.Task[None] | None = None
@@ -86,6 +88,8 @@ class Launcher:
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
     async def __aenter__(self) -> Self:
+        if self._hosts is not None:
+            await self._seats.connect(self._hosts)
         return self
 
     async def __aexit__(
@@ -95,6 +99,8 @@ class Launcher:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
+        if self._hosts is not None:
+            await self._seats.disconnect()
 
     def trainer(
         self,
@@ -123,12 +129,14 @@ class Launcher:
         # Imported here, because it loads torch: a mistake in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
 
-        limits = check_model(config)
-        own_gpus = self._reserve(name, config.num_ranks, config)
+        # Other hosts are asked for their hardware when the trainer starts.
+        is_here = self._seats.has_gpu(name, is_trainer=True) is None
+        limits = check_model(config if is_here else replace(config, compile=False, float8="none"))
+        seat = self._seats.trainer(name, config)
         if generator is not None:
             self._weight_store()
             self._pushing_trainer = name
-        start = self._launch_trainer(config, generator, name, limits, own_gpus)
+        start = self._launch_trainer(config, generator, name, limits, seat)
         base = self._begin(self._turns.start_trainer(config.placement, start))
         if config.lora is None:
             return base
@@ -170,25 +178,27 @@ class Launcher:
         generator: GeneratorConfig | None,
         name: str,
         limits: "ModelLimits",
-        own_gpus: tuple[str, ...] | None,
+        seat: Seat,
     ) -> "TrainerHandle":
         from controller.meshes.trainer_handle import TrainerHandle
         from controller.meshes.trainer_mesh import TrainerMesh
 
+        await seat.check_trainer(config)
         trainer = await TrainerMesh.launch(
             config,
             None if generator is None else generator.dtype,
             self._log_dir,
             name=name,
-            transport="auto" if generator is None else generator.weight_transport,
-            gpus=own_gpus,
+            transport="auto" if generator is None else self._seats.transport(seat, generator.weight_transport),
+            gpus=seat.gpus,
+            hosts=seat.hosts,
             version_records=self._version_records,
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
             pushes_to=lambda: _known(self._root._store_mesh),
         )
         self._running.append(handle := TrainerHandle(trainer))
-        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, own_gpus)
+        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, seat)
         if generator is not None:
             self._pushing_mesh = trainer.mesh
             await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's
@@ -212,17 +222,20 @@ class Launcher:
         from controller.meshes.generator_router import GeneratorRouter
         from generator.options import check_hardware
 
-        check_hardware(config)
-        num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
-        own_gpus = self._reserve(name, num_ranks * num_replicas, config, num_replicas)
+        num_replicas = config.num_replicas
+        check_hardware(config, has_gpu=self._seats.has_gpu(name, is_trainer=False))
+        seats = self._seats.generators(name, config)
         store = self._weight_store()
 
         async def start_replica(index: int) -> GeneratorHandle:
+            seat = seats[index] = await self._seats.replaced(seats[index], name, index, config)
+            await seat.check_model_directory(config.model)
             launched = GeneratorHandle.launch(
                 config,
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
-                gpus=None if own_gpus is None else own_gpus[index * num_ranks : (index + 1) * num_ranks],
+                gpus=seat.gpus,
+                hosts=seat.hosts,
                 version_records=self._version_records,
                 pulls_from=lambda: _known(self._root._store_mesh, self._pushing_mesh),
             )
@@ -250,7 +263,7 @@ class Launcher:
         async def start() -> None:
             from controller.meshes.store import WeightStore
 
-            running = await WeightStore.launch(root._log_dir)
+            running = await WeightStore.launch(root._log_dir, hosts=root._seats.store())
             root._running.append(running)
             root._store_mesh = running.mesh
 
@@ -260,22 +273,8 @@ class Launcher:
     def _check_pushing(self, name: str) -> None:
         """Raises ValueError if another trainer pushes: both would number their versions from 0."""
         if self._pushing_trainer is not None:
-            raise ValueError(
-                f"generator of {name!r}: {self._pushing_trainer!r} pushes already, and only one trainer can"
-            )
-
-    def _reserve(
-        self, name: str, num_ranks: int, config: TrainerConfig | GeneratorConfig, num_replicas: int = 1
-    ) -> tuple[str, ...] | None:
-        """Takes a name and GPUs. Raises ValueError if the name is taken and for too few GPUs."""
-        if name in self._names:
-            raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
-        pool = self._root._gpus = self._root._gpus or GPUPool(gpus_here())
-        own = pool.take(
-            name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=config.placement == "colocated"
-        )
-        self._names.add(name)
-        return own
+            pushing = self._pushing_trainer
+            raise ValueError(f"generator of {name!r}: {pushing!r} pushes already, and only one trainer can")
 
 
 def _known(*meshes: "Mesh | None") -> "list[Mesh]":

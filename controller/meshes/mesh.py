@@ -25,11 +25,12 @@ os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
-from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint, this_host
+from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint
 from monarch.spmd import setup_torch_elastic_env_async
 
 from controller.meshes.calls import Calls, ProcessDiedError, Wait
 from controller.meshes.errors import DeadlineError
+from controller.meshes.place import Place, ThisHost
 from controller.meshes.rank_processes import RankProcesses, answer_stack_signal
 from rl.deadlines import Deadlines
 
@@ -77,6 +78,11 @@ def _ignore_unhandled_fault(failure: MeshFailure) -> None:
     print(failure.report(), flush=True)
 
 
+def ignore_unhandled_faults() -> None:
+    """Has Monarch tell this process of deaths, instead of ending it."""
+    monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
+
+
 class _LastDeath:
     """When this process last killed, or heard of the death of, another."""
 
@@ -99,9 +105,21 @@ class Mesh:
         version = await mesh.answer(mesh.rank(0).version.call_one(), "version")
     """
 
-    def __init__(self, name: str, procs: Any, actors: Any, pids: Sequence[int], log_files: tuple[Path, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        procs: Any,
+        actors: Any,
+        pids: Sequence[int],
+        log_files: tuple[Path, ...],
+        place: Place | None = None,
+        host_mesh: Any = None,
+    ) -> None:
         """Use `spawn`."""
         self.name = name
+        self.place = place or ThisHost()
+        """Where the processes run."""
+        self._host_mesh = host_mesh
         self.actors = actors
         self.log_files = log_files
         self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
@@ -119,41 +137,43 @@ class Mesh:
         env: Mapping[str, str],
         log_dir: Path,
         deadlines: Deadlines | None = None,
+        hosts: Place | None = None,
     ) -> "Mesh":
-        """Starts `num_ranks` processes on this host, each with `actor(*args)` in it.
+        """Starts `num_ranks` processes, each with `actor(*args)` in it, on `hosts` or else on this host.
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
-        If the actor's constructor raises, the first call to the actor raises its exception.
+        On other hosts the log is a copy, at most a second old. If the actor's constructor raises, the first call to the
+        actor raises its exception.
         """
-        monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
+        ignore_unhandled_faults()
         log_dir.mkdir(parents=True, exist_ok=True)
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
-        deadlines = deadlines or Deadlines()
+        deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
+        processes = await place.processes(name, (), log_files)
 
-        def bootstrap_command(point: Any) -> BootstrapCommand:
-            return default_bootstrap_cmd().with_env({**env, _LOG_FILE: str(log_files[point.rank])})
+        def command(point: Any) -> BootstrapCommand:
+            own = {**place.env(point.rank, log_files), _LOG_FILE: str(place.log_file(point.rank, log_files))}
+            return default_bootstrap_cmd().with_env({**env, **own})
 
-        procs = this_host().spawn_procs(
-            per_host={"gpus": num_ranks}, bootstrap=_prepare_process, bootstrap_command=bootstrap_command, name=name
-        )
+        host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
+        procs = host_mesh.spawn_procs(per_host, bootstrap=_prepare_process, bootstrap_command=command, name=name)
         pid_actors = procs.spawn(f"{name}_process", _PidActor)
-        mesh = cls(name, procs, None, (), log_files)
-        mesh.calls = Calls(name, RankProcesses((), log_files), deadlines)
+        mesh = cls(name, procs, None, (), log_files, place, host_mesh)
+        mesh.calls = Calls(name, processes, deadlines)
         try:
             pids = tuple((await mesh.answer(pid_actors.pid.call(), "start")).values())
-            mesh.calls = Calls(name, RankProcesses(pids, log_files), deadlines)
             async with asyncio.timeout(deadlines.first_s):
-                await setup_torch_elastic_env_async(procs)
+                mesh.calls = Calls(name, await place.processes(name, pids, log_files), deadlines)
+                await setup_torch_elastic_env_async(procs, *await place.master())
             mesh.actors = procs.spawn(name, actor, *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
             atexit.unregister(_LastDeath.wait_until_told)
             atexit.register(_LastDeath.wait_until_told)
         except TimeoutError:
             await mesh.stop()
-            raise DeadlineError(
-                name, f"its processes did not start within {deadlines.first_s:g} s", verb="start"
-            ) from None
+            reason = f"its processes did not start within {deadlines.first_s:g} s"
+            raise DeadlineError(name, reason, verb="start") from None
         except BaseException:
             await mesh.stop()
             raise
@@ -172,7 +192,7 @@ class Mesh:
     def rank(self, index: int) -> Any:
         """The actor of one rank. Call its endpoints with `.call_one`."""
         if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees what it makes for it
-            self._ranks[index] = self.actors.slice(gpus=index)
+            self._ranks[index] = self.actors.slice(**self.place.coordinates(index, self.num_ranks))
         return self._ranks[index]
 
     async def answer(
@@ -215,6 +235,7 @@ class Mesh:
             await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
         self.kill()
         await self.calls.processes.ended(_GONE_S)
+        await self.place.release(self._host_mesh)
 
     def kill(self) -> None:
         """Kills every process that is still running."""

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -27,12 +27,15 @@ def answer_stack_signal() -> None:
 
 
 class RankProcesses:
-    """The processes of one mesh in the order of their ranks. All are children of this process."""
+    """The processes of one mesh in the order of their ranks, on this host. All are children of one process."""
 
-    def __init__(self, pids: Sequence[int], log_files: tuple[Path, ...]) -> None:
-        """`log_files` are what each rank's output goes to."""
+    def __init__(self, pids: Sequence[int], log_files: tuple[Path, ...], parent: int | None = None) -> None:
+        """`log_files` are what each rank's output goes to. `parent` is the id of their parent, by default this one."""
         self.pids = tuple(pids)
         self.log_files = log_files
+        self.lost_host: str | None = None
+        """Why a host on which ranks run is lost. This host never is."""
+        self._parent = parent or os.getpid()
         self.stopped_s: dict[int, float] = {}
         """For each rank that is stopped (SIGSTOP), for how many seconds `look` has seen it so."""
         self.gone: tuple[int, ...] = ()
@@ -53,7 +56,7 @@ class RankProcesses:
         """
         now = time.monotonic()
         elapsed, self._looked = min(now - self._looked, at_most_s), now
-        states = [_state(process) for process in self._processes]
+        states = [self._state(rank) for rank in range(len(self.pids))]
         self.gone = tuple(rank for rank, state in enumerate(states) if state is None)
         stopped = [rank for rank, state in enumerate(states) if state == psutil.STATUS_STOPPED]
         self.stopped_s = {rank: self.stopped_s.get(rank, 0.0) + elapsed for rank in stopped}
@@ -70,11 +73,12 @@ class RankProcesses:
         A stopped process is continued for this. It can write its stack only while it runs, so this is for processes
         that are killed next.
         """
-        alive = [rank for rank in ranks if rank < len(self.pids) and _state(self._processes[rank]) is not None]
-        found = await asyncio.gather(*(self._stack(rank) for rank in alive))
-        return "\n".join(
-            f"--- Python stack of rank {rank} ---\n{stack}" for rank, stack in zip(alive, found, strict=True)
-        )
+        return stacks_text(await self.stacks_by_rank(ranks))
+
+    async def stacks_by_rank(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The stacks of those of these ranks that have not ended."""
+        alive = [rank for rank in ranks if rank < len(self.pids) and self._state(rank) is not None]
+        return dict(zip(alive, await asyncio.gather(*(self._stack(rank) for rank in alive)), strict=True))
 
     async def _stack(self, rank: int) -> str:
         log = self.log_files[rank]
@@ -98,6 +102,9 @@ class RankProcesses:
             with contextlib.suppress(OSError), self.log_files[rank].open("a") as log:
                 log.write(f"[the controller] {text}\n")
 
+    async def fetch_logs(self) -> None:
+        """Makes the log files complete. Those of processes on this host always are."""
+
     def log_tail(self, num_lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of every process's log."""
         tails: list[str] = []
@@ -111,7 +118,7 @@ class RankProcesses:
         found = False
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process is not None and process.ppid() == os.getpid():
+                if process is not None and process.ppid() == self._parent:
                     started = process.children(recursive=True)
                     process.kill()
                     found = True
@@ -128,16 +135,21 @@ class RankProcesses:
         while any(psutil.pid_exists(pid) for pid in self.pids) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
-
-def _state(process: psutil.Process | None) -> str | None:
-    """The state of a process; None if it has ended, even if nobody has waited for it yet."""
-    try:
-        if process is None or process.ppid() != os.getpid():  # its id may have been used again
+    def _state(self, rank: int) -> str | None:
+        """The state of a rank's process; None if it has ended, even if nobody has waited for it yet."""
+        process = self._processes[rank]
+        try:
+            if process is None or process.ppid() != self._parent:  # its id may have been used again
+                return None
+            state = process.status()
+        except psutil.NoSuchProcess:
             return None
-        state = process.status()
-    except psutil.NoSuchProcess:
-        return None
-    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
+        return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
+
+
+def stacks_text(stacks: Mapping[int, str]) -> str:
+    """How an error shows the stacks of ranks."""
+    return "\n".join(f"--- Python stack of rank {rank} ---\n{stack}" for rank, stack in stacks.items())
 
 
 def _read_from(path: Path, start: int) -> str:

@@ -18,6 +18,7 @@ from torchstore.transport.pipe import Request
 
 from controller.meshes.errors import DeadlineError
 from controller.meshes.mesh import Mesh
+from controller.meshes.place import Place
 
 _START_S = 60.0
 _STOP_S = 5.0
@@ -72,11 +73,16 @@ class WeightStore:
         self._directory = directory
 
     @classmethod
-    async def launch(cls, log_dir: Path) -> "WeightStore":
-        """Starts the volume's process and the directory. Raises RuntimeError if the controller already has a store."""
+    async def launch(cls, log_dir: Path, *, hosts: Place | None = None) -> "WeightStore":
+        """Starts the directory, and the volume's process on `hosts` or else on this host.
+
+        Raises RuntimeError if the controller already has a store.
+        """
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
         strategy = torchstore.SingletonStrategy()
-        mesh = await Mesh.spawn("store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir)
+        mesh = await Mesh.spawn(
+            "store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir, hosts=hosts
+        )
         try:
             async with asyncio.timeout(_START_S):
                 directory = await get_or_spawn_controller(DEFAULT_TORCHSTORE_NAME, AsyncController)

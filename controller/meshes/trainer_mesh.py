@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
+from controller.meshes.place import Place
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
@@ -59,6 +60,7 @@ class TrainerMesh:
         name: str = "trainer",
         transport: WeightTransport = "auto",
         gpus: Sequence[str] | None = None,
+        hosts: Place | None = None,
         version_records: VersionRecords | None = None,
         limits: ModelLimits | None = None,
         max_lora_rank: int | None = None,
@@ -68,20 +70,19 @@ class TrainerMesh:
 
         Weights are pushed in `generator_dtype` over `transport`; with a `generator_dtype` of None they cannot be
         pushed. `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by
-        default every rank sees all of them. `limits` is the result of `check_model(config)`, if it is known already.
+        default all. `hosts` are other hosts to run on. `limits` is `check_model(config)`, if it is known already.
+
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
         limits = limits or check_model(config)
+        env = {**trainer_env(config, has_gpu=None if hosts is None else hosts.has_gpu), **gpu_env(gpus)}
         mesh = await Mesh.spawn(
-            name,
-            PolicyTrainer,
-            config,
-            generator_dtype,
-            transport,
+            *(name, PolicyTrainer, config, generator_dtype, transport),
             num_ranks=config.num_ranks,
-            env={**trainer_env(config), **gpu_env(gpus)},
+            env=env,
             log_dir=log_dir,
             deadlines=config.deadlines,
+            hosts=hosts,
         )
         try:
             share_prefixes, rate = await _traits(mesh)

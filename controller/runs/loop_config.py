@@ -4,6 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
+from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
 from controller.runs.preflight import check_sampled_distribution
 from generator.config import GeneratorConfig, LoRALimits
@@ -66,6 +67,9 @@ class LoopConfig:
     """The time in which `max_restarts` are counted."""
     log: tuple[str, ...] = ()
     """Where metrics and samples go beside the run's folder: "tensorboard", "wandb", "trackio". See `docs/report.md`."""
+    hosts: Hosts | None = None
+    """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`. None: this host. See
+    `docs/hosts.md`."""
     seed: int = 0
     """Seed of the training data's order and of sampling."""
 

@@ -1,0 +1,185 @@
+"""`Cluster`: the hosts of a run while it runs: their agents, who is placed where, and what is left of a group.
+
+Made by a `Launcher` before it starts anything, and stopped after everything has ended.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from controller.hosts.addresses import Address, listening, own_address_towards
+from controller.hosts.host_agent import versions_here
+from controller.hosts.host_groups import Hosts
+from controller.hosts.placement import Placement, forwarded_env
+from controller.hosts.remote_host import Host, HostError
+from controller.meshes.errors import HostLostError
+from controller.meshes.gpus import GPUPool
+
+_TRAINERS_GROUP = "trainer"
+_PROBE_S = 5.0
+
+
+class Cluster:
+    """The hosts of one run. Use `connect`."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, tuple[Host, ...]],
+        addresses: Mapping[Host, Address],
+        controller: str,
+        lost_after_s: float,
+    ) -> None:
+        """`groups` are the hosts that answer, `addresses` the user's for each; `controller` is this process's id."""
+        self.groups = dict(groups)
+        self._addresses = dict(addresses)
+        self._controller = controller
+        self._lost_after_s = lost_after_s
+        self._gpus = {host: GPUPool(host.facts.gpus) for host in self.hosts}
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Every host once."""
+        return tuple(dict.fromkeys(host for group in self.groups.values() for host in group))
+
+    @classmethod
+    async def connect(cls, hosts: Hosts) -> "Cluster":
+        """Starts an agent on every host, and checks that its versions are those of this process.
+
+        A host that answered an earlier launcher of this process, and does not now, is left out of its group, unless
+        the group would be empty. Raises ValueError naming each host that cannot be used, and why.
+        """
+        groups = await hosts.acquire()
+        wanted = tuple(dict.fromkeys(address for group in groups.values() for address in group))
+        prepare_transport(wanted, hosts.certs)
+        controller = uuid.uuid4().hex
+        found = await asyncio.gather(
+            *(_connect(address, controller, hosts.lost_after_s) for address in wanted), return_exceptions=True
+        )
+        by_address = dict(zip(wanted, found, strict=True))
+        running = {address: host for address, host in by_address.items() if isinstance(host, Host)}
+        problems = {address: host for address, host in by_address.items() if isinstance(host, BaseException)}
+        try:
+            _raise_problems(groups, problems)
+            _check_versions(tuple(running.values()))
+        except BaseException:
+            await asyncio.gather(*(host.stop() for host in running.values()))
+            raise
+        _Known.addresses |= running.keys()
+        left = {name: tuple(running[each] for each in group if each in running) for name, group in groups.items()}
+        return cls(left, {host: address for address, host in running.items()}, controller, hosts.lost_after_s)
+
+    def group_of(self, role: str, *, is_trainer: bool) -> tuple[Host, ...] | None:
+        """The hosts that a role runs on; None for the controller's."""
+        return self.groups.get(role) or (self.groups.get(_TRAINERS_GROUP) if is_trainer else None)
+
+    def place(
+        self, role: str, hosts: Sequence[Host], num_ranks: int, gpus: Sequence[int | str] | None = None
+    ) -> Placement:
+        """Places the ranks of a mesh, as many on each host. `gpus` are the GPUs to use on each.
+
+        Raises ValueError if the ranks cannot be spread evenly and for too few GPUs, and `HostLostError` if none of the
+        hosts answers.
+        """
+        hosts = [host for host in hosts if host.lost is None] or list(hosts)
+        if hosts[0].lost is not None:
+            raise HostLostError(role, f"host {hosts[0].name} is lost: {hosts[0].lost}; no host is left for it")
+        if num_ranks % len(hosts):
+            raise ValueError(
+                f"{role!r} has {num_ranks} ranks on the {len(hosts)} hosts {', '.join(host.name for host in hosts)}; "
+                f"every host runs as many, so give it a multiple of {len(hosts)} ranks, or other hosts"
+            )
+        per_host = num_ranks // len(hosts)
+        taken: list[tuple[str, ...] | None] = []
+        for host in hosts:
+            try:
+                self._gpus[host].give_back(role)  # a generator that is replaced has the name of the old one
+                taken.append(self._gpus[host].take(role, per_host, gpus))
+            except ValueError as error:
+                raise ValueError(f"on host {host.name}: {error}") from None
+        return Placement(self._controller, tuple(hosts), tuple(taken))
+
+    async def revive(self, group: str) -> None:
+        """Tries to reach the hosts of a group again if all of them are lost. Where that fails, they stay lost."""
+        if any(host.lost is None for host in self.groups[group]):
+            return
+        for old in self.groups[group]:
+            with contextlib.suppress(HostError):
+                new = await _connect(self._addresses[old], self._controller, self._lost_after_s)
+                self._addresses[new], self._gpus[new] = self._addresses[old], GPUPool(new.facts.gpus)
+                await old.stop()
+                for name, hosts in self.groups.items():
+                    self.groups[name] = tuple(new if host is old else host for host in hosts)
+
+    async def stop(self) -> None:
+        """Ends the agents. Returns within seconds, whether the hosts answer or not."""
+        await asyncio.gather(*(host.stop() for host in self.hosts))
+
+
+class _Known:
+    """The workers to which this process was connected before."""
+
+    addresses: set[Address] = set()  # noqa: RUF012
+
+
+def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
+    """Has Monarch listen where these workers can answer. Raises ValueError if it listens elsewhere already."""
+    from monarch.actor import enable_transport
+
+    if workers[0].scheme == "tls":
+        from controller.hosts.certificates import own_certificates, own_name
+        from controller.hosts.settings import apply, certificates_folder, tls_settings
+
+        own = own_certificates(certificates_folder(certs))
+        apply(tls_settings(own))
+        here = f"tls://{own_name(own, own_address_towards(workers[0].host))}:0"
+    else:
+        here = f"tcp://{own_address_towards(workers[0].host)}:0"
+    try:
+        enable_transport(here)
+    except RuntimeError as error:
+        raise ValueError(
+            f"this process must listen on {here} for its hosts, but it has started processes without them, or for "
+            f"others, before: {error}. Use another process"
+        ) from None
+
+
+async def _connect(address: Address, controller: str, lost_after_s: float) -> Host:
+    try:
+        worker = await asyncio.to_thread(listening, address, _PROBE_S)
+    except ValueError as error:
+        raise HostError(str(error)) from None
+    if worker is None:
+        last = address.port + 9
+        raise HostError(
+            f"{address.host}: no worker listens on its ports {address.port} to {last}; start one with "
+            f"`ownloop worker --listen {address.host}:{address.port}`"
+        )
+    return await Host.connect(worker, controller, lost_after_s, forwarded_env())
+
+
+def _raise_problems(groups: Mapping[str, Sequence[Address]], problems: Mapping[Address, BaseException]) -> None:
+    """Raises for hosts that cannot be used, unless they could before and others are left."""
+    unexpected = [error for error in problems.values() if not isinstance(error, HostError)]
+    if unexpected:
+        raise unexpected[0]
+    new = [str(error) for address, error in problems.items() if address not in _Known.addresses]
+    empty = [name for name, group in groups.items() if all(address in problems for address in group)]
+    if new or empty:
+        raise ValueError("; ".join(new or map(str, problems.values())))
+    for error in problems.values():
+        print(f"going on without a host: {error}", flush=True)
+
+
+def _check_versions(hosts: Sequence[Host]) -> None:
+    """Raises ValueError for every host with other versions than this process."""
+    here = versions_here()
+    problems = [
+        f"{host.name} has {package} {host.facts.versions.get(package)}, and the controller {version}"
+        for host in hosts
+        for package, version in here.items()
+        if host.facts.versions.get(package) != version
+    ]
+    if problems:
+        raise ValueError(f"all hosts need the same versions: {'; '.join(problems)}")

@@ -1,0 +1,83 @@
+"""`Hosts`: where the processes of a run may be, as a recipe or `--hosts` says it; and hosts whose workers run already.
+
+    ownloop run grpo --hosts trainer=n1:26600,n2:26600 --hosts generator=n3:26600
+    hosts=WorkerHosts({"trainer": ("n1:26600", "n2:26600"), "generator": ("n3:26600",)})
+
+A group has the name of a role. A role without a group of its own runs on the trainer's group if it is a trainer too (a
+reference, a critic, a teacher), and otherwise on the controller's host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from controller.hosts.addresses import Address, parse_address
+from rl.checks import check_above_zero
+
+Groups = Mapping[str, Sequence[Address]]
+
+
+@runtime_checkable
+class Hosts(Protocol):
+    """Groups of hosts for the roles of a run."""
+
+    @property
+    def certs(self) -> Path | None:
+        """The folder of the controller's certificates; None for the usual one. See settings.py."""
+        ...
+
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds of silence after which a host is lost."""
+        ...
+
+    async def acquire(self) -> Groups:
+        """The workers of each group. Starts them first, where it is their owner. May be called again."""
+        ...
+
+    async def release(self) -> None:
+        """Gives back what `acquire` got. Called when the run has ended, however it ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHosts:
+    """Hosts on which `ownloop worker` was started by hand, or by whatever starts services there."""
+
+    groups: Mapping[str, Sequence[str]]
+    """The addresses of the workers, `HOST:PORT` or, without TLS, `tcp://HOST:PORT`, by the name of the role."""
+    certs: Path | None = None
+    """The folder of the controller's certificates. None: that of OWNLOOP_CERTS, or ~/.config/ownloop/certs."""
+    lost_after_s: float = 20.0
+    """Seconds of silence after which a host is lost. Shorter interruptions cost nothing."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an address that is none, a host that a group has twice, and TLS on some hosts only."""
+        check_above_zero(lost_after_s=self.lost_after_s)
+        for group, addresses in self._parsed().items():
+            if not addresses or len(set(addresses)) < len(addresses):
+                raise ValueError(f"hosts of {group!r} are {list(self.groups[group])}; name at least one, and each once")
+        if len(schemes := {address.scheme for group in self._parsed().values() for address in group}) > 1:
+            raise ValueError(f"hosts have the schemes {', '.join(sorted(schemes))}; use TLS on all of them, or on none")
+
+    async def acquire(self) -> Groups:
+        """The workers, which run already."""
+        return self._parsed()
+
+    async def release(self) -> None:
+        """They go on running."""
+
+    def _parsed(self) -> dict[str, tuple[Address, ...]]:
+        return {group: tuple(map(parse_address, hosts)) for group, hosts in self.groups.items()}
+
+
+def parse_groups(words: Sequence[str]) -> WorkerHosts:
+    """`trainer=n1:26600,n2:26600 generator=n3:26600` as `WorkerHosts`. Raises ValueError as that does."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        role, equals, hosts = word.partition("=")
+        if not (role and equals and hosts) or role in groups:
+            raise ValueError(f"--hosts {word!r}: write each role once, as ROLE=HOST:PORT,HOST:PORT")
+        groups[role] = tuple(hosts.split(","))
+    return WorkerHosts(groups)

@@ -1,0 +1,161 @@
+"""`Host`: another host as the controller sees it: its agent, whether it still answers, and what it logs.
+
+Who waits: nobody. A task asks the agent for a sign of life every second. A host that gives none for `lost_after_s`, or
+whose worker has ended, is lost: `lost` says why, and stays. Meshes with ranks there find out within a second (see
+remote_ranks.py). The time for which a host has been silent is that in which the controller ran itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError, attach_to_workers, default_bootstrap_cmd
+
+from controller.hosts.addresses import Address, accepts, resolve
+from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
+from controller.meshes.errors import HostLostError
+from controller.meshes.mesh import ignore_unhandled_faults
+
+T = TypeVar("T")
+
+_BEAT_S = 1.0
+_CONNECT_S = 30.0
+_STOP_S = 3.0
+_SUSPICIOUS_S = 3.0  # of silence, after which the worker's port is tried
+
+
+class HostError(RuntimeError):
+    """A host cannot be used; the message names it."""
+
+
+class Host:
+    """One host. Use `connect`."""
+
+    def __init__(self, worker: Address, hosts: Any, procs: Any, agent: Any, lost_after_s: float) -> None:
+        """`worker` is where its worker listens, `hosts` and `procs` are what the actor `agent` lives in."""
+        self.worker = worker
+        self.lost: str | None = None
+        """Why this host is lost; None while it answers."""
+        self.facts: HostFacts
+        self.states: Mapping[str, RankStates] = {}
+        """By mesh, the processes on this host as they were a second ago."""
+        self.copies: dict[Path, Path] = {}
+        """Logs on this host, and the files here that their lines are copied to."""
+        self._hosts = hosts
+        self._procs = procs
+        self.agent = agent
+        self._lost_after_s = lost_after_s
+        self._offsets: dict[Path, int] = {}
+        self._beats: asyncio.Task[None] | None = None
+        self._now = asyncio.Event()
+
+    @classmethod
+    async def connect(cls, worker: Address, controller: str, lost_after_s: float, env: Mapping[str, str]) -> "Host":
+        """Starts the agent of a host. `env` is for all processes on it. Raises `HostError` if that is not possible."""
+        ignore_unhandled_faults()
+        host: Host | None = None
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                hosts = attach_to_workers(ca="trust_all_connections", workers=[str(worker)], name="host")
+                await hosts.initialized
+                command = default_bootstrap_cmd().with_env({**env, CONTROLLER_VARIABLE: controller})
+                procs = hosts.spawn_procs(per_host={"gpus": 1}, name="agent", bootstrap_command=command)
+                agent = procs.spawn("agent", HostAgent, controller, lost_after_s)
+                host = cls(worker, hosts, procs, agent, lost_after_s)
+                host.facts = await agent.facts.call_one(resolve(worker.host))
+        except BaseException as error:
+            if host is not None:
+                await host.stop()
+            if isinstance(error, TimeoutError | RuntimeError | ValueError | SupervisionError):
+                raise HostError(f"{worker.host}: no agent could be started there: {_first_lines(error)}") from error
+            raise
+        host._beats = asyncio.create_task(host._watch())
+        return host
+
+    @property
+    def name(self) -> str:
+        """Its name, as the user wrote it."""
+        return self.worker.host
+
+    async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:
+        """What a function of an importable module answers there. Raises what it raises, and `HostLostError`."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.agent.ask.call_one(question, *args)
+        except ActorError as error:
+            raise error.exception from None
+        except (SupervisionError, TimeoutError) as error:
+            raise HostLostError(self.name, f"it has not answered a question: {_first_lines(error)}") from None
+
+    async def refresh(self, within_s: float = 2 * _BEAT_S) -> None:
+        """Brings `states` and the copies of logs up to date, if the host answers soon enough."""
+        if self.lost is None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(within_s):
+                    self._take(await self._beat())
+
+    def lose(self, why: str) -> None:
+        """Gives the host up. Its agent ends what runs there, as soon as it notices or can."""
+        if self.lost is None:
+            self.lost = why
+            if self._beats is not None:
+                self._beats.cancel()
+
+    async def stop(self) -> None:
+        """Ends the agent. Returns within seconds, even if the host does not answer. May be called again."""
+        self.lose("it is not used any more")
+        for end in (self._procs.stop, self._hosts.stop):
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(_awaited(end()), _STOP_S)
+
+    async def _beat(self) -> Beat:
+        return await self.agent.beat.call_one({log: self._offsets.get(log, 0) for log in self.copies})
+
+    async def _watch(self) -> None:
+        """Asks for signs of life until the host is lost."""
+        silent_s, beat, failure = 0.0, asyncio.create_task(self._beat()), ""
+        while silent_s < self._lost_after_s:
+            before = time.monotonic()
+            await asyncio.wait({beat}, timeout=_BEAT_S)
+            silent_s += min(time.monotonic() - before, 2 * _BEAT_S)
+            if beat.done():
+                if (error := beat.exception()) is None:
+                    self._take(beat.result())
+                    silent_s, failure = 0.0, ""
+                else:
+                    failure = _first_lines(error)
+                await asyncio.sleep(_BEAT_S - min(time.monotonic() - before, _BEAT_S))
+                beat = asyncio.create_task(self._beat())
+            if (silent_s > _SUSPICIOUS_S or failure) and (ended := await self._has_ended(failure)):
+                return self.lose(ended)
+        self.lose(f"it has not answered for {silent_s:.0f} s")
+        return None
+
+    async def _has_ended(self, failure: str) -> str | None:
+        """Whether the worker or the agent has ended for sure; a host that merely does not answer may come back."""
+        accepted = await asyncio.to_thread(accepts, self.worker, _BEAT_S)
+        if accepted is False:
+            return f"its worker has ended: nothing listens on {self.worker} any more"
+        return f"its agent has ended: {failure}" if failure and accepted else None
+
+    def _take(self, beat: Beat) -> None:
+        self.states = beat.meshes
+        for log, data in beat.logs.items():
+            self._offsets[log] = self._offsets.get(log, 0) + len(data)
+            if (copy := self.copies.get(log)) is not None:
+                with copy.open("ab") as file:
+                    file.write(data)
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    """`asyncio.wait_for` takes coroutines; Monarch's futures are awaitable, but none."""
+    return await awaitable
+
+
+def _first_lines(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text[:300] + " ...") if len(text) > 300 else text or type(error).__name__

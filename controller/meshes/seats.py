@@ -1,0 +1,169 @@
+"""Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controller.meshes.gpus import GPUPool, gpus_here
+from generator.config import GeneratorConfig
+from rl.types import WeightTransport
+from trainer.config import TrainerConfig
+
+if TYPE_CHECKING:  # the imports would load Monarch
+    from controller.hosts.cluster import Cluster
+    from controller.hosts.host_groups import Hosts
+    from controller.hosts.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one mesh runs."""
+
+    gpus: tuple[str, ...] | None = None
+    """GPUs of this host, one per rank. None: it computes on the CPU, or on `hosts`."""
+    hosts: "Placement | None" = None
+    """Other hosts, with their GPUs."""
+
+    async def check_model_directory(self, model: Path) -> None:
+        """Raises ValueError unless every one of the other hosts has the model too."""
+        if self.hosts is not None:
+            await self.hosts.check_model_directory(model)
+
+    async def check_trainer(self, config: TrainerConfig) -> None:
+        """Raises ValueError unless the other hosts have the model, and the hardware that the options need."""
+        await self.check_model_directory(config.model)
+        if self.hosts is not None and (config.compile or config.float8 != "none"):
+            from trainer.engines.model_check import check_model
+
+            await self.hosts.check_there(check_model, config)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What launchers beside each other share."""
+
+    cluster: "Cluster | None" = None
+    gpus: GPUPool | None = None
+    """Those of this host."""
+
+
+class Seats:
+    """The seats of this host and, with a cluster, of others."""
+
+    def __init__(self, beside: "Seats | None" = None) -> None:
+        """With `beside`, the hosts and GPUs are those that another launcher has, too."""
+        self._names: set[str] = set()
+        self._hosts: _Shared = _Shared() if beside is None else beside._hosts
+
+    @property
+    def cluster(self) -> "Cluster | None":
+        """The other hosts, if there are any."""
+        return self._hosts.cluster
+
+    async def connect(self, hosts: "Hosts") -> None:
+        """Has roles run on other hosts from now on. Raises ValueError for hosts that cannot be used."""
+        from controller.hosts.settings import SETTINGS, apply
+
+        apply(SETTINGS)  # before Monarch is imported
+        from controller.hosts.cluster import Cluster
+
+        self._hosts.cluster = await Cluster.connect(hosts)
+
+    async def disconnect(self) -> None:
+        """Gives the other hosts up. Returns within seconds."""
+        if self.cluster is not None:
+            await self.cluster.stop()
+
+    def has_gpu(self, name: str, *, is_trainer: bool) -> bool | None:
+        """Whether the hosts of a mesh have GPUs; None if it runs on this one."""
+        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=is_trainer)
+        return None if hosts is None else bool(hosts[0].facts.gpus)
+
+    def trainer(self, name: str, config: TrainerConfig) -> Seat:
+        """The seat of a trainer. Raises ValueError if the name is taken, for too few GPUs and for too few hosts."""
+        self._take_name(name)
+        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=True)
+        if hosts is not None:
+            assert self.cluster is not None
+            _refuse_turns(name, config)
+            return Seat(hosts=self.cluster.place(name, hosts, config.num_ranks, config.gpus))
+        return Seat(self._here(name, config, config.num_ranks, 1))
+
+    def generators(self, name: str, config: GeneratorConfig) -> list[Seat]:
+        """The seats of a generator's replicas, which take turns on the hosts. Raises as `trainer` does."""
+        self._take_name(name)
+        num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
+        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=False)
+        if hosts is not None:
+            _refuse_turns(name, config)
+            if num_replicas < len(hosts):
+                raise ValueError(
+                    f"{name!r} has {len(hosts)} hosts and num_replicas {num_replicas}; a replica runs on one host, so "
+                    f"num_replicas must be at least {len(hosts)}, or the hosts fewer"
+                )
+            return [self._remote_generator(name, index, config) for index in range(num_replicas)]
+        own = self._here(name, config, num_ranks * num_replicas, num_replicas)
+        return [
+            Seat(None if own is None else own[index * num_ranks : (index + 1) * num_ranks])
+            for index in range(num_replicas)
+        ]
+
+    async def replaced(self, seat: Seat, name: str, index: int, config: GeneratorConfig) -> Seat:
+        """The seat of a replica that is started again: the same, or if its host is lost, on a host that is left.
+
+        Raises ValueError if those have too few GPUs, and `HostLostError` if none is left.
+        """
+        if self.cluster is None or seat.hosts is None or seat.hosts.hosts[0].lost is None:
+            return seat
+        await self.cluster.revive(name)
+        return self._remote_generator(name, index, config)
+
+    def store(self) -> "Placement | None":
+        """The hosts of the store: the first of the trainer's, whose weights it holds. None for this host."""
+        group = None if self.cluster is None else self.cluster.group_of("trainer", is_trainer=True)
+        return None if self.cluster is None or group is None else self.cluster.place("store", group[:1], 0)
+
+    def transport(self, trainer: Seat, chosen: WeightTransport) -> WeightTransport:
+        """How weights reach the generators: as chosen, and by TorchStore if "auto" has to reach another host.
+
+        Raises ValueError if shared memory was chosen and cannot reach them.
+        """
+        if self.cluster is None:
+            return chosen
+        trainers = set(trainer.hosts.hosts if trainer.hosts else ())
+        if len(trainers) < 2 and trainers == set(self.cluster.groups.get("generator", ())):
+            return chosen
+        if chosen == "shared_memory":
+            raise ValueError("weight_transport is 'shared_memory', and trainer and generator are on several hosts")
+        return "torchstore" if chosen == "auto" else chosen
+
+    def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Seat:
+        assert self.cluster is not None
+        group = self.cluster.groups[name]
+        hosts = [host for host in group if host.lost is None] or group
+        host = hosts[index % len(hosts)]
+        return Seat(hosts=self.cluster.place(f"{name}-{index}", [host], config.tensor_parallel, config.gpus))
+
+    def _take_name(self, name: str) -> None:
+        if name in self._names:
+            raise ValueError(f"name is {name!r}, which is taken; taken are {', '.join(sorted(self._names))}")
+        self._names.add(name)
+
+    def _here(
+        self, name: str, config: TrainerConfig | GeneratorConfig, num_ranks: int, num_replicas: int
+    ) -> tuple[str, ...] | None:
+        pool = self._hosts.gpus = self._hosts.gpus or GPUPool(gpus_here())
+        colocated = config.placement == "colocated"
+        try:
+            return pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
+        except ValueError:
+            self._names.discard(name)
+            raise
+
+
+def _refuse_turns(name: str, config: TrainerConfig | GeneratorConfig) -> None:
+    """Raises ValueError for meshes that would take turns on GPUs of other hosts."""
+    if config.placement == "colocated":
+        raise ValueError(
+            f"placement of {name!r} is 'colocated', which is for this host's GPUs; leave it out with hosts"
+        )
