@@ -49,7 +49,8 @@ def meshes_in_process() -> Generator[None]:
     async def client() -> FakeStore:
         return store
 
-    async def launch(log_dir: Path) -> InProcessStore:
+    async def launch(log_dir: Path, **options: Any) -> InProcessStore:
+        del options
         store.values.clear()
         return InProcessStore()
 
