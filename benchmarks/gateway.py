@@ -240,6 +240,7 @@ def as_tinker(datum: Datum) -> Any:
             data=array.tolist(), dtype="int64" if array.dtype.kind == "i" else "float32", shape=[len(array)]
         )
         for name, array in datum.loss_inputs.items()
+        if name != "weights"  # which Tinker's policy losses do not take: a prompt's advantages are 0
     }
     return types.Datum(model_input=types.ModelInput.from_ints(datum.tokens.tolist()), loss_fn_inputs=arrays)
 
@@ -251,7 +252,8 @@ def _datum(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[floa
     advantages[len(prompt) - 1 :] = 1 if index % 2 else -1
     sampled = np.zeros(len(text) - 1, np.float32)
     sampled[len(prompt) - 1 :] = logprobs
-    inputs = {"target_tokens": text[1:], "logprobs": sampled, "advantages": advantages}
+    weights = (np.arange(len(text) - 1) >= len(prompt) - 1).astype(np.float32)
+    inputs = {"target_tokens": text[1:], "weights": weights, "logprobs": sampled, "advantages": advantages}
     return Datum(tokens=text[:-1], loss_inputs=inputs)
 
 

@@ -159,13 +159,19 @@ class Group:
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
 
+REPORTED_WEIGHT = float(np.finfo(np.float32).tiny)
+"""The weight of a position whose log-prob is wanted and whose term of the loss is not. The smallest normal number: the
+term is lost in every sum with a gradient that is not itself 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
     """One self-contained training sequence: the tokens that the model reads, and the arrays that its loss needs.
 
     Arrays are already shifted, as in Tinker: position t reads `tokens[t]` and is scored on `target_tokens[t]`.
     `loss_inputs` always holds `target_tokens`, and may hold `weights`: the loss multiplies each position's term by its
-    weight, and neither scores nor counts positions of weight 0. Without `weights`, every position has weight 1.
+    weight, and neither scores nor counts positions of weight 0. Without `weights`, every position has weight 1. A
+    position of `REPORTED_WEIGHT` is scored and changes nothing.
     """
 
     tokens: NDArray[np.int64]

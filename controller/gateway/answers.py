@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_KEEP_S = 600.0
-"""How long a result stays after it was fetched for the first time."""
+_KEEP_S = 120.0
+"""How long a result stays after it was fetched for the first time. A client that lost it asks again within 45 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

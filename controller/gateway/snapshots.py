@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from controller.meshes.errors import MeshError
+from controller.meshes.errors import MeshError, PolicyLostError
 from rl.lora import Policy
 from rl.protocols import Generator, Trainer
 
@@ -83,8 +83,15 @@ class Snapshots:
         self._running[policy] += 1
         try:
             yield
+        except PolicyLostError:
+            await self.drop(policy)
+            raise ValueError(
+                "this sampling client's weights were lost when the generator died; make a new sampling client, or "
+                "sample from a saved path"
+            ) from None
         finally:
             self._running[policy] -= 1
+            self._running += Counter()  # forgets those that are 0
 
     async def drop(self, policy: Policy) -> None:
         """Gives a policy up, if it is kept."""

@@ -17,16 +17,14 @@ from tinker.proto import tinker_public_pb2 as messages
 
 from controller.gateway.config import Limits
 from rl.losses import Loss, get_loss
-from rl.types import Datum
+from rl.losses.shared import SharedOptions
+from rl.types import REPORTED_WEIGHT, Datum
 
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, use forward_backward_custom, which computes it in the client"
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs")
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
-# Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all. The smallest normal number
-# makes a token count as scored, and is lost in every sum with a gradient that is not itself 0.
-_ALMOST_ZERO = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +150,9 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
         raise ValueError(f"{field}.loss_fn_inputs['target_tokens'] is of dtype {targets.dtype}; it must be int64")
     inputs = {name: a if name == "target_tokens" else a.astype(np.float32) for name, a in arrays.items()}
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
-    inputs["weights"] = np.where(weights == 0, _ALMOST_ZERO, weights).astype(np.float32)
+    # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
+    only_reported = (weights == 0) | _without_effect(loss, inputs)
+    inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
     if targets.ndim == 1:
         return [Datum(tokens=tokens, loss_inputs=inputs)], 0
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
@@ -161,6 +161,18 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
     return [Datum(tokens=tokens, loss_inputs=part) for part in parts], len(columns)
+
+
+def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+    """[N] the leading tokens whose term and gradient are 0 whatever the model says, such as those of a prompt.
+
+    The trainer computes what a group's datums begin with once if it only has to be reported.
+    """
+    advantages, mask = inputs.get("advantages"), inputs.get("sequence_ratio_mask")
+    known = loss.name in ("importance_sampling", "ppo", "cispo") or (loss.name == "gspo" and mask is not None)
+    if not known or advantages is None or loss.shared != SharedOptions():
+        return np.zeros(inputs["weights"].shape, np.bool_)
+    return np.logical_and.accumulate((advantages == 0) if mask is None else (advantages == 0) & (mask == 0))
 
 
 def _read_tokens(field: str, message: messages.Datum) -> NDArray[np.int64]:

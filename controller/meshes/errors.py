@@ -57,6 +57,10 @@ class HostLostError(MeshError):
     """
 
 
+class PolicyLostError(ValueError):
+    """A frozen version that only a dead generator had. Its successor found it no longer published."""
+
+
 class RequestTimeoutError(RuntimeError):
     """A request took longer than `GeneratorConfig.request_timeout_s`. The generator is fine."""
 

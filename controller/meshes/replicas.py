@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from controller.meshes.errors import MeshError
+from controller.meshes.errors import MeshError, PolicyLostError
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator
 from rl.types import PullMode
@@ -71,13 +71,13 @@ class ReplicaSet(list[Replica]):
     async def wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
         """The replicas that fit. Waits until there is one.
 
-        Raises `MeshError` if all are down for good, and ValueError if no replica that is up can have the policy again.
+        Raises `MeshError` if all are down for good, and `PolicyLostError` if none that is up can have the policy again.
         """
         async with self._states_changed:
             while not (found := [replica for replica in self if fits(replica)]):
                 up = [replica for replica in self if replica.up]
                 if isinstance(policy, tuple) and up and all(policy in replica.missing for replica in up):
-                    raise ValueError(f"policy is {policy!r}; a restarted generator found it no longer published")
+                    raise PolicyLostError(f"policy is {policy!r}; a restarted generator found it no longer published")
                 errors = [replica.error for replica in self]
                 if all(error is not None for error in errors):
                     raise MeshError("generator", f"no replica is left: {errors[0]}") from errors[0]

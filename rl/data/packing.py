@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.types import Datum
+from rl.types import REPORTED_WEIGHT, Datum
 
 Ints = NDArray[np.int64]
 
@@ -38,13 +38,21 @@ class PrefixGroup:
 
 
 def shareable_prefix(datum: Datum) -> Ints:
-    """The tokens that a datum can share with others: all up to and including the first scored position.
+    """The tokens that a datum can share with others: all up to and including the first position that counts.
 
-    This is the only definition of a shared prefix. A sampled datum's shareable prefix is its prompt. Without a scored
-    position it is the whole datum.
+    This is the only definition of a shared prefix. A sampled datum's shareable prefix is its prompt. Positions of
+    weight 0 or `REPORTED_WEIGHT` do not count; without others it is the whole datum.
     """
-    scored = np.flatnonzero(datum.weights)
-    return datum.tokens[: scored[0] + 1] if len(scored) else datum.tokens
+    counting = np.flatnonzero(np.abs(datum.weights) > REPORTED_WEIGHT)
+    return datum.tokens[: counting[0] + 1] if len(counting) else datum.tokens
+
+
+def _prefix_key(datum: Datum) -> bytes:
+    """Equal for datums that share their prefix, and what is reported of it."""
+    prefix = shareable_prefix(datum)
+    reported = datum.weights[: len(prefix)] == REPORTED_WEIGHT
+    targets = np.where(reported, datum.loss_inputs["target_tokens"][: len(prefix)], -1)
+    return prefix.tobytes() + (targets.tobytes() if reported.any() else b"")
 
 
 def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
@@ -56,7 +64,7 @@ def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> l
         return [PrefixGroup(0, (i,)) for i in range(len(batch))]
     groups: dict[bytes, list[int]] = {}
     for i, datum in enumerate(batch):
-        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
+        groups.setdefault(_prefix_key(datum), []).append(i)
     return [
         PrefixGroup(len(shareable_prefix(batch[members[0]])) if len(members) > 1 else 0, tuple(members))
         for members in groups.values()
@@ -103,12 +111,16 @@ class PackedRow:
     """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
+    copies: tuple[Ints, Ints]
+    """Positions that are reported of a shared prefix, and those of its first datum, whose values they have: indices
+    into the concatenation of all datums."""
 
     def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """[S] values of the scored positions -> one [T] array per datum, 0 where nothing is scored."""
         starts = np.cumsum((0, *self.lengths))
         flat = np.zeros(starts[-1], dtype=np.float32)
         flat[starts[self.datum_index] + self.datum_position] = values
+        flat[self.copies[0]] = flat[self.copies[1]]
         return np.split(flat, starts[1:-1])
 
 
@@ -140,6 +152,8 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     datum_index: list[Ints] = []
     datum_position: list[Ints] = []
     documents: list[Document] = [Document(opening)] if opening else []
+    starts = np.cumsum((0, *(len(datum.tokens) for datum in datums)))
+    copies: list[tuple[Ints, Ints]] = []
     start = opening  # of the next suffix or document in the row
     for group in groups:
         prefix = max(group.prefix, opening)
@@ -151,31 +165,47 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
             tokens.append(datum.tokens[prefix:])
             positions.append(np.arange(prefix, len(datum.tokens)))
             scored_here = np.flatnonzero(datum.weights)
-            # Of the prefix only the last position can be scored. It stands in the prefix, all others in the suffix.
-            scored.append(scored_here + np.where(scored_here < prefix, prefix_start, start - prefix))
+            reported = (scored_here < group.prefix) & (datum.weights[scored_here] == REPORTED_WEIGHT)
+            if i != group.members[0]:  # what is reported of a prefix is computed for its first datum
+                copies.append((starts[i] + scored_here[reported], starts[group.members[0]] + scored_here[reported]))
+                scored_here = scored_here[~reported]
+            scored.append(scored_here + _row_offsets(scored_here, opening, prefix, prefix_start, start))
             datum_index.append(np.full(len(scored_here), i))
             datum_position.append(scored_here)
             start += len(datum.tokens) - prefix
         suffixes = tuple(len(datums[i].tokens) - prefix for i in group.members)
         documents.append(Document(prefix - opening or suffixes[0], suffixes if prefix > opening else (), opening))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
-    lengths = tuple(len(datum.tokens) for datum in datums)
-    # Index of each scored position in the concatenation of all datums; `scored` is in the order of the row.
-    flat = np.cumsum((0, *lengths))[index] + position
-    names = datums[0].loss_inputs.keys() - {"weights"}
     return PackedRow(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         documents=tuple(documents),
-        lengths=lengths,
+        lengths=tuple(len(datum.tokens) for datum in datums),
         scored=np.concatenate(scored),
         datum_index=index,
         datum_position=position,
-        loss_inputs={
-            "weights": np.concatenate([datum.weights for datum in datums])[flat],
-            **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[flat] for name in names},
-        },
+        loss_inputs=_gathered(datums, starts[index] + position),
+        copies=(_joined([to for to, _ in copies]), _joined([origin for _, origin in copies])),
     )
+
+
+def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
+    """The loss inputs of positions, which are indices into the concatenation of all datums."""
+    names = datums[0].loss_inputs.keys() - {"weights"}
+    return {
+        "weights": np.concatenate([datum.weights for datum in datums])[flat],
+        **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[flat] for name in names},
+    }
+
+
+def _row_offsets(positions: Ints, opening: int, prefix: int, prefix_start: int, suffix_start: int) -> Ints:
+    """What to add to positions of a datum for their indices in the row, where its parts stand apart."""
+    in_suffix = np.full(len(positions), suffix_start - prefix)
+    return np.where(positions < opening, 0, np.where(positions < prefix, prefix_start, in_suffix))
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def pad_row(row: PackedRow, multiple: int) -> PackedRow:

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.packing import Document, PackedRow, group_by_prefix, pack_row, pad_row
-from rl.types import Datum
+from rl.types import REPORTED_WEIGHT, Datum
 
 SIZES = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1, max_size=4
@@ -70,6 +70,38 @@ def test_every_scored_position_sees_exactly_its_own_datum(
     unpacked = row.unpack(row.loss_inputs["advantages"])
     for datum, values in zip(batch, unpacked, strict=True):
         np.testing.assert_array_equal(values, datum.loss_inputs["advantages"] * (datum.weights != 0))
+
+
+@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 12]))
+@settings(max_examples=60, deadline=None)
+def test_what_is_only_reported_is_shared_and_comes_back_for_every_datum(
+    sizes: list[tuple[int, list[int]]], seed: int, other_target: bool, opening: int
+) -> None:
+    plain = _batch(sizes, seed, opening)
+    batch = [_reported(datum, other_target and index == 0) for index, datum in enumerate(plain)]
+    row = pack_row(batch, share_prefixes=True, share_opening=True)
+    if not other_target:
+        assert len(row.tokens) == len(pack_row(plain, share_prefixes=True, share_opening=True).tokens)
+    assert len({*zip(row.datum_index, row.datum_position, strict=True)}) == len(row.scored)
+    for k, index in enumerate(row.scored):
+        datum, position = batch[row.datum_index[k]], int(row.datum_position[k])
+        assert _seen(row, int(index)) == datum.tokens[: position + 1].tolist()
+        assert row.loss_inputs["weights"][k] == datum.weights[position]
+    # A value that only the tokens before and the target decide, as a log-prob is.
+    values = [hash((tuple(_seen(row, int(i))), row.loss_inputs["target_tokens"][k])) for k, i in enumerate(row.scored)]
+    found = row.unpack(np.array([value % 9973 for value in values], np.float32))
+    for datum, of_datum in zip(batch, found, strict=True):
+        seen = [tuple(datum.tokens[: position + 1].tolist()) for position in range(len(datum.tokens))]
+        targets = datum.loss_inputs["target_tokens"]
+        assert of_datum.tolist() == [hash((s, t)) % 9973 for s, t in zip(seen, targets, strict=True)]
+
+
+def _reported(datum: Datum, other_target: bool) -> Datum:
+    """The datum with log-probs of the prompt wanted; `other_target` changes the first target."""
+    inputs = {**datum.loss_inputs, "weights": np.where(datum.weights == 0, REPORTED_WEIGHT, datum.weights)}
+    if other_target:
+        inputs["target_tokens"] = np.concatenate([[7], datum.loss_inputs["target_tokens"][1:]])
+    return Datum(tokens=datum.tokens, loss_inputs=inputs)
 
 
 def test_a_shared_prefix_is_in_the_row_once() -> None:

@@ -10,7 +10,7 @@ import torch
 from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from rl.types import AdamParams, Datum
+from rl.types import REPORTED_WEIGHT, AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -92,11 +92,13 @@ def test_every_gradient_equals_autograd(model: Path) -> None:
 GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 
 
-@pytest.mark.parametrize(("groups", "opening"), [(GROUPS[:3], 0), (GROUPS, 8)])
+@pytest.mark.parametrize(
+    ("groups", "opening", "unscored"), [(GROUPS[:3], 0, 0), (GROUPS, 8, 0), (GROUPS, 8, REPORTED_WEIGHT)]
+)
 def test_shared_prefixes_change_no_gradient(
-    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int
+    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, unscored: float
 ) -> None:
-    batch = random_groups(groups, opening=opening)
+    batch = random_groups(groups, opening=opening, unscored=unscored)
     engine, reference = build(model), ReferencePolicy(model)
     assert engine.shares_prefixes
     output = engine.forward_backward([batch], get_loss("importance_sampling"))

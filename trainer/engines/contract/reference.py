@@ -16,11 +16,13 @@ TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """(log-probs [T], loss inputs [T]) -> loss [T], before weights."""
 
 
-def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, opening: int = 0) -> list[Datum]:
+def random_groups(
+    sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, opening: int = 0, *, unscored: float = 0
+) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 
     All prompts have `opening` more tokens before them, the same ones. As in a rollout, the last token of the prompt is
-    the first position that is scored.
+    the first position that is scored; those before it have the weight `unscored`.
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
@@ -32,7 +34,7 @@ def random_groups(sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, ope
             tokens = np.concatenate([prompt, rng.integers(0, VOCAB_SIZE, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
                 "target_tokens": tokens[1:],
-                "weights": (np.arange(len(tokens) - 1) >= prompt_length - 1).astype(np.float32),
+                "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),
                 "logprobs": rng.normal(-4.0, 0.5, len(tokens) - 1).astype(np.float32),
                 "advantages": rng.normal(size=len(tokens) - 1).astype(np.float32),
             }
