@@ -100,7 +100,7 @@ if [ "$device" = lock ]; then
   shift
   for device in cpu gpu; do
     say "resolving requirements/$device.lock"
-    "$venv/bin/uv" pip compile pyproject.toml --extra "$device" --extra tinker --extra dev --override "requirements/overrides-$device.txt" \
+    "$venv/bin/uv" pip compile pyproject.toml --extra "$device" --extra tinker --extra megatron --extra dev --override "requirements/overrides-$device.txt" \
       --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --quiet \
       --custom-compile-command "make lock" --output-file "requirements/$device.lock" "$@"
   done
