@@ -1,8 +1,9 @@
 """Records the copies that vLLM's `load_weights` makes from weight memory, and repeats them at every later pull.
 
 vLLM fuses and shards hundreds of tensors one by one, in Python, on one thread. The copies are the same for every
-version, so the first pull records them as pairs of views and later pulls only run them, on all threads. A weight that
-is packed for the CPU is packed straight from the published memory if it lies there in one piece, which saves a copy.
+version, so the first pull records them as pairs of views and later pulls only run them: on all threads, or, for a model
+on a GPU, all in one call. A weight that is packed for the CPU is packed straight from the published memory if it lies
+there in one piece, which saves a copy.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator._compat import pack, packed_experts, packed_layers
+from rl.weights import gpu_copies
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
 from rl.weights.transport import WeightMemory
@@ -73,7 +75,9 @@ class CopyPlan:
         self._modules = tuple(model.modules())
         self._layout = record.layout
         self._addresses = _addresses(self._modules)
-        self._usable = recorder.complete and all(destination.is_cpu for destination, _ in recorder.copies)
+        self._on_gpu = gpu_copies.on_gpu(destination for destination, _ in recorder.copies)
+        on_cpu = all(destination.is_cpu for destination, _ in recorder.copies)
+        self._usable = recorder.complete and (self._on_gpu or on_cpu)
         layers = packed_layers(model)
         into: dict[int, list[tuple[torch.Tensor, _Source]]] = defaultdict(list)
         for destination, source in recorder.copies:
@@ -107,7 +111,8 @@ class CopyPlan:
         """Brings what lies in `buffer` into the model."""
         stages = self._stages.get(memory)
         if stages is None:
-            copies = workers.copies((destination, source.of(memory)) for destination, source in self._copies)
+            pairs = [(destination, source.of(memory)) for destination, source in self._copies]
+            copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
             packs = _packing((layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs)
             stages = self._stages[memory] = [copies, packs, self._experts]
         for operations in stages:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from rl.weights import gpu_copies
 from rl.weights.checksums import BufferChecksums
 from rl.weights.host import available_memory_bytes
 from rl.weights.manifest import (
@@ -75,6 +76,8 @@ class WeightBuffer:
         """Use `create` or `open`."""
         self.location = location
         self._fd = fd
+        self._writable = writable
+        self._pinned = False
         self._memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         with warnings.catch_warnings():
             # Readers map the memory read-only on purpose, so that writing into published weights fails.
@@ -195,8 +198,20 @@ class WeightBuffer:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
+    def pin(self) -> None:
+        """Pins the memory in a process that uses a GPU, for copies at the speed of its link. Says so if it cannot."""
+        if not torch.cuda.is_initialized():
+            return
+        why = gpu_copies.pin(self._bytes, writable=self._writable)
+        self._pinned = not why
+        if why:
+            print(f"weights travel through memory that is not pinned, which is slower: {why}", flush=True)
+
     def close(self) -> None:
         """Closes the descriptor. The memory is freed with its last tensor view."""
+        if self._pinned:
+            self._pinned = False
+            gpu_copies.unpin(self._bytes)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

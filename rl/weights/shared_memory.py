@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl.weights import gpu_copies
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.copy_threads import Workers
 from rl.weights.host import host_identity
@@ -81,6 +82,8 @@ class SharedMemorySender:
             raise outcome[0]
         if self._rank > 0:
             self._buffers = [WeightBuffer.open(location, writable=True) for location in outcome[0]]
+        for buffer in self._buffers:
+            buffer.pin()
         self._specs = {spec.name: spec for spec in manifest}
         self._workers = Workers()
 
@@ -138,11 +141,13 @@ class SharedMemorySender:
         raise_on_every_rank(problem, CANNOT_PUBLISH)
         try:
             assert self._workers is not None
-            self._workers.copy(
+            pairs = [
                 (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)
                 for shard in shards
                 if shard.local is not None
-            )
+            ]
+            copy = gpu_copies.copy if gpu_copies.on_gpu(source for _, source in pairs) else self._workers.copy
+            copy(pairs)
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
             problem = error
         try:
@@ -176,6 +181,7 @@ class SharedMemoryReceiver:
         buffer = self._buffers.get(location)
         if buffer is None:
             buffer = WeightBuffer.open(location)
+            buffer.pin()
             self._close_abandoned()
             self._buffers[location] = buffer
         with buffer.reading(record):

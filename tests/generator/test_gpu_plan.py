@@ -1,0 +1,79 @@
+"""Pulls into a model on a GPU: recorded once, then one call. The CPU stands for the GPU."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from generator import copy_plan
+from generator.copy_plan import CopyPlan, CopyRecorder
+from rl.weights import gpu_copies
+from rl.weights.buffer import WeightBuffer
+from rl.weights.copy_threads import Workers
+from rl.weights.host import host_identity
+from rl.weights.manifest import VersionRecord, buffer_size, build_manifest, manifest_checksum
+
+pytestmark = pytest.mark.vllm
+
+MANIFEST = build_manifest((name, (4, 6), torch.bfloat16) for name in ("gate", "up", "down"))
+
+
+class Fused(nn.Module):
+    """Loads as vLLM does: two tensors into one parameter, and of a third the columns of the first of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            part = {"gate": self.gate_up[:4], "up": self.gate_up[4:], "down": self.down}[name]
+            part.data.copy_(tensor.narrow(1, 0, 3) if name == "down" else tensor)
+
+
+def record(version: int) -> VersionRecord:
+    return VersionRecord(
+        version=version,
+        push_index=version,
+        manifest=MANIFEST,
+        dtype=torch.bfloat16,
+        transport="shared_memory",
+        host=host_identity(),
+        layout=manifest_checksum(MANIFEST),
+        full_checksums=False,
+    )
+
+
+def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_copies, "on_gpu", lambda tensors: bool(list(tensors)))
+    calls: list[int] = []
+    copy = gpu_copies.copy
+
+    def counted(pairs: list[gpu_copies.Pair]) -> None:
+        calls.append(len(pairs))
+        copy(pairs)
+
+    monkeypatch.setattr(copy_plan.gpu_copies, "copy", counted)
+    memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
+    plan: CopyPlan | None = None
+    for version in (1, 2, 3):
+        torch.manual_seed(version)
+        weights = {spec.name: torch.randn(spec.shape).bfloat16() for spec in MANIFEST}
+        for spec in MANIFEST:
+            memory.tensor(spec).copy_(weights[spec.name])
+        if plan is None:
+            with CopyRecorder(memory) as recorder:
+                model.load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)
+            plan = CopyPlan(model, record(version), recorder)
+        else:
+            assert plan.fits(record(version))
+            plan.load(memory, workers)
+        assert torch.equal(model.gate_up, torch.cat([weights["gate"], weights["up"]]))
+        assert torch.equal(model.down, weights["down"][:, :3])
+    assert calls == [3, 3]
+    memory.close()
