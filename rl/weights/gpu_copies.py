@@ -7,6 +7,7 @@ itself.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,9 @@ def copy(pairs: Iterable[Pair]) -> None:
     for batch in _batches(pairs):
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
         cast = [source.to(destination.dtype) for destination, source in batch]
-        torch._foreach_copy_([destination for destination, _ in batch], cast, non_blocking=True)
+        # The public way is one call of Python for each tensor; a mixture of experts has thousands.
+        copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+        copy_all([destination for destination, _ in batch], cast, non_blocking=True)
     for device in devices:  # by name, because threads other than the engine's have another current device
         torch.cuda.synchronize(device)
 
@@ -43,14 +46,18 @@ def pin(data: torch.Tensor, *, writable: bool) -> str:
     # Without the device, a thread would open a context on the first GPU, which belongs to another rank.
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
         flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
-        status = int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, flags))
+        status = int(_runtime().cudaHostRegister(data.data_ptr(), data.nbytes, flags))
     return "" if status == _SUCCESS else f"CUDA refused to pin {data.nbytes / 1e9:.1f} GB (error {status})"
 
 
 def unpin(data: torch.Tensor) -> None:
     """Undoes `pin`, which must come before the memory is unmapped."""
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
-        torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+        _runtime().cudaHostUnregister(data.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[Sequence[Pair]]:

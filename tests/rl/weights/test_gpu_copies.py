@@ -1,7 +1,6 @@
 """Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often."""
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = []
     copy = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
 
-    def noted(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
+    def noted(into: list[torch.Tensor], out_of: list[torch.Tensor], *, non_blocking: bool) -> None:
         assert non_blocking
         assert all(a.dtype == b.dtype for a, b in zip(into, out_of, strict=True)), "a cast would travel uncast"
         calls.append([(tensor.dtype, tensor.nbytes) for tensor in out_of])
