@@ -1,8 +1,9 @@
 """The layout of a trainer and how it computes. Learning rate, clip norm and the like come with each step instead."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rl.checks import check_gpus
 from rl.deadlines import Deadlines
@@ -57,6 +58,9 @@ class TrainerConfig(LayoutConfig):
     """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
     seed: int = 0
     """Seed of each rank's random state."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
+    their own names, and `model_provider`; see `docs/megatron.md`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 

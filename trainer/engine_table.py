@@ -25,6 +25,8 @@ class EngineEntry:
     requires: str = ""
     """A package that is not always installed and that the engine needs, by the name of its extra, which is that of the
     module that it brings."""
+    takes_args: bool = False
+    """Whether the engine reads `TrainerConfig.engine_args`; its layout check checks them."""
     trains_adapters: bool = False
     """Whether the engine freezes its model under `TrainerConfig.lora` and has layers that can be adapted."""
 
@@ -48,6 +50,7 @@ ENGINES: Mapping[str, EngineEntry] = {
         engine="trainer.engines.mcore.engine:MegatronEngine",
         layout_check="trainer.engines.mcore.layout_check:check_layout",
         requires="megatron",
+        takes_args=True,
     ),
 }
 

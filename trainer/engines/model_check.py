@@ -44,6 +44,12 @@ def check_model(config: TrainerConfig) -> ModelLimits:
         _check_lora(config)
     entry = find_engine(config.engine)
     check: LayoutCheck = resolve_name(entry.layout_check)
+    if config.engine_args and not entry.takes_args:
+        takers = ", ".join(repr(name) for name, each in ENGINES.items() if each.takes_args)
+        raise ValueError(
+            f"TrainerConfig.engine_args is {dict(config.engine_args)}; engine {config.engine!r} takes none. The "
+            f"engines that do are {takers}"
+        )
     limits = check(config, hf_config)
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
         raise ValueError(

@@ -7,14 +7,25 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+from trainer.engines.contract.comparisons import gradients
+from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, PARAMS, Subject, check_gradients
+from trainer.engines.contract.reference import ReferencePolicy
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.mcore.names import Piece, pieces_of
 from trainer.engines.model_check import check_model
+from trainer.engines.plain_ranks import relative_error
 
+needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the package 'megatron' is not installed")
 TP2: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": False}
 
 
@@ -45,6 +56,123 @@ TP2: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": False}
 def test_what_megatron_cannot_do_is_refused(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         check_model(TrainerConfig(model=make(tmp_path / "model"), engine="megatron", **options))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "set TrainerConfig.tensor_parallel instead"),
+        ({"num_layers": 3}, "follows from the model or the engine and cannot be chosen"),
+        ({"model_provider": "mine"}, "is 'mine'; it must be 'module:function'"),
+    ],
+)
+def test_options_that_cannot_be_chosen_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=tiny_llama(tmp_path / "model"), engine="megatron", engine_args=args))
+
+
+def test_engines_without_options_refuse_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine 'torchtitan' takes none\. The engines that do are 'megatron'"):
+        check_model(TrainerConfig(model=tiny_llama(tmp_path / "model"), engine_args={"softmax_scale": 0.1}))
+
+
+@needs_megatron
+def test_an_option_that_megatron_does_not_have_is_refused(tmp_path: Path) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"), engine="megatron", engine_args={"softmax_scales": 1.0})
+    with pytest.raises(ValueError, match="TransformerConfig has no such option; did you mean 'softmax_scale'"):
+        check_model(config)
+
+
+def double_provider(**arguments: Any) -> Any:
+    """A fork's model: its last norm doubles."""
+    from trainer.engines.mcore.core_api import GPTModel
+
+    model = GPTModel(**arguments)
+    if model.post_process:
+        model.decoder.final_layernorm.register_forward_hook(lambda *args: 2 * args[-1])
+    return model
+
+
+def interleaved_provider(**arguments: Any) -> Any:
+    """A model whose fused projection has other rows than the table says."""
+    from trainer.engines.mcore.core_api import GPTModel, SelfAttention
+
+    arguments["transformer_layer_spec"].submodules.self_attention.module = SelfAttention
+    return GPTModel(**arguments)
+
+
+@needs_megatron
+def test_options_and_a_provider_change_what_is_computed(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    batch = random_batch((9, 17))
+
+    def logprobs(**engine_args: Any) -> Any:
+        config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32", engine_args=engine_args)
+        return load_engine(config).forward([batch]).logprobs[1]
+
+    plain, doubled = logprobs(), logprobs(model_provider=f"{__name__}:double_provider")
+    assert not np.allclose(logprobs(softmax_scale=0.1), plain, atol=1e-3)
+    reference = ReferencePolicy(model)
+    with torch.no_grad():
+        expected = torch.log_softmax(2 * reference.logits(batch[1]), -1)
+    targets = torch.from_numpy(batch[1].loss_inputs["target_tokens"])
+    expected = expected.gather(1, targets[:, None])[:, 0].numpy() * (batch[1].weights != 0)
+    np.testing.assert_allclose(doubled, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="made a layer with SelfAttention; attention must be a subclass of"):
+        logprobs(model_provider=f"{__name__}:interleaved_provider")
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", [name for name in MODEL_CHECKS if "torchtitan" not in name])
+def test_experts_keep_the_contract(name: str, tmp_path: Path) -> None:
+    model = tiny_qwen3_moe(tmp_path / "model")
+    config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
+    print(MODEL_CHECKS[name](Subject(lambda: load_engine(config), model, tmp_path)))
+
+
+@needs_megatron
+def test_scores_of_experts_that_are_not_normalized_equal_transformers(tmp_path: Path) -> None:
+    model = tiny_qwen3_moe(tmp_path / "model", norm_topk_prob=False)
+    config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
+    check_gradients(Subject(lambda: load_engine(config), model, tmp_path))
+
+
+@needs_megatron
+def test_llama3_rope_scaling_equals_transformers(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny_llama(tmp_path / "model", rope_parameters=rope)
+    config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
+    check_gradients(Subject(lambda: load_engine(config), model, tmp_path))
+
+
+@needs_megatron
+def test_bfloat16_computes_with_copies_and_trains_float32(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", tied=False)
+
+    def gradient(engine: Engine) -> torch.Tensor:
+        engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
+        return torch.cat([grad.flatten() for _, grad in sorted(gradients(engine).items())])
+
+    exact = gradient(load_engine(TrainerConfig(model=model, compute_dtype="float32")))
+    engine, other = (load_engine(TrainerConfig(model=model, engine=name)) for name in ("megatron", "torchtitan"))
+    # Rounding moves torchtitan's gradient by 4 % here, and this one by 3 %.
+    assert 0 < relative_error(gradient(engine), exact) < 1.25 * relative_error(gradient(other), exact)
+    engine.optim_step(PARAMS, 0.1)
+    assert {parameter.dtype for _, parameter in engine.hf_parameters()} == {torch.float32}
+    fresh = load_engine(TrainerConfig(model=model, engine="megatron"))
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    fresh.load_checkpoint(tmp_path / "checkpoint")
+    before, after = (each.forward(MICROBATCHES).logprobs for each in (fresh, engine))
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    plain = load_engine(TrainerConfig(model=model, engine="megatron")).forward(MICROBATCHES).logprobs
+    assert not np.array_equal(plain[1], after[1]), "the copies are those of the new parameters"
 
 
 def test_stages_have_equally_many_layers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Builds this rank's stages of a Megatron-core model and the table of its parameters."""
 
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
+from trainer.engines.mcore.engine_args import MODEL_PROVIDER
 from trainer.engines.mcore.expert_dispatch import RaggedDispatcher
 from trainer.engines.mcore.groups import RankGroups
-from trainer.engines.mcore.layers import decoder_spec
+from trainer.engines.mcore.layers import SplitAttention, decoder_spec
 from trainer.engines.mcore.names import Piece, pieces_of
 from trainer.engines.mcore.stage import Stage
 from trainer.engines.pytorch.ranks import DTYPES
@@ -34,11 +36,12 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
     """Builds the stages on the device, uninitialized."""
     core_config = transformer_config(config, decoder)
     collection = groups.collection()
+    provider: Any = resolve_name(config.engine_args.get(MODEL_PROVIDER, f"{__name__}:core_api.GPTModel"))
     stages: list[Stage] = []
     named: list[tuple[nn.Parameter, Sequence[Piece]]] = []
     for index in stage_indices(config, groups.pipeline.get_local_rank()):
         with torch.device("meta"):
-            model = core_api.GPTModel(
+            model = provider(
                 config=core_config,
                 transformer_layer_spec=decoder_spec(decoder),
                 vocab_size=decoder.vocab_size,
@@ -54,10 +57,14 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
         stage.to_empty(device=device)
         first_expert = 0
         for layer in model.decoder.layers:
+            if not isinstance(layer.self_attention, SplitAttention):
+                raise ValueError(
+                    f"engine_args[{MODEL_PROVIDER!r}] made a layer with {type(layer.self_attention).__name__}; "
+                    "attention must be a subclass of trainer.engines.mcore.layers.SplitAttention"
+                )
             if decoder.moe is not None:
                 first_expert = layer.mlp.local_expert_indices[0]
-                if core_config.moe_token_dispatcher_type == "allgather":
-                    layer.mlp.token_dispatcher.__class__ = RaggedDispatcher
+                layer.mlp.token_dispatcher.__class__ = RaggedDispatcher
         first_layer = index * len(model.decoder.layers)
         for name, parameter in model.named_parameters():
             named.append((parameter, pieces_of(name, first_layer, first_expert, decoder, config.head)))
@@ -120,4 +127,5 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
             "moe_router_load_balancing_type": "none",  # so that the gradient is that of the loss alone
             "moe_token_dispatcher_type": "allgather",
         }
-    return core_api.TransformerConfig(**options)
+    given = {name: value for name, value in config.engine_args.items() if name != MODEL_PROVIDER}
+    return core_api.TransformerConfig(**{**options, **given})

@@ -58,11 +58,12 @@ class RowAttention(nn.Module):
 
 
 class Router(core_api.TopKRouter):
-    """A router that is not moved to CUDA. It computes as transformers does: products in the dtype of the model."""
+    """A router that is not moved to CUDA. Like transformers, it computes in the dtype of the model by default."""
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - Megatron-core's name
         """[.., D] -> [.., experts] scores before the softmax."""
-        return F.linear(input, self.weight)
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype))
 
 
 def plan_documents(documents: tuple[Document, ...], device: torch.device) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
+from trainer.engines.mcore.engine_args import check_engine_args
 from trainer.engines.model_check import ModelLimits
 
 
@@ -12,6 +13,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
     _check_options(config)
+    check_engine_args(config.engine_args)
     _check_degrees(config)
     _check_tensor_parallel(config, decoder)
     _check_experts(config, decoder)

@@ -94,8 +94,10 @@ class MasterSlices:
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold the same parameter. A collective.
 
-        A rank that has no gradient of a parameter, because no token came to an expert, takes part with zeros.
+        An expert to which no token came has a gradient of zeros, as if all experts of a layer were one parameter.
         """
+        if all(parameter.grad is None for parameter in self.parameters.values()):
+            return
         pending: list[dist.Work | None] = []
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -104,8 +106,6 @@ class MasterSlices:
                 if piece.sums_over_tensor_ranks:
                     groups.append(self._groups.tensor)
                 groups = [group for group in groups if dist.get_world_size(group) > 1]
-                if not groups:
-                    continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 for group in groups:
