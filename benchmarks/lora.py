@@ -31,7 +31,7 @@ from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab
 from benchmarks.rounds import Rounds, Time, timed
 from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig, Policy
-from rl.types import AdamParams, Datum, SamplingParams
+from rl.types import AdamParams, Datum, OptimStepOutput, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
     from controller.meshes.trainer_handle import TrainerHandle
@@ -170,22 +170,20 @@ async def measure_training(running: Sides, size: Size) -> dict[str, float]:
                 "sync": await timed(_sync(*trainers[name])),
             }
         whole, adapter = times["whole"], times["adapter"]
+        peaks = {name: _peak_bytes(of["optim_step"].result) for name, of in times.items()}
         rounds.add(
             turn,
             {
                 "train_speed": whole["forward_backward"].wall / adapter["forward_backward"].wall,
                 "cpu_train_speed": whole["forward_backward"].cpu / adapter["forward_backward"].cpu,
                 "optim_time_ratio": adapter["optim_step"].wall / whole["optim_step"].wall,
+                "memory_ratio": peaks["adapter"] / peaks["whole"],
                 "sync_ratio": adapter["sync"].wall / whole["sync"].wall,
+                **{f"peak_memory_gb_{name}": peak / 1e9 for name, peak in peaks.items()},
                 **{f"seconds_{part}_{name}": t.wall for name, of in times.items() for part, t in of.items()},
             },
         )
-    peaks = {"whole": _peak_bytes(running.whole), "adapter": _peak_bytes(running.base)}
-    return {
-        **rounds.medians(),
-        "memory_ratio": peaks["adapter"] / peaks["whole"],
-        **{f"peak_memory_gb_{name}": peak / 1e9 for name, peak in peaks.items()},
-    }
+    return rounds.medians()
 
 
 async def measure_generation(running: Sides, size: Size) -> dict[str, float]:
@@ -288,11 +286,9 @@ def _batch(sequences: int, length: int, vocabulary: int) -> list[Datum]:
     return [Datum(tokens=text[:-1], loss_inputs={"target_tokens": text[1:]}) for text in tokens]
 
 
-def _peak_bytes(trainer: "TrainerHandle") -> int:
-    """Peak memory of a trainer's only process since it began."""
-    (pid,) = trainer.mesh.pids
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+def _peak_bytes(step: OptimStepOutput) -> float:
+    """Most memory that the trainer's process held since the step before: in its calls, this step and the push."""
+    return max(value for name, value in step.metrics.items() if name.startswith("memory_peak_bytes"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ class Time(NamedTuple):
     wall: float
     cpu: float
     """CPU time of all processes that this one has started, at least one tick of the kernel's clock."""
+    result: Any
+    """What the call returned."""
 
 
 class Rounds:
@@ -44,8 +46,8 @@ class Rounds:
 async def timed(call: Awaitable[Any]) -> Time:
     """Awaits a call that other processes carry out."""
     wall, cpu = time.perf_counter(), _cpu_seconds()
-    await call
-    return Time(time.perf_counter() - wall, max(_cpu_seconds() - cpu, _TICK_S))
+    result = await call
+    return Time(time.perf_counter() - wall, max(_cpu_seconds() - cpu, _TICK_S), result)
 
 
 def _cpu_seconds() -> float:
