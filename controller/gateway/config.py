@@ -61,6 +61,9 @@ class ServeConfig:
     """For OpenAI's endpoints: vLLM's parser that tells reasoning from the answer, such as qwen3. Empty for none."""
     max_rank: int = 32
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
+    full: int = 0
+    """Clients that may train all weights (`rank=0`) at the same time. Each starts a trainer and a generator of its own,
+    which need as much memory again."""
     max_snapshots: int = 24
     """Versions of adapters that the generator keeps for sampling clients."""
     max_restarts: int = 3
@@ -75,7 +78,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_at_least(1, max_rank=self.max_rank, max_snapshots=self.max_snapshots)
-        check_at_least(0, max_restarts=self.max_restarts)
+        check_at_least(0, max_restarts=self.max_restarts, full=self.full)
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         if not 0 <= self.port < 65536:
             raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
@@ -87,6 +90,12 @@ class ServeConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ValueError(f"ServeConfig.tls_{given} is given and tls_{missing} is not; https needs both")
+        transport = self.generator.weight_transport
+        if self.full > 1 and transport not in ("auto", "shared_memory"):
+            raise ValueError(
+                f"ServeConfig.full is {self.full} and generator.weight_transport is {transport!r}; "
+                "several models that are trained as a whole push through shared_memory"
+            )
         if self.trainer.lora is not None or self.generator.lora is not None:
             raise ValueError("ServeConfig: trainer.lora and generator.lora are set by the server; use max_rank")
 

@@ -45,7 +45,7 @@ class Gateway:
     def __init__(
         self, models: Iterable[ServedModel], folder: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`folder` is the server's: it keeps its database and checkpoints there. `say` is told who trains what.
+        """`folder` is the server's, for its database and checkpoints. `say` is told who trains what.
 
         Raises ValueError if two models have a name in common.
         """
@@ -61,7 +61,7 @@ class Gateway:
         self.training: dict[str, TrainingClient] = {}
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._loaded = LoadedCheckpoints(self.models, self.archive, self.database)
+        self._loaded = LoadedCheckpoints(self.models, self.archive, self.database, self.training)
 
     # Sessions
 
@@ -221,7 +221,8 @@ class Gateway:
                 pending.set(Answer.failure(error))
                 return pending
             self.database.save(row)
-            self._say(f"{row.id} trains an adapter of rank {row.rank} of {row.base_model}")
+            what = f"an adapter of rank {row.rank}" if row.rank else "all weights"
+            self._say(f"{row.id}{f' of {row.user}' if row.user else ''} trains {what} of {row.base_model}")
             client = TrainingClient(row, self.models.find(row.base_model), self.archive)
             self.training[row.id] = client
             client.turns.put(0, lambda: first(client), pending)
@@ -230,12 +231,12 @@ class Gateway:
     def _check_new(self, base_model: str, rank: int, optimizer: str) -> None:
         """Raises ValueError for an adapter that cannot be trained here."""
         model = self.models.find(base_model)
-        if rank == 0:
+        if rank == 0 and model.whole is None:
             raise ValueError(
-                "rank is 0, which asks for full fine-tuning; this server trains adapters: choose a rank from 1 to "
-                f"{model.max_rank}, or train all weights with `ownloop run`"
+                "rank is 0, which asks for full fine-tuning; this server was started without room for it, which "
+                f"`ownloop serve --full 1` makes: choose a rank from 1 to {model.max_rank}"
             )
-        if not 1 <= rank <= model.max_rank:
+        if not 0 <= rank <= model.max_rank:
             raise ValueError(
                 f"rank is {rank}; it must be from 1 to {model.max_rank}, which `ownloop serve --max-rank` sets"
             )
@@ -251,8 +252,8 @@ class Gateway:
         if (known := self.samplers.find(sampler_id)) is not None:
             return known
         if request.model_path is None:
-            name = request.base_model or ""
-            return self.samplers.add(session.id, request.sampling_session_seq_id, self.models.find(name), name, None)
+            name, number = request.base_model or "", request.sampling_session_seq_id
+            return self.samplers.add(session.id, number, self.models.find(name), name, None)
         if sampler_id not in self._from_paths:
             loading = self._load_sampler(session.id, request.sampling_session_seq_id, request.model_path)
             self._from_paths[sampler_id] = asyncio.create_task(loading)
@@ -268,8 +269,7 @@ class Gateway:
     async def find_policy(self, name: str) -> tuple[ServedModel, Policy]:
         """What a base model, a training client (as it is now), a sampling client or a path samples from."""
         if name.startswith("tinker://"):
-            model, _, policy = await self._loaded.load(name)
-            return model, policy
+            return (loaded := await self._loaded.load(name))[0], loaded[2]
         if (sampler := self.samplers.find(name)) is not None:
             return sampler.model, sampler.policy
         if name in self.training:

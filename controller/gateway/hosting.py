@@ -11,6 +11,9 @@ from pathlib import Path
 from controller.gateway.config import ServeConfig
 from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
+from controller.gateway.snapshots import Snapshots
+from controller.gateway.throughput import Throughput
+from controller.gateway.whole_models import Places, WholeModels
 from controller.meshes.adapters import BoundGenerator
 from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher
@@ -55,15 +58,23 @@ async def host(
     first = await stack.enter_async_context(Launcher(config.folder / "logs"))
     others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
     launchers = [first, *[await stack.enter_async_context(other) for other in others]]
+    places = Places(config.full)
     starts = [
-        _host_one(launcher, config, names[model], directory, "" if index == 1 else f"-{index}", say)
+        _host_one(stack, launcher, config, names[model], directory, "" if index == 1 else f"-{index}", places, say)
         for index, (launcher, (model, directory)) in enumerate(zip(launchers, models.items(), strict=True), start=1)
     ]
     return await asyncio.gather(*starts)
 
 
 async def _host_one(
-    launcher: Launcher, config: ServeConfig, names: tuple[str, ...], model: Path, suffix: str, say: Say
+    stack: AsyncExitStack,
+    launcher: Launcher,
+    config: ServeConfig,
+    names: tuple[str, ...],
+    model: Path,
+    suffix: str,
+    places: Places,
+    say: Say,
 ) -> ServedModel:
     at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
     limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
@@ -89,6 +100,9 @@ async def _host_one(
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         return await openai(router, replace(call, **parsers))
 
+    throughput = Throughput()
+    whole = WholeModels(launcher, config, model, names, throughput, places)
+    stack.push_async_callback(whole.close)
     return ServedModel(
         names=names,
         tokenizer=str(model),
@@ -97,5 +111,7 @@ async def _host_one(
         openai=answer,
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
-        max_snapshots=config.max_snapshots,
+        snapshots=Snapshots(router, config.max_snapshots),
+        whole=whole.begin if config.full else None,
+        throughput=throughput,
     )

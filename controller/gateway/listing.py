@@ -99,8 +99,8 @@ async def weights_info(body: TinkerPath, door: Door) -> types.WeightsInfoRespons
     _path(door, path.run_id, path.kind, path.name)
     return types.WeightsInfoResponse(
         base_model=row.base_model,
-        is_lora=True,
-        lora_rank=row.rank,
+        is_lora=row.rank > 0,
+        lora_rank=row.rank or None,
         train_attn=row.train_attn,
         train_mlp=row.train_mlp,
         train_unembed=row.train_unembed,
@@ -161,8 +161,8 @@ def _run(door: Gateway, row: TrainingRunRow) -> types.TrainingRun:
         training_run_id=row.id,
         base_model=row.base_model,
         model_owner=row.user or "local",
-        is_lora=True,
-        lora_rank=row.rank,
+        is_lora=row.rank > 0,
+        lora_rank=row.rank or None,
         last_request_time=_aware(row.last_request_at),
         last_checkpoint=newest.get("training"),
         last_sampler_checkpoint=newest.get("sampler"),

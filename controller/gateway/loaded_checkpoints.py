@@ -1,34 +1,44 @@
 """Checkpoints that clients sample from: loaded once, for all sampling clients and requests that name the same path."""
 
 import asyncio
+from collections.abc import Mapping
 from datetime import datetime
 
 from controller.gateway.archive import Archive
 from controller.gateway.database import Database
 from controller.gateway.served_model import ServedModel, ServedModels
+from controller.gateway.training_client import TrainingClient, unloaded_whole
 from rl.lora import Policy
 
 
 class LoadedCheckpoints:
     """Which checkpoint a generator has under which policy."""
 
-    def __init__(self, models: ServedModels, archive: Archive, database: Database) -> None:
-        """None at first."""
+    def __init__(
+        self, models: ServedModels, archive: Archive, database: Database, training: Mapping[str, TrainingClient]
+    ) -> None:
+        """None at first. `training` are the training clients by their run ids."""
         self._models = models
         self._archive = archive
         self._database = database
+        self._training = training
         self._policies: dict[str, tuple[datetime, Policy]] = {}
         self._loading = asyncio.Lock()
         self._num_loaded = 0
 
     async def load(self, path: str) -> tuple[ServedModel, str, Policy]:
         """The model, the name by which its client asked for it, and the policy. Raises ValueError without the path."""
+        row, folder = self._archive.find(path)
+        run = self._database.run(row.run_id)
+        assert run is not None, "a checkpoint's run is in the database before the checkpoint"
+        if run.rank == 0:
+            if (client := self._training.get(run.id)) is None:
+                raise ValueError(unloaded_whole(path))
+            policy = await client.freeze_saved(path)
+            return client.model, run.base_model, policy
         async with self._loading:
-            row, folder = self._archive.find(path)
-            run = self._database.run(row.run_id)
-            assert run is not None, "a checkpoint's run is in the database before the checkpoint"
             model = self._models.find(run.base_model)
-            saved_at, known = self._policies.get(row.path, (None, None))
+            saved_at, known = self._policies.get(path, (None, None))
             if known is not None and saved_at == row.created_at and known in model.snapshots:
                 return model, run.base_model, known
             self._num_loaded += 1
@@ -40,5 +50,5 @@ class LoadedCheckpoints:
                 policy = await model.snapshots.freeze(name, trainer)
             finally:
                 await trainer.drop()
-            self._policies[row.path] = row.created_at, policy
+            self._policies[path] = row.created_at, policy
             return model, run.base_model, policy

@@ -11,6 +11,17 @@ from rl.protocols import Generator, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeTraining:
+    """A full fine-tuning that has begun."""
+
+    trainer: Trainer
+    served: "ServedModel"
+    """What its sampling clients sample from."""
+    end: Callable[[], Awaitable[None]]
+    """Ends its processes. May be called again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedModel:
     """The frozen base with its generator. All adapters share both."""
 
@@ -25,17 +36,13 @@ class ServedModel:
     """The highest rank of an adapter that the generator can serve."""
     max_context: int
     """Tokens of a prompt and its completion together."""
-    max_snapshots: int
-    """Versions of adapters that the generator keeps at the same time."""
+    snapshots: Snapshots
+    """The versions that the generator keeps."""
     openai: Callable[[OpenAICall], Awaitable[OpenAIReply]] | None = None
     """Answers requests in OpenAI's form; None if the generator cannot."""
-    snapshots: Snapshots = field(init=False)
-    """The versions that it keeps."""
+    whole: Callable[[], Awaitable[WholeTraining]] | None = None
+    """Begins a full fine-tuning; None if the server was started without room for one."""
     throughput: Throughput = field(default_factory=Throughput)
-
-    def __post_init__(self) -> None:
-        """Nothing is kept yet."""
-        object.__setattr__(self, "snapshots", Snapshots(self.generator, self.max_snapshots))
 
 
 class ServedModels:

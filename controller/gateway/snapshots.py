@@ -21,7 +21,8 @@ class Snapshots:
     def __init__(self, generator: Generator, max_kept: int) -> None:
         """`max_kept` is the generator's room."""
         self._generator = generator
-        self._max_kept = max_kept
+        self.max_kept = max_kept
+        """Most versions at the same time."""
         self._kept: dict[Policy, None] = {}  # the one that was used last comes last
         self._running: Counter[Policy] = Counter()
         self._pulling = asyncio.Lock()
@@ -76,7 +77,7 @@ class Snapshots:
             return
         if policy not in self._kept:
             raise ValueError(
-                f"this sampling client's weights are no longer kept: the server holds {self._max_kept} versions and "
+                f"this sampling client's weights are no longer kept: the server holds {self.max_kept} versions and "
                 "gives up the one that was used least recently; make a new sampling client, or sample from a saved path"
             )
         self._note_use(policy)
@@ -109,12 +110,12 @@ class Snapshots:
         self._kept[policy] = None
 
     async def _make_room(self) -> None:
-        if len(self._kept) < self._max_kept:
+        if len(self._kept) < self.max_kept:
             return
         idle = next((policy for policy in self._kept if self._running[policy] == 0), None)
         if idle is None:
             raise ValueError(
-                f"all {self._max_kept} versions that the server can hold are being sampled from; wait, or start it "
+                f"all {self.max_kept} versions that the server can hold are being sampled from; wait, or start it "
                 "with a larger --max-snapshots"
             )
         await self.drop(idle)

@@ -47,7 +47,7 @@ def status_of(gateway: Gateway, user: User) -> dict[str, Any]:
             {
                 "names": model.names,
                 "snapshots": len(model.snapshots),
-                "max_snapshots": model.max_snapshots,
+                "max_snapshots": model.snapshots.max_kept,
                 "trained": model.throughput.history("trained"),
                 "sampled": model.throughput.history("sampled"),
                 "trained_tokens": model.throughput.totals["trained"],

@@ -18,7 +18,7 @@ from controller.gateway.answers import Answer
 from controller.gateway.archive import Archive, CheckpointPath
 from controller.gateway.database import TrainingRunRow
 from controller.gateway.sampling_clients import SamplingClients
-from controller.gateway.served_model import ServedModel
+from controller.gateway.served_model import ServedModel, WholeTraining
 from controller.gateway.turns import Turns
 from controller.gateway.wire import TrainingBatch, encode_output, read_batch
 from rl.lora import Policy
@@ -37,6 +37,9 @@ class TrainingClient:
         self.turns = Turns(run.id)
         self._archive = archive
         self._trainer: Trainer | None = None
+        self._whole: WholeTraining | None = None
+        self._num_changes = 0
+        self._saved_at: dict[str, int] = {}  # by path: the number of changes before it was saved
         self._num_adapters = 0
         self.num_steps = 0
         """Optimizer steps that this client made."""
@@ -55,8 +58,11 @@ class TrainingClient:
         return self._trainer
 
     async def create(self) -> Answer:
-        """Makes a new adapter."""
-        self._trainer = await self.model.adapter(self._adapter_name, self.run.lora)
+        """Makes a new adapter, or begins to train all weights."""
+        if self.run.rank == 0:
+            await self._begin_whole()
+        else:
+            self._trainer = await self.model.adapter(self._adapter_name, self.run.lora)
         return Answer.json({"type": "create_model", "model_id": self.run.id})
 
     async def load(self, path: str, *, optimizer: bool) -> Answer:
@@ -66,6 +72,11 @@ class TrainingClient:
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
         del row
         self._num_adapters += 1
+        self._num_changes += 1
+        if self.run.rank == 0:
+            trainer = await self._begin_whole() if self._trainer is None else self._trainer
+            await trainer.load_checkpoint(folder, weights_only=not optimizer)
+            return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
         loaded = await self.model.adapter(self._adapter_name, self.run.lora)
         try:
             await loaded.load_checkpoint(folder, weights_only=not optimizer)
@@ -76,6 +87,13 @@ class TrainingClient:
         if replaced is not None:
             await replaced.drop()
         return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
+
+    async def _begin_whole(self) -> Trainer:
+        if self.model.whole is None:
+            raise ValueError("this server has no room for full fine-tuning, which `ownloop serve --full 1` makes")
+        self._whole = await self.model.whole()
+        self._trainer, self.model = self._whole.trainer, self._whole.served
+        return self._trainer
 
     async def forward_backward(self, request: messages.ForwardBackwardRequest) -> Answer:
         """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`."""
@@ -98,6 +116,7 @@ class TrainingClient:
             raise ValueError(f"the optimizer is {params.type!r}; this server has AdamW: pass AdamParams")
         output = await self._current.optim_step(AdamParams(**params.model_dump()))
         self.num_steps += 1
+        self._num_changes += 1
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
         if math.isfinite(output.grad_norm):
             metrics["grad_norm"] = output.grad_norm
@@ -115,6 +134,7 @@ class TrainingClient:
             overwrite=isinstance(request, types.SaveWeightsRequest) and request.overwrite,
             user_metadata=request.user_metadata,
         )
+        self._saved_at[str(path)] = self._num_changes
         return Answer.json({"type": request.type, "path": str(path)})
 
     async def sampling_client(
@@ -133,11 +153,23 @@ class TrainingClient:
         """Keeps the current version for sampling, between two calls."""
         return await self.turns.between(lambda: self.model.snapshots.freeze(self._adapter_name, self._current))
 
+    async def freeze_saved(self, path: str) -> Policy:
+        """Keeps what was saved under a path. Raises ValueError if that is no longer the current version."""
+
+        async def freeze() -> Policy:
+            if self._saved_at.get(path) != self._num_changes:
+                raise ValueError(unloaded_whole(path))
+            return await self.model.snapshots.freeze(self._adapter_name, self._current)
+
+        return await self.turns.between(freeze)
+
     async def close(self) -> None:
         """Gives the adapter up. Its checkpoints, and frozen versions that are kept, stay."""
         await self.turns.close()
         trainer, self._trainer = self._trainer, None
-        if trainer is not None:
+        if self._whole is not None:
+            await self._whole.end()
+        elif trainer is not None:
             await trainer.drop()
 
     def describe(self) -> types.GetInfoResponse:
@@ -147,10 +179,18 @@ class TrainingClient:
             type="get_info",
             model_data=data,
             model_id=self.run.id,
-            is_lora=True,
-            lora_rank=self.run.rank,
+            is_lora=self.run.rank > 0,
+            lora_rank=self.run.rank or None,
             model_name=self.run.base_model,
         )
+
+
+def unloaded_whole(path: str) -> str:
+    """Why all weights of a checkpoint cannot be sampled from."""
+    return (
+        f"{path} holds all weights of a model, which only the client that saved them can sample from, until its next "
+        "optim_step; make a training client of the path, and then save_weights_and_get_sampling_client"
+    )
 
 
 def _options(batch: TrainingBatch) -> Mapping[str, Any]:

@@ -99,6 +99,7 @@ class Launcher:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
+        self._seats.give_back()
         if self._hosts is not None:
             await self._seats.disconnect()
 

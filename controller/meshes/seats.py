@@ -74,6 +74,11 @@ class Seats:
         if self.cluster is not None:
             await self.cluster.stop()
 
+    def give_back(self) -> None:
+        """Frees this host's GPUs, once the meshes have ended."""
+        for name in self._names if self._hosts.gpus is not None else ():
+            self._hosts.gpus.give_back(name)
+
     def has_gpu(self, name: str, *, is_trainer: bool) -> bool | None:
         """Whether the hosts of a mesh have GPUs; None if it runs on this one."""
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=is_trainer)

@@ -20,6 +20,7 @@ from controller.gateway.gateway import Gateway
 from controller.gateway.keys import Keys
 from controller.gateway.serving import listen
 from tests.controller.gateway.toy_model import ToyHost
+from tests.controller.gateway.toy_whole_models import with_whole_models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def running_server(
     folder: Path,
     *,
     max_snapshots: int = 8,
+    num_whole: int = 0,
     poll_s: float = 25.0,
     needs_key: bool = False,
     limits: Limits | None = None,
@@ -56,7 +58,7 @@ def running_server(
 
     async def serve() -> None:
         host = ToyHost()
-        gateway = Gateway([host.served(folder / "recovery", max_snapshots)], folder)
+        gateway = Gateway([with_whole_models(host.served(folder / "recovery", max_snapshots), host, num_whole)], folder)
         keys = Keys(folder)
         app = make_app(gateway, keys, limits or Limits(), needs_key=needs_key, poll_s=poll_s)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ssl_certfile=tls[0], ssl_keyfile=tls[1]))

@@ -17,6 +17,7 @@ import torch
 
 from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
+from controller.gateway.snapshots import Snapshots
 from controller.meshes.errors import MeshError
 from controller.runs.restarts import RestartLimit
 from rl.data.batching import validate_batch
@@ -288,5 +289,5 @@ class ToyHost:
             generator=self.generator,
             max_rank=32,
             max_context=CONTEXT,
-            max_snapshots=max_snapshots,
+            snapshots=Snapshots(self.generator, max_snapshots),
         )
