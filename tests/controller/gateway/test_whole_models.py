@@ -71,7 +71,7 @@ def test_states_of_all_weights_are_saved_sampled_from_and_resumed(server: Runnin
     with server.client() as service:
         with pytest.raises((tinker.APIStatusError, ValueError), match="make a training client of the path"):
             service.create_sampling_client(model_path=weights).result()
-        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        resumed: Any = service.create_training_client_from_state_with_optimizer(path).result()
         assert scores(resumed) == pytest.approx(saved)
         first = resumed.save_weights_and_get_sampling_client().result()
         train(resumed)
