@@ -1,4 +1,4 @@
-"""`ownloop serve` as a user starts it, with processes: two models, full fine-tuning beside adapters, keys, and its end."""
+"""`ownloop serve` as a user starts it, with processes: two models, full fine-tuning beside adapters, keys, the end."""
 
 import re
 import signal
