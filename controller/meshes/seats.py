@@ -76,8 +76,9 @@ class Seats:
 
     def give_back(self) -> None:
         """Frees this host's GPUs, once the meshes have ended."""
-        for name in self._names if self._hosts.gpus is not None else ():
-            self._hosts.gpus.give_back(name)
+        for name in self._names:
+            if self._hosts.gpus is not None:
+                self._hosts.gpus.give_back(name)
 
     def has_gpu(self, name: str, *, is_trainer: bool) -> bool | None:
         """Whether the hosts of a mesh have GPUs; None if it runs on this one."""

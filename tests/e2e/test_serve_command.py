@@ -32,7 +32,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[str, str]]:
     """Where a server of two models listens, and a key."""
     folder = tmp_path_factory.mktemp("serve")
     tiny_llama(folder / "llama", **SERVABLE)
-    tiny_qwen3(folder / "qwen", **{**SERVABLE, "head_dim": 32})
+    tiny_qwen3(folder / "qwen", **SERVABLE)
     key, _ = ownloop(folder, "key", "add", "ann").communicate(timeout=60)
     options = ["--trainer.compute-dtype", "float32", "--generator.dtype", "float32", "--generator.max-model-len", "64"]
     names = ["--model", "llama", "--model", "qwen", "--names", "one=llama", "two=qwen", "--full", "2", "--port", "0"]
