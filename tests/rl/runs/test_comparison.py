@@ -4,11 +4,13 @@ from rl.runs.comparison import ABSENT, by_step, differences, metric_differences
 
 
 def test_metrics_that_differ_are_found_and_timings_are_not() -> None:
-    ours = by_step([{"step": 0.0, "eval": 0.5}, {"step": 1.0, "loss": 1.0, "seconds_step": 3.0, "time": 1.0}])
+    ours = by_step(
+        [{"step": 0.0, "eval": 0.5}, {"step": 1.0, "loss": 1.0, "seconds_step": 3.0, "time": 1.0, "mfu": 0.1}]
+    )
     theirs = by_step(
         [
             {"step": 0.0, "eval": 0.5},
-            {"step": 1.0, "loss": 1.5, "seconds_step": 4.0, "time": 2.0, "staleness_max": 1.0},
+            {"step": 1.0, "loss": 1.5, "seconds_step": 4.0, "time": 2.0, "mfu": 0.2, "staleness_max": 1.0},
             {"step": 2.0, "loss": 7.0},
         ]
     )
