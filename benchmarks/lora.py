@@ -60,7 +60,7 @@ class Size:
     """How much work there is."""
 
     requests: int
-    """Requests that are decoded together; a prefill has half as many prompts."""
+    """Requests that are decoded together; a prefill has a quarter as many prompts."""
     new_tokens: int
     prefill_tokens: int
     sequences: int
@@ -84,8 +84,8 @@ class Sides:
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    options_parser = parser(__doc__, quick="3 rounds of shorter texts")
-    options_parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after a warm-up round")
+    options_parser = parser(__doc__, quick="2 rounds of shorter texts")
+    options_parser.add_argument("--rounds", type=int, default=3, help="rounds measured, after a warm-up round")
     options_parser.add_argument("--threads", type=int, default=1, help="of each process")
     options_parser.add_argument("--only", choices=list(PARTS), help="the only part to measure")
     options = options_parser.parse_args()
@@ -102,8 +102,8 @@ def _size(options: argparse.Namespace, vocabulary: int) -> Size:
     if options.smoke:
         return Size(2, 4, 16, 2, 16, rounds=1, vocabulary=vocabulary)
     if options.quick:
-        return Size(16, 8, 64, 4, 128, rounds=3, vocabulary=vocabulary)
-    return Size(32, 24, 128, 4, 256, rounds=options.rounds, vocabulary=vocabulary)
+        return Size(16, 8, 64, 4, 128, rounds=2, vocabulary=vocabulary)
+    return Size(32, 16, 128, 4, 256, rounds=options.rounds, vocabulary=vocabulary)
 
 
 async def measure(model: Path, options: argparse.Namespace, size: Size) -> dict[str, float]:
@@ -194,14 +194,15 @@ async def measure_generation(running: Sides, size: Size) -> dict[str, float]:
         "one": (running.serving, list(names)[:1]),
         "four": (running.serving, list(names)),
     }
-    decoded, read = size.requests * size.new_tokens, size.requests // 2 * size.prefill_tokens
+    num_read = max(size.requests // 4, 1)  # prompts of a prefill
+    decoded, read = size.requests * size.new_tokens, num_read * size.prefill_tokens
     for turn in range(1 + size.rounds):
         decode, prefill = dict[str, Time](), dict[str, Time]()
         for case in cases if turn % 2 else reversed(cases):
             generator, policies = cases[case]
             prompts = _prompts((turn, 0), size.requests, PROMPT_TOKENS, size)
             decode[case] = await timed(_sample(generator, policies, prompts, size.new_tokens))
-            prompts = _prompts((turn, len(policies)), size.requests // 2, size.prefill_tokens, size)
+            prompts = _prompts((turn, len(policies)), num_read, size.prefill_tokens, size)
             prefill[case] = await timed(_sample(generator, policies, prompts, 1))
         rounds.add(
             turn,
@@ -278,7 +279,7 @@ async def _sample(
 
 def _prompts(key: tuple[int, int], count: int, length: int, size: Size) -> list[list[int]]:
     """Random prompts; those of another key are others."""
-    return np.random.default_rng(key).integers(0, size.vocabulary, (max(count, 1), length)).tolist()
+    return np.random.default_rng(key).integers(0, size.vocabulary, (count, length)).tolist()
 
 
 def _batch(sequences: int, length: int, vocabulary: int) -> list[Datum]:
