@@ -36,6 +36,23 @@ def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[i
         return error.code, json.loads(error.read())
 
 
+def _of_dtype(name: str, dtype: Any) -> Any:
+    """A datum with one array of another dtype."""
+    inputs = {"target_tokens": types.TensorData(data=[3], dtype="int64", shape=[1])}
+    inputs[name] = types.TensorData(data=[3], dtype=dtype, shape=[1])
+    return types.Datum(model_input=types.ModelInput.from_ints([2]), loss_fn_inputs=inputs)
+
+
+def test_a_newer_sdk_is_warned_and_works(server: RunningServer) -> None:
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0.41.2"}
+    status, answer = post(server, "create_session", body)
+    assert (status, answer["warning_message"]) == (
+        200,
+        "this server was tested with tinker 0.38, and the client is 0.41.2",
+    )
+    assert post(server, "create_session", {**body, "sdk_version": "0.38.5"})[1]["warning_message"] is None
+
+
 def test_a_call_that_is_sent_twice_runs_once(server: RunningServer) -> None:
     training = new_client(server)
     body = {"model_id": training.model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
@@ -130,6 +147,8 @@ def test_a_body_that_does_not_decompress_or_grows_too_large(server: RunningServe
         ([datum([2], [99])], "cross_entropy", {}, "token ids are between 0 and 15"),
         ([datum([2], [3], weights=[float("nan")])], "cross_entropy", {}, "must be finite"),
         ([datum([], [])], "cross_entropy", {}, "length 0"),
+        ([_of_dtype("target_tokens", "float32")], "cross_entropy", {}, "of dtype float32; it must be int64"),
+        ([_of_dtype("sequence_ratio_mask", "int64")], "cross_entropy", {}, "has 'sequence_ratio_mask'"),
     ],
 )
 def test_a_batch_that_cannot_be_computed_is_the_users_mistake(
