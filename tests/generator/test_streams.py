@@ -1,0 +1,77 @@
+"""Requests whose outputs come one by one, against the same requests as a whole."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from generator.engine import GenerationEngine
+from rl.types import SamplingParams
+from tests.generator.conftest import EngineFactory
+from tests.generator.served_models import served_llama
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
+PROMPT = list(range(3, 20))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, build_engine: EngineFactory) -> GenerationEngine:
+    return build_engine(served_llama(tmp_path_factory.mktemp("streams") / "model", tied=True), "float32")
+
+
+def _params(max_tokens: int, **options: Any) -> Any:
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    return vllm.SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA, ignore_eos=True, **options)
+
+
+async def _tokens(engine: GenerationEngine, max_tokens: int, **options: Any) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    async for output in engine.stream(PROMPT, _params(max_tokens, **options)):
+        for sample in output.outputs:
+            found.setdefault(sample.index, []).extend(sample.token_ids)
+    return found
+
+
+def test_a_stream_has_the_tokens_of_the_whole_beside_other_requests(engine: GenerationEngine) -> None:
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+        whole, streamed, greedy = await asyncio.gather(
+            engine.generate(PROMPT, sampling, 2), _tokens(engine, 12, seed=3, n=2), _tokens(engine, 5, temperature=0)
+        )
+        assert [tuple(streamed[index]) for index in range(2)] == [completion.tokens for completion in whole]
+        assert len(greedy[0]) == 5
+        unseeded = await asyncio.gather(*(_tokens(engine, 12) for _ in range(2)))
+        assert unseeded[0] != unseeded[1]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_nobody_reads_on_frees_its_place(engine: GenerationEngine) -> None:
+    async def main() -> None:
+        async with aclosing(engine.stream(PROMPT, _params(100))) as outputs:
+            async for output in outputs:
+                assert not output.finished
+                break
+            assert engine.num_unfinished == 1
+        async with asyncio.timeout(10):
+            while engine.num_unfinished:
+                await asyncio.sleep(0.01)
+        assert len((await _tokens(engine, 3))[0]) == 3
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_streamed_is_an_error_and_the_next_stream_works(engine: GenerationEngine) -> None:
+    async def failing(prompt: list[int], policy: Any, text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            await anext(engine.stream(prompt, _params(3), policy=policy))
+
+    async def main() -> None:
+        await failing(PROMPT, "nobody", "set GeneratorConfig.lora")
+        await failing(PROMPT * 20, None, "128")
+        assert len((await _tokens(engine, 3))[0]) == 3
+
+    asyncio.run(main())
