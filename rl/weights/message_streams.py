@@ -11,7 +11,7 @@ from rl.weights.links import Link, LinkError, Pending, wait
 from rl.weights.manifest import Manifest
 from rl.weights.messages import Message, Part, as_bytes, part_views
 
-_IN_FLIGHT = 4  # so that a link has work while the next message is cast or put in its place
+_IN_FLIGHT = 8  # so that a link has work while the next message is cast or put in its place, on a busy host too
 
 
 class Progress:

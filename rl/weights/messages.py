@@ -14,7 +14,7 @@ from rl.weights.manifest import Manifest
 MESSAGE_BYTES = 8 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
 
-_ALONE_BYTES = 1 << 20  # smaller parts share messages, because each message costs some 50 microseconds
+_ALONE_BYTES = 1 << 17  # smaller parts share messages, because a message costs as much as copying this twice
 _ALIGN_BYTES = 8  # of a part in a message, so that it can be viewed in any dtype
 
 Span = tuple[int, int]

@@ -7,6 +7,7 @@ lack it, whose generators cannot pull it, and tries them again at the next push.
 
 import asyncio
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Awaitable, Iterable, Sequence
@@ -21,6 +22,8 @@ from rl.weights.version_index import VersionIndex
 
 _MAX_TRANSFERS = 2  # of one push
 _ALIVE_S = 5.0  # for an answer that costs no work
+_REPLACED_S = 15.0  # within which the controller replaces receiving processes that have died
+_LOOK_S = 1.0
 _BYTES_PER_S = 50e6  # that a host checks or passes on at least, once the trainer has sent everything
 
 
@@ -39,6 +42,7 @@ class PushDirector:
         self._hosts: tuple[ReceivingHost, ...] | None = None  # None before a push has read the directory
         self._suspects: set[str] = set()  # processes that failed, and have to answer before they are sent anything
         self._transfers = 0
+        self._has_waited = False
         self._chain: tuple[ReceivingHost, ...] = ()
         self._linked: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # for which the links were made
         self._addresses: list[LinkAddress] = []
@@ -66,7 +70,7 @@ class PushDirector:
         self._record = record
         self._shards = encode_shards(shards)
         self._senders = tuple(rank for rank, parts in enumerate(shards) if parts)
-        self._hosts, self._transfers = None, 0
+        self._hosts, self._transfers, self._has_waited = None, 0, False
         self._reached, self._refused, self._reasons = {}, {}, {}
 
     async def next_route(self) -> LinkAddress | None:
@@ -78,11 +82,13 @@ class PushDirector:
             if self._hosts is None:
                 self._hosts = ()
                 self._hosts = await receiving_hosts(await self._index.get_store())
-            while self._transfers < _MAX_TRANSFERS:
+            while self._transfers < _MAX_TRANSFERS or await self._replaced():
                 left = [host for host in self._hosts if host.identity not in self._reached | self._refused]
                 self._chain = tuple(await self._answering(left))
                 if not self._chain:
-                    break
+                    if not await self._replaced():
+                        break
+                    continue
                 ips = [resolve(host.address, host.port) for host in self._chain]
                 self._name_links(ips)
                 if await self._begin():
@@ -91,6 +97,24 @@ class PushDirector:
         except WeightsError as error:
             self._reasons[""] = str(error)
         return None
+
+    async def _replaced(self) -> bool:
+        """Waits for the successor of a dead receiving process, once, if no other host has the version."""
+        before = self._hosts or ()
+        if self._reached or self._has_waited:
+            return False
+        answers = await _outcomes([host.control.ping() for host in before], _ALIVE_S)
+        if not any(isinstance(answer, Exception) for answer in answers):
+            return False
+        self._has_waited = True
+        end = time.monotonic() + _REPLACED_S
+        while time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+            hosts = await receiving_hosts(await self._index.get_store())
+            if {host.process for host in hosts} - {host.process for host in before}:
+                self._hosts, self._transfers, self._refused = hosts, 0, {}
+                return True
+        return False
 
     async def _begin(self) -> bool:
         """Tells every host of the route what will come. Returns whether all of them can take it."""

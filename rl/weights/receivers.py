@@ -28,7 +28,7 @@ class Transfer:
     record: VersionRecord
     """Without a location."""
     publisher: str
-    """The trainer. Memory of another trainer's versions is freed."""
+    """The trainer. Versions of the same policy by another trainer are freed."""
     shards: bytes
     """`encode_shards` of what the trainer's ranks hold."""
     keep: BufferLocation | None
@@ -60,7 +60,7 @@ class Control(Protocol):
         ...
 
     async def check_room(self, size_bytes: int, publisher: str) -> None:
-        """Raises `WeightsError` if the host has less memory left, not counting that of another trainer's versions."""
+        """Raises `WeightsError` if the host has less memory than this, with that of other trainers' versions."""
         ...
 
     async def begin(self, transfer: Transfer) -> None:

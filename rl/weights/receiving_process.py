@@ -28,7 +28,6 @@ class ReceivingProcess:
         self._rendezvous = Rendezvous(link_timeout_s)
         self.port = self._rendezvous.port
         self.link_timeout_s = link_timeout_s
-        self._publisher = ""
         self._policies: dict[str | None, _PolicyMemory] = {}
         self._incoming: _Incoming | None = None
         self._one_at_a_time = threading.Lock()
@@ -65,32 +64,30 @@ class ReceivingProcess:
     def close(self) -> None:
         """Ends every link and frees all memory."""
         with self._one_at_a_time:
-            self._forget_everything()
+            self._break_off()
+            for memory in self._policies.values():
+                memory.close()
+            self._policies.clear()
 
     def _check_room(self, size_bytes: int, publisher: str) -> None:
         with self._one_at_a_time:
-            self._serve(publisher)
-        if size_bytes > available_memory_bytes():
+            others = [memory.num_bytes for memory in self._policies.values() if memory.publisher != publisher]
+        if size_bytes > available_memory_bytes() + sum(others):
             raise short_of_memory(size_bytes)
 
-    def _serve(self, publisher: str) -> None:
-        if publisher != self._publisher:  # the trainer was restarted, and its versions are numbered anew
-            self._forget_everything()
-            self._publisher = publisher
-
-    def _memory(self, record: VersionRecord) -> "_PolicyMemory":
+    def _memory(self, record: VersionRecord, publisher: str) -> "_PolicyMemory":
         memory = self._policies.get(record.policy)
-        if memory is None or memory.layout != record.layout:
+        # A trainer that was restarted numbers its versions anew.
+        if memory is None or (memory.layout, memory.publisher) != (record.layout, publisher):
             if memory is not None:
                 self._policies.pop(record.policy).close()
-            memory = self._policies[record.policy] = _PolicyMemory(record)
+            memory = self._policies[record.policy] = _PolicyMemory(record, publisher)
         return memory
 
     def _begin(self, transfer: Transfer) -> None:
         with self._one_at_a_time:
             self._break_off()
-            self._serve(transfer.publisher)
-            memory = self._memory(transfer.record)
+            memory = self._memory(transfer.record, transfer.publisher)
             buffer = memory.other_than(transfer.keep)
             buffer.begin_write(transfer.reader_timeout_s)
             memory.close_unused(transfer)
@@ -124,7 +121,7 @@ class ReceivingProcess:
 
     def _drop(self, policy: str | None, publisher: str) -> None:
         with self._one_at_a_time:
-            if publisher == self._publisher and policy in self._policies:
+            if policy in self._policies and self._policies[policy].publisher == publisher:
                 if self._incoming is not None and self._incoming.transfer.record.policy == policy:
                     self._break_off()
                 self._policies.pop(policy).close()
@@ -135,23 +132,23 @@ class ReceivingProcess:
             self._incoming.break_off()
             self._incoming = None
 
-    def _forget_everything(self) -> None:
-        self._break_off()
-        for memory in self._policies.values():
-            memory.close()
-        self._policies.clear()
-
 
 class _PolicyMemory:
     """The buffers of one policy's versions, and the links on which they arrive."""
 
-    def __init__(self, record: VersionRecord) -> None:
+    def __init__(self, record: VersionRecord, publisher: str) -> None:
         self.layout = record.layout
+        self.publisher = publisher
         self.buffers = WeightBuffer.create_for(record.manifest)
         self.newest: tuple[WeightBuffer, tuple[int, ...]] | None = None
         self.transfer_id = ""  # that used the links last
         self.incoming: dict[LinkAddress, Link] = {}
         self.outgoing: dict[LinkAddress, Link] = {}  # one at most
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.data.nbytes for buffer in self.buffers)
 
     def other_than(self, keep: BufferLocation | None) -> WeightBuffer:
         """A buffer that may be overwritten."""

@@ -1,12 +1,7 @@
 """What is sent over the network arrives whole on every host, or the host keeps what it had."""
 
 import asyncio
-import multiprocessing
-import os
 import re
-import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,59 +14,19 @@ from rl.weights import receiving_process
 from rl.weights.buffer import WeightBuffer
 from rl.weights.host import host_identity
 from rl.weights.links import Link
-from rl.weights.manifest import Manifest, UnknownVersionError, VersionRecord, WeightsError, build_manifest
+from rl.weights.manifest import Manifest, UnknownVersionError, WeightsError, build_manifest
 from rl.weights.messages import MESSAGE_BYTES, Part, plan_messages
 from rl.weights.receiving_process import ReceivingProcess
+from tests.rl.weights.pushes import assert_read, publisher_to, push, weights
 from tests.rl.weights.receiving_hosts import (
-    RemoteControl,
-    answer_calls,
-    entry,
     host_entry,
     host_processes,
     read_at,
     register,
 )
 from tests.stores import FakeStore, living
-from trainer.engines.plain_ranks import preloaded_forkserver, spawn
+from trainer.engines.plain_ranks import spawn
 from trainer.push import WeightPublisher
-
-Tensors = dict[str, torch.Tensor]
-
-
-def _weights(seed: int) -> Tensors:
-    """A tensor that is cut into several messages, some that share one, and a scalar."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = {"embedding": (3000, 1000), "norm": (576,), "scale": (), "up": (300, 7), "down": (700, 1000)}
-    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-
-
-def _publisher(store: FakeStore, **options: Any) -> WeightPublisher:
-    return WeightPublisher(torch.float32, "network", store=store, **options)
-
-
-def _push(publisher: WeightPublisher, version: int) -> VersionRecord:
-    record = asyncio.run(publisher.publish(version, _weights(version).items()))
-    assert record is not None
-    return record
-
-
-def _assert_read(identity: str, record: VersionRecord, patch: pytest.MonkeyPatch) -> None:
-    read = read_at(identity, record, patch)
-    for name, tensor in _weights(record.version).items():
-        assert torch.equal(read[name], tensor), name
-
-
-def _before_sending(patch: pytest.MonkeyPatch, act: Callable[[], None], nth_message: int = 2) -> None:
-    """Has the trainer do something once, before it sends its n-th message from now on."""
-    original, counted = Link.send, [0]
-
-    def send(link: Link, data: torch.Tensor) -> Any:
-        counted[0] += 1
-        if counted[0] == nth_message:
-            act()
-        return original(link, data)
-
-    patch.setattr(Link, "send", send)
 
 
 @pytest.mark.parametrize("full_checksums", [False, True])
@@ -84,160 +39,55 @@ def test_every_host_gets_every_version_and_the_trainer_sends_it_once(
     store = FakeStore()
     with host_processes("h1", "h2", "h3") as hosts:
         register(store, *(host.entry for host in hosts))
-        publisher = _publisher(store, full_checksums=full_checksums)
-        records = [_push(publisher, version) for version in (1, 2, 3)]
+        publisher = publisher_to(store, full_checksums=full_checksums)
+        records = [push(publisher, version) for version in (1, 2, 3)]
         for record in records[1:]:
             for identity in ("h1", "h2", "h3"):
-                _assert_read(identity, record, monkeypatch)
+                assert_read(identity, record, monkeypatch)
         with pytest.raises(UnknownVersionError, match="version 1 is no longer kept"):
             read_at("h2", records[0], monkeypatch)
         with pytest.raises(UnknownVersionError, match="version 3 is not on this host"):
             read_at("h4", records[2], monkeypatch)
-    num_bytes = sum(tensor.nbytes for tensor in _weights(1).values())
+    num_bytes = sum(tensor.nbytes for tensor in weights(1).values())
     assert 3 * num_bytes <= sum(sent) <= 3.01 * num_bytes
-
-
-def test_hosts_that_die_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FakeStore()
-    with host_processes("h1", "h2", "h3") as hosts, host_processes("h2") as replacement:
-        register(store, *(host.entry for host in hosts))
-        publisher = _publisher(store)
-        _push(publisher, 1)
-        with monkeypatch.context() as patch:
-            _before_sending(patch, hosts[1].process.kill)
-            begin = time.monotonic()
-            with pytest.warns(UserWarning, match=r"version 2 did not reach every generator host.*; h2: "):
-                second = _push(publisher, 2)
-        assert time.monotonic() - begin < 5
-        for identity in ("h1", "h3"):
-            _assert_read(identity, second, monkeypatch)
-        with pytest.raises(UnknownVersionError, match="version 2 is not on this host"):
-            read_at("h2", second, monkeypatch)
-        register(store, hosts[0].entry, replacement[0].entry, hosts[2].entry)
-        third = _push(publisher, 3)
-        for identity in ("h1", "h2", "h3"):
-            _assert_read(identity, third, monkeypatch)
-
-
-def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FakeStore()
-    with host_processes("h1", link_timeout_s=1.0) as (host,):
-        register(store, host.entry)
-        publisher = _publisher(store)
-        first = _push(publisher, 1)
-        pid = host.process.pid
-        assert pid is not None
-        with monkeypatch.context() as patch:
-            _before_sending(patch, lambda: os.kill(pid, signal.SIGSTOP))
-            patch.setattr("rl.weights.network_push._ALIVE_S", 0.5)
-            begin = time.monotonic()
-            with pytest.raises(WeightsError, match="version 2 reached no generator host; h1: "):
-                _push(publisher, 2)
-            assert time.monotonic() - begin < 5
-        _assert_read("h1", first, monkeypatch)
-        assert [record.version for record in store.values["ownloop/weights"]] == [1]
-        os.kill(pid, signal.SIGCONT)
-        _assert_read("h1", _push(publisher, 3), monkeypatch)
-        _assert_read("h1", first, monkeypatch)
-
-
-def _push_twice(pipe: Any, port: int) -> None:
-    """A trainer that kills itself in the middle of its second push."""
-    store = FakeStore()
-    register(store, entry("h1", port, 5.0, RemoteControl(pipe)))
-    publisher = _publisher(store)
-    pipe.send(_push(publisher, 1))
-    _before_sending(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    _push(publisher, 2)
-
-
-def test_a_killed_trainer_leaves_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    preloaded_forkserver()
-    context = multiprocessing.get_context("forkserver")
-    pipe, theirs = context.Pipe()
-    receiving = ReceivingProcess(5.0)
-    records: list[Any] = []
-    trainer = context.Process(target=_push_twice, args=(theirs, receiving.port), daemon=True)
-    trainer.start()
-    theirs.close()
-    try:
-        answer_calls(_Recording(pipe, records), receiving)  # returns when the trainer is dead
-    finally:
-        trainer.kill()
-        trainer.join()
-    first: VersionRecord = records[0]
-    _assert_read("h1", first, monkeypatch)
-    store = FakeStore()
-    register(store, host_entry(receiving, "h1"))
-    second = _push(_publisher(store), 2)  # another trainer, with version numbers of its own
-    _assert_read("h1", second, monkeypatch)
-    with pytest.raises(UnknownVersionError):
-        read_at("h1", first, monkeypatch)
-    receiving.close()
-
-
-class _Recording:
-    """A pipe that keeps the records which the trainer sends between its calls."""
-
-    def __init__(self, pipe: Any, records: list[Any]) -> None:
-        self._pipe = pipe
-        self._records = records
-        self.send = pipe.send
-
-    def recv(self) -> Any:
-        while isinstance(received := self._pipe.recv(), VersionRecord):
-            self._records.append(received)
-        return received
-
-
-def test_a_reader_that_never_lets_go_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, receiving = FakeStore(), ReceivingProcess(5.0)
-    register(store, host_entry(receiving))
-    publisher = _publisher(store, reader_timeout_s=0.2)
-    first, second = _push(publisher, 1), _push(publisher, 2)
-    reading = WeightBuffer.open(first.location[host_identity()]).reading(first)
-    with reading, pytest.raises(WeightsError, match=r"a reader has kept the weight buffer locked for 0\.2 s"):
-        _push(publisher, 3)
-    _assert_read(host_identity(), second, monkeypatch)
-    _assert_read(host_identity(), _push(publisher, 4), monkeypatch)
 
 
 def test_full_checksums_notice_a_bit_that_changed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     store, receiving = FakeStore(), ReceivingProcess(5.0)
     register(store, host_entry(receiving))
-    publisher = _publisher(store, full_checksums=True)
+    publisher = publisher_to(store, full_checksums=True)
     original = receiving_process.receive_messages
 
     def receive(links: Any, messages: Any, manifest: Manifest, buffer: WeightBuffer, progress: Any) -> None:
         original(links, messages, manifest, buffer, progress)
         buffer.data[manifest[0].offset + 12345] ^= 1
 
-    _push(publisher, 1)
+    push(publisher, 1)
     with monkeypatch.context() as patch:
         patch.setattr(receiving_process, "receive_messages", receive)
         with pytest.raises(WeightsError, match="version 2 is corrupted: 'embedding' is not what was published"):
-            _push(publisher, 2)
+            push(publisher, 2)
     assert [record.version for record in living(store)] == [1]
 
 
 def test_a_push_without_a_change_is_noticed() -> None:
     store, receiving = FakeStore(), ReceivingProcess(5.0)
     register(store, host_entry(receiving))
-    publisher = _publisher(store)
-    weights = _weights(1)
-    asyncio.run(publisher.publish(1, weights.items()))
+    publisher = publisher_to(store)
+    unchanged = weights(1)
+    asyncio.run(publisher.publish(1, unchanged.items()))
     with pytest.warns(UserWarning, match="version 2 is published with exactly the weights of version 1"):
-        asyncio.run(publisher.publish(2, weights.items()))
+        asyncio.run(publisher.publish(2, unchanged.items()))
 
 
 def test_auto_takes_the_network_only_if_a_host_receives() -> None:
     alone, store = FakeStore(), FakeStore()
     register(store, host_entry(ReceivingProcess(5.0)))
     for directory, transport in ((alone, "shared_memory"), (store, "network")):
-        record = _push(WeightPublisher(torch.float32, "auto", store=directory), 1)
+        record = push(WeightPublisher(torch.float32, "auto", store=directory), 1)
         assert record.transport == transport
     with pytest.raises(WeightsError, match="no generator host receives weights over the network"):
-        _push(_publisher(alone), 1)
+        push(publisher_to(alone), 1)
 
 
 def test_too_little_memory_on_a_host_falls_back_on_torchstore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +97,7 @@ def test_too_little_memory_on_a_host_falls_back_on_torchstore(monkeypatch: pytes
     with pytest.warns(
         UserWarning, match=rf"TorchStore carries the weights.*: generator host {re.escape(host_identity())}"
     ):
-        assert _push(WeightPublisher(torch.float32, "auto", store=store), 1).transport == "torchstore"
+        assert push(WeightPublisher(torch.float32, "auto", store=store), 1).transport == "torchstore"
 
 
 def test_messages_are_cut_shared_and_sent_in_turns() -> None:
@@ -275,7 +125,9 @@ def _push_shards(rank: int) -> None:
     for version in (1, 2, 3):
         random = torch.Generator().manual_seed(version)
         full = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-        tensors: Tensors = {name: distribute_tensor(full[name], mesh, [place]) for name, place in placements.items()}
+        tensors: dict[str, torch.Tensor] = {
+            name: distribute_tensor(full[name], mesh, [place]) for name, place in placements.items()
+        }
         if rank == 1:
             tensors["last_stage"] = full["last_stage"]
         record = asyncio.run(publisher.publish(version, tensors.items()))
