@@ -1,0 +1,81 @@
+"""Weights on their way between hosts of their own network: what is sent, and what an interruption does."""
+
+import sys
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rl.weights.manifest import UnknownVersionError, WeightsError
+from tests.hosts.namespaces import Hosts, hosts_on_one_machine
+from tests.hosts.weight_processes import Process
+
+pytestmark = pytest.mark.slow
+
+MEGABYTES = 30.0
+
+
+@contextmanager
+def _processes(folder: Path, *names: str) -> Generator[tuple[Hosts, Process, dict[str, Process]]]:
+    """A trainer on h1 and receiving processes on the other hosts."""
+    with hosts_on_one_machine("h1", *names) as net:
+        module = [sys.executable, "-m", "tests.hosts.weight_processes"]
+        for name in names:
+            net.popen(name, [*module, "receive", str(folder / name)], log=folder / f"{name}.log")
+        receiving = {name: Process(folder / name) for name in names}
+        hosts = [f"{name}={net.addresses[name]}={folder / name}" for name in names]
+        net.popen("h1", [*module, "push", str(folder / "h1"), *hosts], log=folder / "h1.log")
+        yield net, Process(folder / "h1"), receiving
+
+
+def test_weights_between_hosts(tmp_path: Path) -> None:
+    with _processes(tmp_path, "h2", "h3", "h4") as (net, trainer, hosts):
+        # Three hosts cost the trainer's network as much as one.
+        sent: dict[int, int] = {}
+        version = 0
+        for names in (("h2",), ("h2", "h3", "h4")):
+            for _ in range(2):
+                version += 1
+                before = net.bytes_sent("h1")
+                record, _ = trainer.call("push", MEGABYTES, version, names)
+                sent[len(names)] = net.bytes_sent("h1") - before
+                for name in names:
+                    hosts[name].call("pull", record)
+                    assert hosts[name].call("differing", MEGABYTES, version) == []
+        assert 0.99 * MEGABYTES * 1e6 < sent[1] < 1.1 * MEGABYTES * 1e6
+        assert sent[3] < 1.5 * sent[1]
+
+        # A short interruption costs nothing but its time.
+        net.cut("h3")
+        with ThreadPoolExecutor() as pool:
+            pushing = pool.submit(trainer.call, "push", MEGABYTES, version + 1, ("h2", "h3", "h4"))
+            time.sleep(1.5)
+            assert not pushing.done()
+            net.heal("h3")
+            record, _ = pushing.result()
+        assert len(record.location) == 3
+
+
+def test_a_host_that_is_cut_off_keeps_its_version(tmp_path: Path) -> None:
+    with _processes(tmp_path, "h2", "h3") as (net, trainer, hosts):
+        first, _ = trainer.call("push", MEGABYTES, 1, ("h2", "h3"))
+        net.cut("h3")
+        begin = time.monotonic()
+        second, _ = trainer.call("push", MEGABYTES, 2, ("h2", "h3"))
+        assert time.monotonic() - begin < 25
+        hosts["h2"].call("pull", second)
+        assert hosts["h2"].call("differing", MEGABYTES, 2) == []
+        with pytest.raises(UnknownVersionError, match="version 2 is not on this host"):
+            hosts["h3"].call("pull", second)
+        hosts["h3"].call("pull", first)
+        assert hosts["h3"].call("differing", MEGABYTES, 1) == []
+        with pytest.raises(WeightsError, match="version 3 reached no generator host; h3: "):
+            trainer.call("push", MEGABYTES, 3, ("h3",))
+        net.heal("h3")
+        fourth, _ = trainer.call("push", MEGABYTES, 4, ("h2", "h3"))
+        for name in ("h2", "h3"):
+            hosts[name].call("pull", fourth)
+            assert hosts[name].call("differing", MEGABYTES, 4) == []
