@@ -51,6 +51,13 @@ CHECKS = (
         limit_s=240.0,
     ),
     Check(
+        name="placement",
+        what="Trainer and generator on the same GPU take turns, and agree about every token.",
+        module="benchmarks.gpu.placement",
+        needs=("monarch", "torchstore", "vllm"),
+        limit_s=150.0,
+    ),
+    Check(
         name="weight_sync",
         what="Weights reach the generator soon after a push.",
         module="benchmarks.weight_sync",

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.numerics [--smoke]
 
-Three steps of cross-entropy over the same batch. The reference is the same engine in float32, in a process that sees no
+Three steps of cross-entropy over the same batch, also over prompts that share tokens, and with the optimizer's state on
+the host. The reference is the same engine in float32, in a process that sees no
 GPU. bfloat16 may differ from it by its own rounding; float32 only by the order of sums. A checkpoint written on the
 device is then read on the CPU, where it has to give the same log-probs.
 """
@@ -13,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,10 +36,18 @@ class Case:
     dtype: str
     options: tuple[tuple[str, Any], ...] = ()
     """Further fields of `TrainerConfig`."""
+    way: Literal["", "shared_prefixes", "offloaded"] = ""
+    """What differs from plain steps: the batch's prompts share tokens, or AdamW's moments are kept on the host."""
+
+    @property
+    def reference(self) -> "Case":
+        """What it is compared with on the CPU."""
+        return Case(self.engine, self.family, "float32", way="shared_prefixes" if self.way == "shared_prefixes" else "")
 
     def __str__(self) -> str:
         """Its name in bars."""
-        return "_".join([self.engine, self.family, self.dtype, *(f"{name}" for name, _ in self.options)])
+        names = [self.engine, self.family, self.dtype, *(f"{name}" for name, _ in self.options), self.way]
+        return "_".join(filter(None, names))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +71,9 @@ def cases(*, gpu: bool) -> list[Case]:
         for family in families
         for dtype in ("float32", "bfloat16")
     ]
+    for dtype in ("float32", "bfloat16"):
+        found.append(Case("torchtitan", "llama", dtype, way="shared_prefixes"))
+    found.append(Case("torchtitan", "llama", "float32", way="offloaded"))
     if gpu:
         found.append(Case("torchtitan", "qwen3", "bfloat16", (("compile", True),)))
         found.append(Case("torchtitan", "qwen3", "bfloat16", (("activation_checkpointing", "full"),)))
@@ -89,10 +101,14 @@ def compute(case: Case, model: Path, save: Path | None = None, load: Path | None
     from rl.types import AdamParams
     from trainer.config import TrainerConfig
     from trainer.engines import load_engine
+    from trainer.engines.contract.reference import random_groups
 
     fields: dict[str, Any] = {"model": model, "engine": case.engine, "compute_dtype": case.dtype, **dict(case.options)}
     engine = load_engine(TrainerConfig(**fields, max_tokens_per_microbatch=512))
-    batch = random_batch(LENGTHS)
+    groups = random_groups([(40, (30, 20, 40)), (23, (20,)), (30, (44, 31))], opening=24)
+    batch = groups if case.way == "shared_prefixes" else random_batch(LENGTHS)
+    if case.way == "offloaded":
+        engine.to("cpu", optimizer=True)
     microbatches, loss = [batch[:4], batch[4:]], get_loss("cross_entropy")
     losses: list[float] = []
     norms: list[float] = []
@@ -139,9 +155,8 @@ def main() -> None:
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
-        kinds = sorted({(case.engine, case.family) for case in found})
-        calls = [(Case(engine, family, "float32"), models[family]) for engine, family in kinds]
-        references = dict(zip(kinds, on_cpu(compute, calls), strict=True))
+        kinds = list(dict.fromkeys(case.reference for case in found))
+        references = dict(zip(kinds, on_cpu(compute, [(kind, models[kind.family]) for kind in kinds]), strict=True))
         saved: list[tuple[Case, Path, None, Path]] = []
         results: list[Result] = []
         for case in found:
@@ -150,7 +165,7 @@ def main() -> None:
             if case.dtype == "float32":
                 saved.append((case, models[case.family], None, path))
                 results.append(result)
-            reference = references[case.engine, case.family]
+            reference = references[case.reference]
             loose = 10.0 if "float8" in dict(case.options) else 1.0  # three bits of mantissa
             loss_limit, norm_limit = loose * LOSS_LIMIT[case.dtype], loose * NORM_LIMIT[case.dtype]
             bars.append(Bar(name=f"loss_{case}", value=difference(result.losses, reference.losses), limit=loss_limit))

@@ -90,6 +90,23 @@ def test_gpu_logic_buffers_are_pinned_while_they_are_open(
         assert not told
 
 
+@pytest.mark.gpu
+def test_weights_go_to_the_host_and_back_through_pinned_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.zeros(1, device="cuda")
+    buffer = WeightBuffer.create(1 << 22)
+    buffer.pin()
+    assert "not pinned" not in capsys.readouterr().out
+    weights = torch.randn(1 << 20, device="cuda")
+    on_host = buffer.data[: 1 << 21].view(torch.bfloat16)
+    assert on_host.is_pinned()
+    gpu_copies.copy([(on_host, weights)])
+    back = torch.zeros(1 << 20, device="cuda", dtype=torch.bfloat16)
+    gpu_copies.copy([(back, on_host)])
+    assert torch.equal(back, weights.bfloat16())
+    del on_host
+    buffer.close()
+
+
 class _NoDevice:
     """Stands for `torch.cuda.device`."""
 

@@ -90,3 +90,19 @@ def test_gpu_logic_attention_that_the_kernel_does_not_have_stays_transformers_ow
     assert why == "its attention has softcap"
     actual = gradients(engine)
     assert max(relative_error(actual[name], expected[name]) for name in expected) == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_flash_kernel_computes_what_the_mask_does(tmp_path: Path) -> None:
+    config = Qwen2Config(**{**DENSE, "hidden_size": 128}, use_sliding_window=True, sliding_window=4)
+    engine = load_engine(
+        TrainerConfig(model=save(Qwen2ForCausalLM, config, tmp_path / "model"), engine="fsdp2")  # in bfloat16
+    )
+    assert isinstance(engine, Fsdp2Engine)
+    policy = engine._policy  # pyright: ignore[reportPrivateUsage]
+    assert policy._by_documents  # pyright: ignore[reportPrivateUsage]
+    actual = gradients(engine)
+    policy._by_documents = False  # pyright: ignore[reportPrivateUsage]
+    policy.model.set_attn_implementation("sdpa")
+    expected = gradients(engine)
+    assert max(relative_error(actual[name], expected[name]) for name in expected) < 5e-2

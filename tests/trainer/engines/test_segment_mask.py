@@ -85,3 +85,26 @@ def test_gpu_logic_a_run_sees_few_lengths_of_rows() -> None:
             padded = row_length(length, multiple)
             assert padded % multiple == 0
             assert length <= padded < length * 9 / 8 + multiple
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["equal lengths", "long shared prefixes", "a long opening"])
+def test_gradients_on_a_gpu_are_those_of_the_definition(name: str) -> None:
+    importlib.import_module("trainer.engines.titan.model")  # applies the patches
+    from trainer.engines.titan.model import attention
+
+    documents, device = ROWS[name], torch.device("cuda")
+    inputs, grad = random_row(sum(document.num_tokens for document in documents), (4, 2), torch.float32)
+    expected = [x.double().requires_grad_() for x in inputs]
+    attend_by_definition(*expected, documents).backward(grad.double())
+    found = [x.to(device, torch.bfloat16)[None].requires_grad_() for x in inputs]
+    starts = [torch.arange(document.num_tokens) for document in documents]
+    masks = attention.gpu_masks(torch.cat(starts)[None].to(device), documents, torch.bfloat16)
+    module = attention.SegmentAttention.Config().build()
+    out = module(*found, attention_masks=masks, enable_gqa=True)
+    out.backward(grad.to(device, torch.bfloat16)[None])
+    for mine, exact in zip(found, expected, strict=True):
+        assert mine.grad is not None
+        assert exact.grad is not None
+        error = (mine.grad[0].cpu().double() - exact.grad).norm() / exact.grad.norm()
+        assert error < 2e-2
