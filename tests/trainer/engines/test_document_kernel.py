@@ -94,7 +94,8 @@ def test_gpu_logic_attention_that_the_kernel_does_not_have_stays_transformers_ow
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_flash_kernel_computes_what_the_mask_does(tmp_path: Path) -> None:
-    config = Qwen2Config(**{**DENSE, "hidden_size": 128}, use_sliding_window=True, sliding_window=4)
+    wide: dict[str, Any] = {**DENSE, "hidden_size": 128}
+    config = Qwen2Config(**wide, use_sliding_window=True, sliding_window=4)
     engine = load_engine(
         TrainerConfig(model=save(Qwen2ForCausalLM, config, tmp_path / "model"), engine="fsdp2")  # in bfloat16
     )

@@ -95,8 +95,8 @@ def test_gradients_on_a_gpu_are_those_of_the_definition(name: str) -> None:
 
     documents, device = ROWS[name], torch.device("cuda")
     inputs, grad = random_row(sum(document.num_tokens for document in documents), (4, 2), torch.float32)
-    expected = [x.double().requires_grad_() for x in inputs]
-    attend_by_definition(*expected, documents).backward(grad.double())
+    expected = q, k, v = [x.double().requires_grad_() for x in inputs]
+    attend_by_definition(q, k, v, documents).backward(grad.double())
     found = [x.to(device, torch.bfloat16)[None].requires_grad_() for x in inputs]
     starts = [torch.arange(document.num_tokens) for document in documents]
     masks = attention.gpu_masks(torch.cat(starts)[None].to(device), documents, torch.bfloat16)
