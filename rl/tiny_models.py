@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -51,6 +53,12 @@ def tiny_critic(path: Path) -> Path:
     options: dict[str, Any] = {**_shape(), "num_labels": 1}
     config = LlamaConfig(tie_word_embeddings=False, num_key_value_heads=2, **options)
     return _save(LlamaForSequenceClassification, config, path, torch.float32)
+
+
+def tiny_qwen2(path: Path, *, tied: bool = True, **options: Any) -> Path:
+    """Writes a Qwen2, whose queries, keys and values have biases, of the same shape."""
+    config = Qwen2Config(tie_word_embeddings=tied, num_key_value_heads=2, **{**_shape(), **options})
+    return _save(Qwen2ForCausalLM, config, path, torch.float32)
 
 
 def tiny_qwen3(
@@ -98,6 +106,8 @@ def _save(model_class: Any, config: Any, path: Path, dtype: torch.dtype) -> Path
         for name, parameter in model.named_parameters():
             if "norm" in name:  # ones by default, which would hide a swapped norm
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):  # zeros by default, which would hide a forgotten bias
+                torch.nn.init.normal_(parameter, std=0.2)
     model.to(dtype).save_pretrained(path)
     words = {f"w{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))

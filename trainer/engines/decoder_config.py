@@ -1,4 +1,4 @@
-"""The shape of a Llama or Qwen3 decoder, parsed from the contents of its `config.json`.
+"""The shape of a Llama, Qwen2 or Qwen3 decoder, parsed from the contents of its `config.json`.
 
 Imports neither torch nor an engine, so the controller can refuse a model before any process starts. Both spellings of
 rotary embeddings are read: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`. Absent
@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
 
-Family = Literal["llama", "qwen3", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
@@ -49,7 +50,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder of the Llama or Qwen3 family."""
+    """The shape of a decoder of the Llama, Qwen2 or Qwen3 family. In Qwen2, queries, keys and values have biases."""
 
     family: Family
     vocab_size: int

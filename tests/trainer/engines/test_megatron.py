@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -44,7 +44,13 @@ TP2: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": False}
         (tiny_llama, {"expert_parallel": 2}, "this model has no experts, so it must be 1"),
         (tiny_llama, {"activation_checkpointing": "selective"}, "with engine 'megatron' it must be 'none' or 'full'"),
         (tiny_llama, {"compile": True}, "it must be False. The engine 'torchtitan' has it"),
-        (tiny_qwen3_moe, TP2, "does not split experts, .* expert_parallel and pipeline_parallel work with it"),
+        (tiny_qwen2, TP2, "not tried with biases that are split, so it must be 1 for this model"),
+        (tiny_qwen3_moe, TP2, "does not split experts, .* expert_parallel works with it"),
+        (
+            tiny_qwen3_moe,
+            {"pipeline_parallel": 2},
+            "not tried with experts in several stages, so it must be 1 for this",
+        ),
         (tiny_qwen3_moe, {"expert_parallel": 2}, r"does not divide the 1 data_parallel_replicate; they allow \[1\]"),
         (
             tiny_qwen3_moe,
@@ -124,10 +130,18 @@ def test_options_and_a_provider_change_what_is_computed(tmp_path: Path) -> None:
 
 @needs_megatron
 @pytest.mark.parametrize("name", [name for name in MODEL_CHECKS if "torchtitan" not in name])
-def test_experts_keep_the_contract(name: str, tmp_path: Path) -> None:
-    model = tiny_qwen3_moe(tmp_path / "model")
+@pytest.mark.parametrize("make", [tiny_qwen3_moe, tiny_qwen2])
+def test_models_that_only_some_engines_have_keep_the_contract(name: str, make: Any, tmp_path: Path) -> None:
+    model = make(tmp_path / "model")
     config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
     print(MODEL_CHECKS[name](Subject(lambda: load_engine(config), model, tmp_path)))
+
+
+def test_torchtitan_refuses_biases(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"'Qwen2ForCausalLM'\]; engine 'torchtitan' trains Llama, Qwen3 and Qwen3-MoE"
+    ):
+        check_model(TrainerConfig(model=tiny_qwen2(tmp_path / "model")))
 
 
 @needs_megatron

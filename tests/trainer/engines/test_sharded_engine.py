@@ -46,7 +46,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron_replicated2_tp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "tensor_parallel": 2},
     "megatron_pp2_replicated2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2},
     "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
-    "megatron_pp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2},
     "megatron_replicated4_ep2_moe": {**MEGATRON, "data_parallel_replicate": 4, "expert_parallel": 2},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -82,7 +81,6 @@ SLOW = {
     "megatron_replicated2_tp2_untied",
     "megatron_pp2_replicated2_untied",
     "megatron_replicated4_ep2_moe",
-    "megatron_pp2_ep2_moe",
     *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
 }
 

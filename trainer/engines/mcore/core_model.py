@@ -1,6 +1,6 @@
 """Builds this rank's stages of a Megatron-core model and the table of its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -21,6 +21,20 @@ from trainer.engines.mcore.stage import Stage
 from trainer.engines.pytorch.ranks import DTYPES
 
 _WRAPPED = "_checkpoint_wrapped_module."
+
+
+_PORTABLE: Mapping[str, Any] = {
+    # The weights come from files, on whichever device.
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    # These need Apex, TransformerEngine or CUDA.
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
 
 
 class BuiltModel(NamedTuple):
@@ -92,7 +106,8 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
         "kv_channels": decoder.head_dim,
         "layernorm_epsilon": decoder.norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": decoder.family != "llama",
+        "qk_layernorm": decoder.family in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": decoder.family == "qwen2",
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
@@ -106,16 +121,7 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # The weights come from files, on whichever device.
-        "use_cpu_initialization": True,
-        "perform_initialization": False,
-        # These need Apex, TransformerEngine or CUDA.
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
+        **_PORTABLE,
     }
     if decoder.moe is not None:
         options |= {

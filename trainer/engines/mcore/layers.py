@@ -76,7 +76,7 @@ def decoder_spec(decoder: DecoderConfig) -> Any:
     spec = core_api.layer_spec(
         num_experts=None if decoder.moe is None else decoder.moe.num_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=decoder.family != "llama",
+        qk_layernorm=decoder.family in ("qwen3", "qwen3_moe"),
         normalization="RMSNorm",
     )
     attention = spec.submodules.self_attention
