@@ -91,6 +91,8 @@ class LoopConfig:
         self.adam(self.learning_rate)
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
+        if self.trainer.frozen:
+            raise ValueError("trainer.frozen is True; a loop trains this trainer, so it must be False")
         self._set("trainer", replace(self.trainer, lora=self.lora))
 
     def _set(self, name: str, value: object) -> None:

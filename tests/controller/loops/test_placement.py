@@ -98,6 +98,11 @@ def test_gpu_logic_processes_on_the_same_gpus_take_turns(tmp_path: Path, monkeyp
         assert row["logprob_mismatch_max"] <= 1e-4
 
 
+def test_a_loop_does_not_train_a_frozen_trainer() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.frozen is True; a loop trains this trainer"):
+        replace(colocated(Path("model")), trainer=TrainerConfig(frozen=True))
+
+
 def test_a_placement_is_one_field_for_all_processes() -> None:
     shared = colocated(Path("model"))
     split = replace(shared, placement="split")

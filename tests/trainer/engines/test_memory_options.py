@@ -13,6 +13,7 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
+from trainer.actor import trainer_env
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -43,6 +44,20 @@ def test_gpu_logic_a_frozen_model_refuses_to_be_trained_in_words(model: Path) ->
     engine = load_engine(TrainerConfig(model=model, compute_dtype="float32", frozen=True))
     with pytest.raises(ValueError, match=r"forward_backward: the model is frozen; without TrainerConfig\.frozen"):
         engine.forward_backward([BATCH], get_loss("cross_entropy"))
+
+
+def test_gpu_logic_rows_of_ever_new_lengths_do_not_break_a_gpus_memory_to_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert trainer_env(TrainerConfig(), has_gpu=True)[names[0]] == "expandable_segments:True"
+    assert "MALLOC_ARENA_MAX" not in trainer_env(TrainerConfig(), has_gpu=True)
+    assert "MALLOC_ARENA_MAX" in (on_cpu := trainer_env(TrainerConfig(), has_gpu=False))
+    assert names[0] not in on_cpu
+    monkeypatch.setenv(names[1], "max_split_size_mb:64")
+    assert names[0] not in trainer_env(TrainerConfig(), has_gpu=True), "what a user has set stays"
 
 
 def stepped(piece_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[Any], list[int]]:
