@@ -55,6 +55,7 @@ class MasterSlices:
         for source, pieces in named:
             of_source = [self._slice(source, piece) for piece in pieces]
             self._slices |= {each.piece.name: each for each in of_source}
+        self._shapes = {id(source): source.shape for source, _ in named}
         self._shared = all(source.dtype == torch.float32 for source, _ in named)
         with torch.no_grad():
             self.parameters: dict[str, nn.Parameter] = {
@@ -86,8 +87,7 @@ class MasterSlices:
                 torch.utils.swap_tensors(master, nn.Parameter(moved))
             for source in sources:
                 if not self._shared:
-                    rows = source.shape if device == compute_device else (0, *source.shape[1:])
-                    source.data = source.new_empty(rows)
+                    source.data = source.new_empty(self._shapes[id(source)] if device == compute_device else (0,))
         if device == compute_device:
             self.refresh()
 
