@@ -14,6 +14,7 @@ from controller.gateway.access import Caller, Door
 from controller.gateway.gateway import ClientSession, Gateway
 from controller.gateway.keys import User
 from controller.gateway.throughput import BUCKET_S
+from rl.lora import Policy
 
 status_routes = APIRouter()
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -83,13 +84,19 @@ def _session(gateway: Gateway, session: ClientSession) -> dict[str, Any]:
             {
                 "id": sampler.id,
                 "model": sampler.base_model,
-                "policy": "base" if sampler.policy is None else str(sampler.path or sampler.policy),
+                "policy": sampler.path or _in_words(sampler.policy),
                 "kept": sampler.policy is None or sampler.policy in sampler.model.snapshots,
             }
             for sampler in samplers
             if sampler is not None
         ],
     }
+
+
+def _in_words(policy: Policy) -> str:
+    if policy is None:
+        return "the base model"
+    return f"version {policy[1]} of {policy[0]}" if isinstance(policy, tuple) else f"the newest of {policy}"
 
 
 def _memory() -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str
         assert (sampled(service.create_sampling_client(base_model=name).result()) == base[name]).all()
     path = clients["two", 0].save_state("whole").result().path
     clients["two", 0].optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    service.close()
+    service.close("success").result()
     again = tinker.ServiceClient(base_url=url[0], api_key=url[1])
     resumed = again.create_training_client_from_state_with_optimizer(path).result()
     np.testing.assert_allclose(trained(resumed), snapshots["two", 0], atol=1e-4)

@@ -38,6 +38,7 @@ def test_the_status_is_what_goes_on(tmp_path: Path) -> None:
         assert (run["tokens"], run["checkpoints"], run["is_running"]) == (6, 1, False)
         (client,) = status["sessions"][0]["sampling"]
         assert (client["kept"], client["model"]) == (True, "toy")
+        assert client["policy"].startswith("version 2 of ")
         (model,) = status["models"]
         assert (model["snapshots"], model["trained_tokens"], model["sampled_tokens"]) == (1, 6, 1)
         assert status["memory"]["server"] > 2**20
@@ -89,7 +90,7 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         command = [str(BROWSER), *options, "--virtual-time-budget=1000", "--dump-dom", server.url]
         drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert f"<td>{training.model_id}</td>" in drawn
-    assert re.search(r"<b>1</b><span class=\"dim\"> sessions", drawn)
+    assert re.search(r"<b>1</b><span class=\"dim\"> session<", drawn)
     assert drawn.count("<polyline") == 2
     assert "tokens/s trained (3 in all)" in drawn
     assert "GiB" in drawn  # the last section: no script error came before it
