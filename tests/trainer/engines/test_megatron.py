@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.data.packing import Document
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.engine_params import INSTALLED
@@ -187,6 +188,18 @@ def test_bfloat16_computes_with_copies_and_trains_float32(tmp_path: Path) -> Non
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     plain = load_engine(TrainerConfig(model=model, engine="megatron")).forward(MICROBATCHES).logprobs
     assert not np.array_equal(plain[1], after[1]), "the copies are those of the new parameters"
+
+
+@needs_megatron
+def test_attention_on_a_gpu_is_that_on_a_cpu() -> None:
+    from trainer.engines.mcore.layers import RowAttention, attend_by_kernel, plan_documents
+
+    documents = (Document(5), Document(1), Document(9))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(15, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
+    expected = RowAttention(softmax_scale=0.5)(query, key, value, plan_documents(documents, torch.device("cpu")))
+    lengths = plan_documents(documents, torch.device("cuda"))
+    torch.testing.assert_close(attend_by_kernel(query, key, value, lengths, 0.5), expected)
 
 
 def test_stages_have_equally_many_layers(tmp_path: Path) -> None:

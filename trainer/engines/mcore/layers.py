@@ -48,13 +48,7 @@ class RowAttention(nn.Module):
         if query.device.type == "cpu":
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return document_attention(q, k, v, attention_mask, scale=self._scale).transpose(0, 1).flatten(2)
-        parts = [
-            F.scaled_dot_product_attention(*each, is_causal=True, scale=self._scale, enable_gqa=True)
-            for each in zip(
-                *(x.permute(1, 2, 0, 3).split(attention_mask, dim=2) for x in (query, key, value)), strict=True
-            )
-        ]
-        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
+        return attend_by_kernel(query, key, value, attention_mask, self._scale)
 
 
 class Router(core_api.TopKRouter):
@@ -64,6 +58,16 @@ class Router(core_api.TopKRouter):
         """[.., D] -> [.., experts] scores before the softmax."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype))
+
+
+def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """As `RowAttention`, by PyTorch's kernel, one document of `lengths` tokens after the other; for GPUs."""
+    q, k, v = (x.permute(1, 2, 0, 3).split(lengths, dim=2) for x in (query, key, value))
+    parts = [
+        F.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)
+        for each in zip(q, k, v, strict=True)
+    ]
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
 
 
 def plan_documents(documents: tuple[Document, ...], device: torch.device) -> Any:
