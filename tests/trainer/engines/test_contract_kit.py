@@ -1,5 +1,6 @@
 """`ownloop check-engine` passes an engine that keeps the contract, and names what a broken one does wrong."""
 
+import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -116,6 +117,12 @@ def test_a_name_without_engine_is_a_mistake(name: str, message: str, capfd: pyte
     with pytest.raises(SystemExit, match="2"):
         main(["check-engine", name])
     assert re.search(message, capfd.readouterr().err)
+
+
+def test_an_engine_without_its_package_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs a package that is not installed: pip install 'ownloop\[megatron\]'"):
+        check_engine("megatron", [], tmp_path, print)
 
 
 def test_layouts_are_fields() -> None:

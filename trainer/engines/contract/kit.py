@@ -55,7 +55,7 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     """Runs every check on the engine and reports each. Returns whether the engine passed.
 
     `name` is an engine's own, or `module:class`. Each of `layouts` is of several ranks, such as `tensor_parallel=2`.
-    Raises ValueError if there is no such engine or layout.
+    Raises ValueError if there is no such engine or layout, or if the engine cannot run here.
     """
     chosen = {text: parse_layout(text) for text in layouts}
     build = builder(name)
@@ -69,6 +69,8 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     models = {"one rank, tied": tiny_llama(scratch / "tied"), "one rank": tiny_qwen3(scratch / "untied", tied=False)}
     for subject, model in models.items():
         config = TrainerConfig(model=model, engine=engine, compute_dtype="float32")
+        if build is load_engine:
+            check_model(config)  # raises what every check would fail with, such as a package that is not installed
         _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", tell)
     one = TrainerConfig(model=models["one rank"], engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50)
     for text, layout in chosen.items():
