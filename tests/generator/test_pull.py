@@ -251,7 +251,7 @@ def test_weights_of_another_host_name_the_transport_that_reaches_it(
             elsewhere.setattr("trainer.push.host_identity", lambda: "another host")
             await WeightPublisher(torch.float32, store=store).publish(1, moved(directory, 1).items())
         assert store.values[INDEX_KEY][0].host == "another host"
-        with pytest.raises(ValueError, match="needs weight_transport='torchstore'"):
+        with pytest.raises(ValueError, match="needs weight_transport='network'"):
             await pull(engine, store, 1)
 
     asyncio.run(main())
