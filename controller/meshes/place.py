@@ -3,7 +3,7 @@
 Other hosts are in controller/hosts/placement.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,10 @@ class Place(Protocol):
         """Address and port at which the ranks find each other. None leaves both to Monarch."""
         ...
 
+    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
+        """Runs a check of an importable module on every other host. Raises its ValueError, with the host's name."""
+        ...
+
     async def release(self, host_mesh: Any) -> None:
         """Gives up what `host_mesh` returned, once the processes have ended. Returns within seconds."""
         ...
@@ -87,6 +91,9 @@ class ThisHost:
     async def master(self) -> tuple[str | None, int | None]:
         """Monarch finds a free port."""
         return None, None
+
+    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
+        """There is no other host."""
 
     async def release(self, host_mesh: Any) -> None:
         """Nothing to give up."""

@@ -136,8 +136,9 @@ class TrainerHandle:
         the parent directory of `path`.
 
         Raises ValueError if `path` exists and is not a checkpoint of ours, cannot be written or has too little room,
-        and for a `keep_last` below 1.
+        if the trainer runs on other hosts that do not share its folder, and for a `keep_last` below 1.
         """
+        await self._trainer.folders.check(path)
         await self._trainer.gather(
             "save_checkpoint",
             [
@@ -175,6 +176,7 @@ class TrainerHandle:
 
         Raises ValueError for the same paths as `save_checkpoint`.
         """
+        await self._trainer.folders.check(path)
         await self._trainer.gather(
             "export_hf", [rank.export_hf.call_one(self.policy, path.absolute()) for rank in self._ranks], varies=True
         )
@@ -219,6 +221,7 @@ class TrainerHandle:
         Raises ValueError if this is not an adapter, and for the same paths as `save_checkpoint`.
         """
         policy = self._adapter_name("export_peft")
+        await self._trainer.folders.check(path)
         calls = [rank.export_peft.call_one(policy, path.absolute()) for rank in self._ranks]
         await self._trainer.gather("export_peft", calls, varies=True)
 

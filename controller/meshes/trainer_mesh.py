@@ -4,13 +4,14 @@ The handles of all policies of a trainer share one: the model's own, and that of
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
+from controller.meshes.shared_folders import SharedFolders
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
@@ -43,6 +44,8 @@ class TrainerMesh:
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter that the generator serves, if it is known."""
+    folders: SharedFolders = field(default_factory=SharedFolders)
+    """Where the trainer's hosts and this one have the same files."""
     pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes
     """The meshes without which no version can be pushed."""
 
@@ -98,6 +101,7 @@ class TrainerMesh:
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
+            folders=SharedFolders(mesh.place),
             pushes_to=pushes_to,
         )
 
