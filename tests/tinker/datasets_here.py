@@ -29,14 +29,18 @@ def write_conversations(folder: Path) -> None:
         _write(folder / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", rows)
 
 
-def write_sums(folder: Path) -> None:
-    """`openai/gsm8k`, configuration `main`: sums of small numbers."""
+def write_questions(folder: Path) -> None:
+    """`openai/gsm8k`, configuration `main`: questions whose answer is that of the recipe's own example, 3.
+
+    SmolLM2 boxes an answer in one of eight samples in the recipe's format. Of sums of two digits it hardly ever boxes the
+    right one, so that all rewards, and with them all advantages, would be 0.
+    """
     data = folder / "openai" / "gsm8k"
     numbers = random.Random(0)
     rows: list[dict[str, str]] = []
     for _ in range(512):
-        a, b = numbers.randint(1, 9), numbers.randint(1, 9)
-        rows.append({"question": f"What is {a} + {b}?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"})
+        b = numbers.randint(1, 9)
+        rows.append({"question": f"What is {b + 3} - {b}?", "answer": f"{b + 3}-{b}=3\n#### 3"})
     for split in ("train", "test"):
         _write(data / "main" / f"{split}.jsonl", rows)
     files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))

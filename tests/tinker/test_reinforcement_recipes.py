@@ -7,7 +7,7 @@ import pytest
 
 from controller.gateway.child_server import Server
 from tests.tinker.conftest import learns
-from tests.tinker.datasets_here import HUB_MODEL, link_model, write_sums
+from tests.tinker.datasets_here import HUB_MODEL, link_model, write_questions
 from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -51,7 +51,7 @@ def test_math_rl_of_sums(server: Server, tmp_path: Path, loss: str, options: dic
 
 
 def test_rl_loop(server: Server, tmp_path: Path) -> None:
-    write_sums(tmp_path)
+    write_questions(tmp_path)
     link_model(tmp_path, server.model)
     sizes = {"batch_size": 8, "group_size": 8, "max_tokens": 48, "max_steps": 8, "learning_rate": 2e-4}
     log = run_recipe(server, "rl_loop", tmp_path, model_name=HUB_MODEL, loss_fn="importance_sampling", **sizes)
