@@ -32,8 +32,8 @@ def write_conversations(folder: Path) -> None:
 def write_questions(folder: Path) -> None:
     """`openai/gsm8k`, configuration `main`: questions whose answer is that of the recipe's own example, 3.
 
-    SmolLM2 boxes an answer in one of eight samples in the recipe's format. Of sums of two digits it hardly ever boxes the
-    right one, so that all rewards, and with them all advantages, would be 0.
+    SmolLM2 boxes an answer in one of eight samples in the recipe's format, and hardly ever the right one of a sum. All
+    rewards, and with them all advantages, would be 0.
     """
     data = folder / "openai" / "gsm8k"
     numbers = random.Random(0)
