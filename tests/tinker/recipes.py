@@ -6,6 +6,7 @@ The environment is made from requirements/tinker.lock once, which takes a minute
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ def begin_recipe(server: Server, name: str, folder: Path, **options: Any) -> sub
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def wait_for_checkpoints(recipe: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Waits until a recipe that runs in `folder` has saved so many checkpoints."""
+    checkpoints = folder / "log" / "checkpoints.jsonl"
+    while not checkpoints.exists() or checkpoints.read_text().count("\n") < count:
+        assert recipe.poll() is None, recipe.communicate()[0][-4000:]
+        time.sleep(0.05)
+
+
+def kill_recipe(recipe: subprocess.Popen[str]) -> None:
+    """Ends a recipe with SIGKILL."""
+    recipe.kill()
+    recipe.communicate()
 
 
 def metric(log: Path, name: str) -> list[float]:

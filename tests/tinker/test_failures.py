@@ -14,7 +14,7 @@ from controller.gateway.child_server import Server, served, start, stop
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.e2e.cli_runs import process_of
 from tests.tinker.conftest import FLOAT32, tiny_chat_model
-from tests.tinker.recipes import CHAT_FORMAT, begin_recipe, metric, run_recipe
+from tests.tinker.recipes import CHAT_FORMAT, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints
 from tests.tinker.test_supervised_recipes import bundled_conversations
 
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
@@ -163,15 +163,9 @@ def test_chat_sl_resumes_after_the_server_was_killed(smollm2: Path, tmp_path: Pa
     options |= {"batch_size": 8, "save_every": 2, "max_steps": 12}
     server = start(model, tmp_path, *FLOAT32, "--generator.max-model-len", "128")
     recipe = begin_recipe(server, "chat_sl.train", tmp_path / "recipe", **options)
-    checkpoints = tmp_path / "recipe" / "log" / "checkpoints.jsonl"
-    end = time.monotonic() + 200
-    while not (checkpoints.exists() and checkpoints.read_text().count("\n") >= 2):
-        assert recipe.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_checkpoints(recipe, tmp_path / "recipe", 2)
     server.kill()
-    recipe.kill()
-    recipe.communicate()
+    kill_recipe(recipe)
     done = len(metric(tmp_path / "recipe" / "log", "train_mean_nll"))
     with served(model, tmp_path, *FLOAT32, "--generator.max-model-len", "128") as again:
         log = run_recipe(again, "chat_sl.train", tmp_path / "recipe", behavior_if_log_dir_exists="resume", **options)

@@ -11,7 +11,7 @@ from controller.gateway.child_server import Server
 from controller.runs.locked_environment import locked_python
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
-from tests.tinker.recipes import CHAT_FORMAT, LOCK, metric, run_recipe
+from tests.tinker.recipes import CHAT_FORMAT, LOCK, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -34,15 +34,18 @@ def test_chat_sl_learns_the_bundled_conversations_and_resumes(server: Server, tm
         "lr_schedule": "constant",
         "save_every": 2,
     }
-    log = run_recipe(server, "chat_sl.train", tmp_path, max_steps=4, **options)
-    assert len(metric(log, "train_mean_nll")) == 4
-    log = run_recipe(server, "chat_sl.train", tmp_path, max_steps=8, behavior_if_log_dir_exists="resume", **options)
+    recipe = begin_recipe(server, "chat_sl.train", tmp_path, **options)
+    wait_for_checkpoints(recipe, tmp_path, 2)
+    kill_recipe(recipe)
+    before = len(metric(tmp_path / "log", "train_mean_nll"))
+    log = run_recipe(server, "chat_sl.train", tmp_path, behavior_if_log_dir_exists="resume", **options)
     losses = metric(log, "train_mean_nll")
     print("train_mean_nll", [round(loss, 3) for loss in losses])
-    assert metric(log, "step")[-4:] == [4, 5, 6, 7]  # it went on, and did not begin again
+    assert 4 <= before < 8
+    assert len(losses) < before + 8  # it went on, and did not begin again
     if learns():
         assert losses[-1] < losses[0] - 0.3
-        assert max(losses[-4:]) < losses[0]  # with the weights of the checkpoint
+        assert max(losses[before:]) < losses[0] - 0.2  # with the weights of the checkpoint
 
 
 def test_sl_loop_learns(server: Server, tmp_path: Path) -> None:
