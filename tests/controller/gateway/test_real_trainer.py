@@ -35,7 +35,8 @@ def test_losses_are_those_of_numpy(served: Served, name: Any) -> None:
     policy: Any = {"logprobs": Q, "advantages": ADVANTAGES}
     inputs = {"weights": weights} if name == "cross_entropy" else policy
     inputs |= {"sequence_ratio_mask": [0.0, 1.0, 1.0, 0.0]} if name == "gspo" else {}
-    config = {"beta": 0.2} if name == "dro" else {}
+    clips = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    config = {"dro": {"beta": 0.2}, "gspo": clips}.get(name, {})
     output = client.forward_backward([datum(TOKENS[:4], TOKENS[1:5], **inputs)], name, config).result()
     p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
     assert (p < 0).all()  # where the weight is 0, too
