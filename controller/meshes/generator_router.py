@@ -23,6 +23,7 @@ from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
+from rl.weights.manifest import PublisherGoneError
 
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
@@ -291,7 +292,8 @@ class GeneratorRouter:
                             name, frozen = (policy[0], True) if isinstance(policy, tuple) else (policy, False)
                             await replica.generator.pull_model_state_dict(version, policy=name, frozen=frozen)
                             replica.missing.discard(policy)
-                    except ValueError:  # this version is gone from the store; the next pull brings a newer one
+                    # This version is gone from the store, or with its trainer; the next pull brings a newer one.
+                    except (ValueError, PublisherGoneError):
                         replica.missing.add(policy)
         replica.pulling.clear()
 

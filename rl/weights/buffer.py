@@ -32,6 +32,7 @@ from rl.weights.manifest import (
     HEADER_BYTES,
     LIVING_VERSIONS,
     Manifest,
+    PublisherGoneError,
     TensorSpec,
     UnknownVersionError,
     VersionRecord,
@@ -257,8 +258,8 @@ def _open(location: BufferLocation, flags: int) -> int:
     try:
         fd = os.open(f"/proc/{pid}/fd/{owner_fd}", flags | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise WeightsError(gone) from None
+        raise PublisherGoneError(gone) from None
     if os.fstat(fd).st_ino != inode:  # the pid or descriptor was reused
         os.close(fd)
-        raise WeightsError(gone)
+        raise PublisherGoneError(gone)
     return fd

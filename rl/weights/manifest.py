@@ -33,6 +33,10 @@ class WeightsError(RuntimeError):
     """Weights could not be published or loaded, through no mistake of the caller."""
 
 
+class PublisherGoneError(WeightsError):
+    """The process that published the weights has died, and they with it."""
+
+
 class UnknownVersionError(ValueError):
     """The requested version was never published, or is no longer kept."""
 

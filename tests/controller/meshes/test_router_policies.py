@@ -6,6 +6,7 @@ import pytest
 
 from controller.meshes.generator_router import GeneratorRouter
 from rl.lora import Policy
+from rl.weights.manifest import PublisherGoneError
 from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle, until
 
 PROMPT = tuple(range(64))
@@ -105,7 +106,10 @@ def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
     run(test, num_replicas=1)
 
 
-def test_policies_that_are_published_no_longer_are_missed_by_name() -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("this version is no longer kept"), PublisherGoneError("the trainer that published it is gone")]
+)
+def test_policies_that_are_published_no_longer_are_missed_by_name(error: Exception) -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(2, policy="a")
         await router.pull_model_state_dict(1, policy="a", frozen=True)
@@ -113,7 +117,7 @@ def test_policies_that_are_published_no_longer_are_missed_by_name() -> None:
 
         async def start_forgetful(index: int) -> FakeReplica:
             replica = await start(index)
-            replica.pull_error = ValueError("this version is no longer kept")
+            replica.pull_error = error
             return replica
 
         router._start = start_forgetful  # pyright: ignore[reportPrivateUsage]
