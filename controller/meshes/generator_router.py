@@ -292,8 +292,7 @@ class GeneratorRouter:
                             name, frozen = (policy[0], True) if isinstance(policy, tuple) else (policy, False)
                             await replica.generator.pull_model_state_dict(version, policy=name, frozen=frozen)
                             replica.missing.discard(policy)
-                    # This version is gone from the store, or with its trainer; the next pull brings a newer one.
-                    except (ValueError, PublisherGoneError):
+                    except (ValueError, PublisherGoneError):  # the version is gone; the next pull brings a newer one
                         replica.missing.add(policy)
         replica.pulling.clear()
 
