@@ -115,8 +115,7 @@ class GeneratorRouter:
         try:
             yield replica
         except MeshError:
-            # Several requests notice the death of one generator; only the first restarts it. By the time that a later
-            # one notices, another generator may be in its place.
+            # Only the first request that notices restarts it. Later, another generator may be in its place.
             if replica.generator is generator and replica.up:
                 self._restart(replica)
             raise
