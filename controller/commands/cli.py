@@ -16,6 +16,7 @@ from controller.commands import (
     check_engine,
     check_env,
     compare,
+    doctor,
     eval_run,
     export_run,
     key,
@@ -103,6 +104,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         model,
         serve,
         worker,
+        doctor,
         key,
         certs,
     ):

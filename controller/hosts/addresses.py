@@ -28,7 +28,7 @@ class Address:
 
     def __str__(self) -> str:
         """As Monarch and users write it."""
-        return f"{self.scheme}://{self.host}:{self.port}"
+        return f"{self.scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def on_port(self, port: int) -> "Address":
         """Another port of the same host."""

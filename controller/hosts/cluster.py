@@ -55,14 +55,15 @@ class Cluster:
         prepare_transport(wanted, hosts.certs)
         controller = uuid.uuid4().hex
         found = await asyncio.gather(
-            *(_connect(address, controller, hosts.lost_after_s) for address in wanted), return_exceptions=True
+            *(connect_host(address, controller, hosts.lost_after_s) for address in wanted), return_exceptions=True
         )
         by_address = dict(zip(wanted, found, strict=True))
         running = {address: host for address, host in by_address.items() if isinstance(host, Host)}
         problems = {address: host for address, host in by_address.items() if isinstance(host, BaseException)}
         try:
             _raise_problems(groups, problems)
-            _check_versions(tuple(running.values()))
+            if different := different_versions(tuple(running.values())):
+                raise ValueError(f"all hosts need the same versions: {'; '.join(different)}")
         except BaseException:
             await asyncio.gather(*(host.stop() for host in running.values()))
             raise
@@ -106,7 +107,7 @@ class Cluster:
             return
         for old in self.groups[group]:
             with contextlib.suppress(HostError):
-                new = await _connect(self._addresses[old], self._controller, self._lost_after_s)
+                new = await connect_host(self._addresses[old], self._controller, self._lost_after_s)
                 self._addresses[new], self._gpus[new] = self._addresses[old], GPUPool(new.facts.gpus)
                 await old.stop()
                 for name, hosts in self.groups.items():
@@ -145,7 +146,8 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
         ) from None
 
 
-async def _connect(address: Address, controller: str, lost_after_s: float) -> Host:
+async def connect_host(address: Address, controller: str, lost_after_s: float) -> Host:
+    """The host at an address. Raises `HostError`, saying what to do, if it cannot be used."""
     try:
         worker = await asyncio.to_thread(listening, address, _PROBE_S)
     except ValueError as error:
@@ -172,14 +174,11 @@ def _raise_problems(groups: Mapping[str, Sequence[Address]], problems: Mapping[A
         print(f"going on without a host: {error}", flush=True)
 
 
-def _check_versions(hosts: Sequence[Host]) -> None:
-    """Raises ValueError for every host with other versions than this process."""
-    here = versions_here()
-    problems = [
+def different_versions(hosts: Sequence[Host]) -> list[str]:
+    """Every version on a host that is another one than here."""
+    return [
         f"{host.name} has {package} {host.facts.versions.get(package)}, and the controller {version}"
+        for package, version in versions_here().items()
         for host in hosts
-        for package, version in here.items()
         if host.facts.versions.get(package) != version
     ]
-    if problems:
-        raise ValueError(f"all hosts need the same versions: {'; '.join(problems)}")

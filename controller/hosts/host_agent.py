@@ -1,8 +1,8 @@
 """`HostAgent`: the controller's hand on another host. It knows, watches and ends the processes that run there.
 
-Who talks to whom: the controller calls `beat` every second (see remote_host.py). Each side takes the other for lost
-after `lost_after_s` without that. The agent then ends every process that its controller has started on this host, and
-itself, so a host that was cut off never goes on with old work.
+Who talks to whom: the controller calls `beat` every second (see remote_host.py). The agent holds the controller's
+lifeline; when that ends, the agent ends every process that its controller has started on this host, and itself. So
+nothing outlives its controller, and a host that was cut off never goes on with old work.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import psutil
 from monarch.actor import Actor, endpoint
 
+from controller.hosts.lifeline import hold
 from controller.meshes.gpus import gpus_here
 from controller.meshes.rank_processes import RankProcesses
 from rl.weights.host import available_memory_bytes, host_identity
@@ -89,13 +90,15 @@ class HostAgent(Actor):
         self._lost_after_s = lost_after_s
         self._meshes: dict[str, RankProcesses] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="ownloop-logs-"))
-        self._silent_s = 0.0
-        self._watchdog: asyncio.Task[None] | None = None
+
+    @endpoint
+    async def hold(self, lifeline: tuple[str, int]) -> None:
+        """Ends what the controller has started on this host once its lifeline ends. Raises OSError without one."""
+        await asyncio.to_thread(hold, lifeline, self._lost_after_s, self._end_everything)
 
     @endpoint
     async def facts(self, address: str) -> HostFacts:
         """What this host is. `address` is its IP address, as the controller knows it."""
-        self._watchdog = self._watchdog or asyncio.create_task(self._end_without_controller())
         gpus = gpus_here() if any(Path(driver).exists() for driver in _GPU_DRIVERS) else ()
         return HostFacts(
             identity=host_identity(),
@@ -123,7 +126,6 @@ class HostAgent(Actor):
     @endpoint
     async def beat(self, offsets: Mapping[Path, int]) -> Beat:
         """The state of all processes, and what they have logged after these offsets."""
-        self._silent_s = 0.0
         states: dict[str, RankStates] = {}
         for name, processes in self._meshes.items():
             processes.look(at_most_s=2 * _TICK_S)
@@ -149,16 +151,10 @@ class HostAgent(Actor):
             processes.kill()
             await processes.ended(within_s)
 
-    async def _end_without_controller(self) -> None:
-        """Ends every process of the controller, this one last, if the controller falls silent."""
-        while self._silent_s < self._lost_after_s:
-            before = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            # What counts is the time in which this process ran.
-            self._silent_s += min(time.monotonic() - before, 2 * _TICK_S)
-        print(f"the controller has not been heard of for {self._silent_s:.0f} s; its processes are ended", flush=True)
+    def _end_everything(self) -> None:
+        """Ends every process of the controller, this one last."""
         end_processes_of(self._controller)
-        os._exit(1)
+        os._exit(0)
 
 
 def end_processes_of(controller: str) -> None:

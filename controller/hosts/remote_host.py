@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, attach_to_workers, default_bootstrap_cmd
 
-from controller.hosts.addresses import Address, accepts, resolve
+from controller.hosts.addresses import Address, accepts, own_address_towards, resolve
 from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
+from controller.hosts.lifeline import Lifeline
 from controller.meshes.errors import HostLostError
 from controller.meshes.mesh import ignore_unhandled_faults
 
@@ -51,7 +52,7 @@ class Host:
         self._lost_after_s = lost_after_s
         self._offsets: dict[Path, int] = {}
         self._beats: asyncio.Task[None] | None = None
-        self._now = asyncio.Event()
+        self._lifeline: Lifeline | None = None
 
     @classmethod
     async def connect(cls, worker: Address, controller: str, lost_after_s: float, env: Mapping[str, str]) -> "Host":
@@ -66,10 +67,14 @@ class Host:
                 procs = hosts.spawn_procs(per_host={"gpus": 1}, name="agent", bootstrap_command=command)
                 agent = procs.spawn("agent", HostAgent, controller, lost_after_s)
                 host = cls(worker, hosts, procs, agent, lost_after_s)
+                host._lifeline = Lifeline(own_address_towards(worker.host))
+                await agent.hold.call_one(host._lifeline.end)
                 host.facts = await agent.facts.call_one(resolve(worker.host))
         except BaseException as error:
             if host is not None:
                 await host.stop()
+            if isinstance(error, ActorError):
+                raise HostError(f"{worker.host}: it cannot connect back to this host: {error.exception}") from error
             if isinstance(error, TimeoutError | RuntimeError | ValueError | SupervisionError):
                 raise HostError(f"{worker.host}: no agent could be started there: {_first_lines(error)}") from error
             raise
@@ -104,13 +109,17 @@ class Host:
             self.lost = why
             if self._beats is not None:
                 self._beats.cancel()
+            if self._lifeline is not None:
+                self._lifeline.cut()
 
     async def stop(self) -> None:
         """Ends the agent. Returns within seconds, even if the host does not answer. May be called again."""
-        self.lose("it is not used any more")
-        for end in (self._procs.stop, self._hosts.stop):
+        if self._beats is not None:
+            self._beats.cancel()
+        for end in (self._procs.stop, self._hosts.stop) if self.lost is None else ():
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(_awaited(end()), _STOP_S)
+        self.lose("it is not used any more")
 
     async def _beat(self) -> Beat:
         return await self.agent.beat.call_one({log: self._offsets.get(log, 0) for log in self.copies})

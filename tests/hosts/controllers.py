@@ -1,0 +1,116 @@
+"""Controllers that run in a host of the tests: `python -m tests.hosts.controllers NAME LOGS ROLE=HOST,... ...`.
+
+Each prints what happened, one word and then values, and ends in order. Toys stand for trainers and generators.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from controller.hosts.host_groups import parse_groups
+from controller.hosts.settings import SETTINGS, apply
+
+apply(SETTINGS)
+
+from controller.hosts.cluster import Cluster  # noqa: E402
+from controller.meshes.errors import MeshError  # noqa: E402
+from controller.meshes.mesh import Mesh  # noqa: E402
+from tests.e2e.toy_actor import Toy  # noqa: E402
+
+LOST_AFTER_S = 4.0
+
+
+@asynccontextmanager
+async def connected(groups: list[str]) -> AsyncGenerator[Cluster]:
+    """A cluster that takes hosts for lost soon."""
+    cluster = await Cluster.connect(replace(parse_groups(groups), lost_after_s=LOST_AFTER_S))
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+async def toys(cluster: Cluster, group: str, num_ranks: int, logs: Path) -> Mesh:
+    """A mesh of toys on a group of hosts."""
+    place, env = cluster.place(group, cluster.groups[group], num_ranks), {"TOY_GREETING": "hello"}
+    return await Mesh.spawn(group, Toy, 5, num_ranks=num_ranks, env=env, log_dir=logs, hosts=place)
+
+
+def say(*words: object) -> None:
+    """One line."""
+    print(*words, flush=True)
+
+
+async def reduce(logs: Path, groups: list[str]) -> None:
+    """Two ranks on each of two hosts answer, and find each other in a collective. One dies."""
+    async with connected(groups) as cluster:
+        mesh = await toys(cluster, "trainer", 4, logs)
+        say("added", *await mesh.answers([mesh.rank(rank).add.call_one(rank) for rank in range(4)], "add"))
+        say("reduced", *await mesh.answers([mesh.rank(rank).reduce.call_one((), False) for rank in range(4)], "reduce"))
+        try:
+            await mesh.answer(mesh.rank(3).die.call_one(), "die")
+        except MeshError as error:
+            say("error", error.rank, str(error).splitlines()[0])
+        await mesh.stop()
+    say("stopped")
+
+
+async def lose(logs: Path, groups: list[str]) -> None:
+    """A call to each of three hosts is in flight while they are lost. Afterwards the hosts are connected to again."""
+    async with connected(groups) as cluster:
+        meshes = await asyncio.gather(*(toys(cluster, group, 1, logs) for group in cluster.groups))
+        calls = [mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0) for mesh in meshes]
+        waiting = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(1)
+        say("hanging")
+        started = time.monotonic()
+
+        async def ended(group: str, call: asyncio.Task[None]) -> None:
+            try:
+                await call
+            except MeshError as error:
+                say(
+                    "error",
+                    group,
+                    type(error).__name__,
+                    f"{time.monotonic() - started:.1f}",
+                    str(error).splitlines()[0],
+                )
+
+        await asyncio.gather(*(ended(group, call) for group, call in zip(cluster.groups, waiting, strict=True)))
+        started = time.monotonic()
+        await asyncio.gather(*(mesh.stop() for mesh in meshes))
+    say("stopped", f"{time.monotonic() - started:.1f}")
+    while True:
+        await asyncio.sleep(0.5)
+        try:
+            async with connected(groups) as cluster:
+                if all(len(hosts) == 1 for hosts in cluster.groups.values()):
+                    again = await asyncio.gather(*(toys(cluster, group, 1, logs) for group in cluster.groups))
+                    say("again", *[await mesh.answer(mesh.rank(0).add.call_one(1), "add") for mesh in again])
+                    await asyncio.gather(*(mesh.stop() for mesh in again))
+                    return
+        except ValueError as error:  # not all of them are back
+            say("waiting", error)
+
+
+async def blip(logs: Path, groups: list[str]) -> None:
+    """A call is in flight while its host is out of reach for a moment; then the next one hangs for ever."""
+    async with connected(groups) as cluster:
+        mesh = await toys(cluster, "trainer", 1, logs)
+        call = asyncio.create_task(mesh.answer(mesh.rank(0).hang.call_one(5), "hang", rank=0))
+        await asyncio.sleep(0.5)
+        say("hanging")
+        await call
+        say("survived", await mesh.answer(mesh.rank(0).add.call_one(1), "add"))
+        await mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0)
+
+
+if __name__ == "__main__":
+    what, folder, *hosts = sys.argv[1:]
+    asyncio.run({"reduce": reduce, "lose": lose, "blip": blip}[what](Path(folder), hosts))
+    say("end")

@@ -1,0 +1,101 @@
+"""Hosts that go away while calls to them are in flight, and controllers that do. Three hosts on this machine."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.controllers import LOST_AFTER_S
+from tests.hosts.namespaces import Hosts, hosts_on_one_machine
+
+pytestmark = pytest.mark.e2e
+
+HOSTS = ("h1", "h2", "h3")
+WORKER = " controller.hosts.worker_process "
+
+
+@pytest.fixture(scope="module")
+def net() -> Generator[Hosts]:
+    """Hosts with workers, and `ctl` without."""
+    with hosts_on_one_machine("ctl", *HOSTS) as net:
+        for host in HOSTS:
+            net.start_worker(host)
+        yield net
+
+
+def controller(net: Hosts, what: str, logs: Path, *groups: str) -> subprocess.Popen[bytes]:
+    """Starts a controller in the host `ctl`."""
+    return net.popen("ctl", [sys.executable, "-m", "tests.hosts.controllers", what, str(logs), *groups])
+
+
+def line(process: subprocess.Popen[bytes], word: str) -> str:
+    """The next line of a controller that begins with a word, without it."""
+    assert process.stdout is not None
+    seen: list[str] = []
+    while text := process.stdout.readline().decode():
+        seen.append(text)
+        if text.startswith(f"{word} ") or text == f"{word}\n":
+            return text.removeprefix(word).strip()
+    raise AssertionError("".join(seen))
+
+
+def gone_within(net: Hosts, host: str, seconds: float) -> bool:
+    """Whether everything on a host but its worker ends within some seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        workers = {*net.processes(host, " worker --listen "), *net.processes(host, WORKER)}
+        if set(net.processes(host)) <= workers:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_ranks_on_two_hosts_find_each_other_and_a_death_names_its_host(net: Hosts, tmp_path: Path) -> None:
+    run = controller(net, "reduce", tmp_path, "trainer=tcp://h1,tcp://h2")
+    assert line(run, "added") == "5 6 7 8"
+    assert line(run, "reduced") == "6.0 6.0 6.0 6.0"
+    assert re.match(r"3 trainer: rank 3 \(process \d+ on h2\) died in die", line(run, "error"))
+    assert run.wait(timeout=30) == 0
+    assert (tmp_path / "trainer-2.log").read_text().startswith("[on host h2: ")
+    assert "toy rank 2 of 4 says hello" in (tmp_path / "trainer-2.log").read_text()
+    assert gone_within(net, "h1", 5)
+    assert gone_within(net, "h2", 5)
+
+
+def test_a_cut_a_killed_worker_and_a_stopped_host_are_named_and_can_come_back(net: Hosts, tmp_path: Path) -> None:
+    run = controller(net, "lose", tmp_path, *(f"{host}=tcp://{host}" for host in HOSTS))
+    line(run, "hanging")
+    net.cut("h1")
+    net.kill_worker("h2")
+    net.signal("h3", signal.SIGSTOP)
+    errors = dict(line(run, "error").split(" ", 1) for _ in HOSTS)
+    for host, how in (("h1", "has not answered"), ("h2", "its worker has ended"), ("h3", "has not answered")):
+        kind, seconds, message = errors[host].split(" ", 2)
+        assert kind == "HostLostError"
+        assert float(seconds) < LOST_AFTER_S + 5
+        assert f"host {host} is lost: {how}" in message.replace("it has", "has")
+    assert float(line(run, "stopped")) < 10  # nothing waits for hosts that do not answer
+    assert gone_within(net, "h1", 2 * LOST_AFTER_S)  # the agent there has noticed too
+    net.heal("h1")
+    net.start_worker("h2")
+    net.signal("h3", signal.SIGCONT)
+    assert line(run, "again") == "6 6 6"
+    assert run.wait(timeout=30) == 0
+    assert "tcp://h2:26601" in net.log("h2").read_text()
+
+
+def test_a_blip_costs_nothing_and_nothing_outlives_a_killed_controller(net: Hosts, tmp_path: Path) -> None:
+    run = controller(net, "blip", tmp_path, "trainer=tcp://h1")
+    line(run, "hanging")
+    net.cut("h1")
+    time.sleep(LOST_AFTER_S / 2)
+    net.heal("h1")
+    assert line(run, "survived") == "6"
+    net.signal("ctl", signal.SIGKILL)
+    assert gone_within(net, "h1", LOST_AFTER_S + 6)
+    assert net.processes("h1", WORKER)

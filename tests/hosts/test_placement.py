@@ -1,0 +1,151 @@
+"""Who runs on which hosts and GPUs, and what is refused. No host is real."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from controller.hosts import cluster
+from controller.hosts.addresses import Address
+from controller.hosts.bandwidth import open_server, read_from
+from controller.hosts.cluster import Cluster, different_versions
+from controller.hosts.host_groups import WorkerHosts
+from controller.hosts.model_copies import check_same_model, model_files
+from controller.hosts.remote_host import Host, HostError
+from controller.meshes.errors import HostLostError
+from controller.meshes.seats import Seats
+from generator.config import GeneratorConfig
+from tests.hosts.fake_hosts import fake_host
+from trainer.config import TrainerConfig
+
+
+def seats(**groups: tuple[Host, ...]) -> Seats:
+    """Those of a cluster with these groups."""
+    made = Seats()
+    made._hosts.cluster = Cluster(groups, {}, "me", 20.0)
+    return made
+
+
+def test_ranks_are_spread_evenly_with_the_gpus_and_the_interface_of_each_host() -> None:
+    hosts = (fake_host("n1", gpus="0123"), fake_host("n2", gpus="4567"))
+    seat = seats(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=4))
+    assert seat.hosts is not None
+    assert [seat.hosts.coordinates(rank, 4) for rank in (1, 2)] == [{"hosts": 0, "gpus": 1}, {"hosts": 1, "gpus": 0}]
+    logs = [Path(f"/run/logs/trainer-{rank}.log") for rank in range(4)]
+    env = [seat.hosts.env(rank, logs) for rank in range(4)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["0,1", "0,1", "4,5", "4,5"]
+    assert {each["GLOO_SOCKET_IFNAME"] for each in env} == {"eth1"}
+    assert seat.hosts.log_file(3, logs) == Path("/tmp/logs/trainer-3.log")
+
+
+def test_roles_without_a_group() -> None:
+    made = seats(trainer=(fake_host("n1"),))
+    reference = made.trainer("reference", TrainerConfig())
+    assert reference.hosts is not None
+    assert reference.hosts.hosts[0].name == "n1"
+    assert made.generators("generator", GeneratorConfig())[0].hosts is None
+    assert made.has_gpu("generator", is_trainer=False) is None
+
+
+def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:
+    hosts = (fake_host("n1", gpus="0"), fake_host("n2", gpus="01"))
+    made, config = seats(generator=hosts), GeneratorConfig(num_replicas=2)
+    first, second = made.generators("generator", config)
+    assert [seat.hosts and seat.hosts.names for seat in (first, second)] == ["n1", "n2"]
+    assert asyncio.run(made.replaced(first, "generator", 0, config)) is first
+    hosts[0].lose("it is gone")
+    moved = asyncio.run(made.replaced(first, "generator", 0, config))
+    assert moved.hosts is not None
+    assert moved.hosts.names == "n2"
+    assert moved.hosts.gpus == (("1",),)  # the other replica has GPU 0
+
+
+def test_a_host_that_is_lost_is_left_out_if_the_ranks_fit_on_the_others() -> None:
+    hosts = (fake_host("n1", gpus="01"), fake_host("n2", gpus="01"))
+    hosts[0].lose("it is gone")
+    made = seats(trainer=hosts)
+    with pytest.raises(ValueError, match=r"on host n2: 'trainer' needs 4 GPUs"):
+        made.trainer("trainer", TrainerConfig(data_parallel_shard=4))
+    seat = seats(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=2))
+    assert seat.hosts is not None
+    assert seat.hosts.names == "n2"
+    hosts[1].lose("it is gone too")
+    with pytest.raises(HostLostError, match="no host is left"):
+        seats(trainer=hosts).trainer("trainer", TrainerConfig())
+
+
+@pytest.mark.parametrize(
+    ("group", "config", "message"),
+    [
+        (
+            "trainer",
+            TrainerConfig(data_parallel_shard=3),
+            r"'trainer' has 3 ranks on the 2 hosts n1, n2; .* multiple of 2",
+        ),
+        ("trainer", TrainerConfig(data_parallel_shard=2, placement="colocated"), "'colocated', which is for this host"),
+        ("generator", GeneratorConfig(), "'generator' has 2 hosts and num_replicas 1; a replica runs on one host"),
+    ],
+)
+def test_what_does_not_fit_is_refused(group: str, config: TrainerConfig | GeneratorConfig, message: str) -> None:
+    made = seats(**{group: (fake_host("n1"), fake_host("n2"))})
+    with pytest.raises(ValueError, match=message):
+        made.trainer(group, config) if isinstance(config, TrainerConfig) else made.generators(group, config)
+
+
+def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
+    n1, n2 = fake_host("n1"), fake_host("n2")
+    apart, together = seats(trainer=(n1,), generator=(n2,)), seats(trainer=(n1,), generator=(n1,))
+    assert apart.transport(apart.trainer("trainer", TrainerConfig()), "auto") == "torchstore"
+    assert together.transport(together.trainer("trainer", TrainerConfig()), "auto") == "auto"
+    with pytest.raises(ValueError, match="'shared_memory', and trainer and generator are on several hosts"):
+        apart.transport(apart.trainer("critic", TrainerConfig()), "shared_memory")
+
+
+def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    reachable = {"n1"}
+
+    async def connect(address: Address, controller: str, lost_after_s: float) -> Host:
+        if address.host not in reachable:
+            raise HostError(f"{address.host}: no worker listens")
+        return fake_host(address.host)
+
+    monkeypatch.setattr("controller.hosts.remote_host._STOP_S", 0.01)
+    monkeypatch.setattr(cluster, "connect_host", connect)
+    monkeypatch.setattr(cluster, "prepare_transport", lambda *_: None)
+    monkeypatch.setattr(cluster, "versions_here", lambda: {"torch": "2"})
+    monkeypatch.setattr(cluster._Known, "addresses", set[Address]())
+    hosts = WorkerHosts({"trainer": ("n1", "n2"), "generator": ("n3",)})
+    with pytest.raises(ValueError, match=r"n2: no worker listens; n3: no worker listens"):
+        asyncio.run(Cluster.connect(hosts))
+    reachable |= {"n2", "n3"}
+    assert len(asyncio.run(Cluster.connect(hosts)).hosts) == 3
+    reachable -= {"n2"}  # a run goes on without it
+    assert [host.name for host in asyncio.run(Cluster.connect(hosts)).groups["trainer"]] == ["n1"]
+    reachable -= {"n3"}
+    with pytest.raises(ValueError, match="n3: no worker listens"):
+        asyncio.run(Cluster.connect(hosts))
+
+
+def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "versions_here", lambda: {"torch": "3"})
+    assert different_versions([fake_host("n1")]) == ["n1 has torch 2, and the controller 3"]
+
+
+def test_another_model_in_the_same_place_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    with pytest.raises(ValueError, match="there is no model in"):
+        check_same_model(model, {"config.json": "x"})
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    expected = model_files(model)
+    check_same_model(model, expected)
+    (model / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"another one than the controller's: config\.json differ"):
+        check_same_model(model, expected)
+
+
+def test_bandwidth_counts_what_arrives() -> None:
+    port = open_server("127.0.0.1", 8 << 20)
+    assert read_from("127.0.0.1", port, 5.0) > 1e6
+    with pytest.raises(OSError, match=r"[Rr]efused"):
+        read_from("127.0.0.1", port, 5.0)  # it serves one

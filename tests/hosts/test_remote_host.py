@@ -1,0 +1,149 @@
+"""When a host counts as lost, and what is known of the processes on it. Agents and ports are those of the test."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from controller.hosts import remote_host
+from controller.hosts.host_agent import RankStates
+from controller.hosts.remote_host import Host
+from controller.hosts.remote_ranks import RemoteRanks
+from controller.meshes.calls import Calls
+from controller.meshes.errors import HostLostError
+from rl.deadlines import Deadlines
+from tests.hosts.fake_hosts import fake_host, listener
+
+LOST_AFTER_S = 0.5
+
+
+def watched(body: Callable[[Host, Callable[[], None]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs `body` with a host that is watched, and a function that ends its worker."""
+    monkeypatch.setattr(remote_host, "_BEAT_S", 0.05)
+    monkeypatch.setattr(remote_host, "_SUSPICIOUS_S", 0.1)
+
+    async def main() -> None:
+        server, address = listener()
+        host = fake_host("n1", worker=address, lost_after_s=LOST_AFTER_S)
+        host._beats = asyncio.create_task(host._watch())
+        try:
+            await body(host, server.close)
+        finally:
+            server.close()
+            host._beats.cancel()
+
+    asyncio.run(main())
+
+
+async def lost(host: Host, within_s: float) -> float:
+    """Seconds until the host is lost."""
+    start = time.monotonic()
+    while host.lost is None:
+        assert time.monotonic() - start < within_s
+        await asyncio.sleep(0.01)
+    return time.monotonic() - start
+
+
+def test_a_silent_host_is_lost_after_a_while_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        await asyncio.sleep(0.2)
+        host.agent.answers.clear()
+        await asyncio.sleep(LOST_AFTER_S / 2)
+        host.agent.answers.set()  # a blip
+        await asyncio.sleep(2 * LOST_AFTER_S)
+        assert host.lost is None
+        host.agent.answers.clear()
+        assert await lost(host, 3.0) > LOST_AFTER_S / 2
+        assert "it has not answered for" in (host.lost or "")
+
+    watched(body, monkeypatch)
+
+
+def test_a_worker_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        host._lost_after_s = 60.0
+        host.agent.answers.clear()
+        end_worker()
+        await lost(host, 3.0)
+        assert "its worker has ended: nothing listens on tcp://127.0.0.1:" in (host.lost or "")
+
+    watched(body, monkeypatch)
+
+
+def test_an_agent_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        host._lost_after_s = 60.0
+        host.agent.error = RuntimeError("it was killed")
+        await lost(host, 3.0)
+        assert "its agent has ended: it was killed" in (host.lost or "")
+
+    watched(body, monkeypatch)
+
+
+def test_logs_are_copied_as_they_grow(tmp_path: Path) -> None:
+    async def main() -> None:
+        host, log, copy = fake_host("n1"), Path("/there/toy-0.log"), tmp_path / "toy-0.log"
+        host.copies[log] = copy
+        for text in (b"one\n", b"one\n", b"one\ntwo\n"):
+            host.agent.logs[log] = text
+            await host.refresh()
+        assert copy.read_text() == "one\ntwo\n"
+        host.agent.answers.clear()
+        start = time.monotonic()
+        await host.refresh(within_s=0.1)
+        assert time.monotonic() - start < 1
+
+    asyncio.run(main())
+
+
+def test_stopping_a_host_that_does_not_answer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_host, "_STOP_S", 0.1)
+    asyncio.run(asyncio.wait_for(_stop(), 2))
+
+
+async def _stop() -> None:
+    host = fake_host("n1")
+    await host.stop()
+    await host.stop()
+
+
+def test_ranks_are_counted_host_by_host(tmp_path: Path) -> None:
+    async def main() -> None:
+        hosts = (fake_host("n1"), fake_host("n2"))
+        logs = tuple(tmp_path / f"toy-{rank}.log" for rank in range(4))
+        ranks = RemoteRanks("toy", hosts, (11, 12, 21, 22), logs)
+        assert [ranks.name(rank) for rank in (1, 2)] == ["rank 1 (process 12 on n1)", "rank 2 (process 21 on n2)"]
+        hosts[1].states = {"toy": RankStates(gone=(1,), stopped_s={0: 7.0}), "other": RankStates((0,), {})}
+        ranks.look(2.0)
+        assert (ranks.gone, ranks.stopped_s, ranks.lost_host) == ((3,), {2: 7.0}, None)
+        assert await ranks.stacks([0, 3]) == (
+            "--- Python stack of rank 0 ---\nrank 0 of toy\n--- Python stack of rank 3 ---\nrank 1 of toy"
+        )
+        hosts[0].lose("it has not answered for 20 s")
+        ranks.look(2.0)
+        assert ranks.gone == (0, 1, 3)
+        assert ranks.lost_host == "host n1 is lost: it has not answered for 20 s"
+        assert ranks.kill()
+        assert ("kill", "toy") not in hosts[0].agent.calls  # a process id is never used here, nor a lost host asked
+        assert ("kill", "toy") in hosts[1].agent.calls
+
+    asyncio.run(main())
+
+
+def test_a_call_to_a_lost_host_ends_with_its_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        hosts = (fake_host("n1"), fake_host("n2"))
+        ranks = RemoteRanks("toy", hosts, (11, 21), tuple(tmp_path / f"toy-{rank}.log" for rank in range(2)))
+        calls = Calls("toy", ranks, Deadlines())
+        asyncio.get_running_loop().call_later(0.1, hosts[1].lose, "its worker has ended")
+        with pytest.raises(
+            HostLostError, match=r"toy: host n2 is lost: its worker has ended; rank 1 .*, in add"
+        ) as caught:
+            await calls.answers({rank: asyncio.sleep(60) for rank in range(2)}, "add")
+        assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 1, "add")
+        with pytest.raises(HostLostError, match="host n2 is lost"):  # the mesh has ended
+            await calls.answers({0: asyncio.sleep(0)}, "add")
+
+    asyncio.run(main())
