@@ -67,7 +67,7 @@ class Cluster:
         except BaseException:
             await asyncio.gather(*(host.stop() for host in running.values()))
             raise
-        _Known.addresses |= running.keys()
+        KnownWorkers.addresses |= running.keys()
         left = {name: tuple(running[each] for each in group if each in running) for name, group in groups.items()}
         return cls(left, {host: address for address, host in running.items()}, controller, hosts.lost_after_s)
 
@@ -118,7 +118,7 @@ class Cluster:
         await asyncio.gather(*(host.stop() for host in self.hosts))
 
 
-class _Known:
+class KnownWorkers:
     """The workers to which this process was connected before."""
 
     addresses: set[Address] = set()  # noqa: RUF012
@@ -166,7 +166,7 @@ def _raise_problems(groups: Mapping[str, Sequence[Address]], problems: Mapping[A
     unexpected = [error for error in problems.values() if not isinstance(error, HostError)]
     if unexpected:
         raise unexpected[0]
-    new = [str(error) for address, error in problems.items() if address not in _Known.addresses]
+    new = [str(error) for address, error in problems.items() if address not in KnownWorkers.addresses]
     empty = [name for name, group in groups.items() if all(address in problems for address in group)]
     if new or empty:
         raise ValueError("; ".join(new or map(str, problems.values())))

@@ -49,7 +49,8 @@ class Host:
         self._hosts = hosts
         self._procs = procs
         self.agent = agent
-        self._lost_after_s = lost_after_s
+        self.lost_after_s = lost_after_s
+        """Seconds of silence after which it is lost."""
         self._offsets: dict[Path, int] = {}
         self._beats: asyncio.Task[None] | None = None
         self._lifeline: Lifeline | None = None
@@ -78,7 +79,7 @@ class Host:
             if isinstance(error, TimeoutError | RuntimeError | ValueError | SupervisionError):
                 raise HostError(f"{worker.host}: no agent could be started there: {_first_lines(error)}") from error
             raise
-        host._beats = asyncio.create_task(host._watch())
+        host.watch()
         return host
 
     @property
@@ -95,6 +96,10 @@ class Host:
             raise error.exception from None
         except (SupervisionError, TimeoutError) as error:
             raise HostLostError(self.name, f"it has not answered a question: {_first_lines(error)}") from None
+
+    def watch(self) -> None:
+        """Begins to ask for signs of life, until the host is lost."""
+        self._beats = asyncio.create_task(self._watch())
 
     async def refresh(self, within_s: float = 2 * _BEAT_S) -> None:
         """Brings `states` and the copies of logs up to date, if the host answers soon enough."""
@@ -127,7 +132,7 @@ class Host:
     async def _watch(self) -> None:
         """Asks for signs of life until the host is lost."""
         silent_s, beat, failure = 0.0, asyncio.create_task(self._beat()), ""
-        while silent_s < self._lost_after_s:
+        while silent_s < self.lost_after_s:
             before = time.monotonic()
             await asyncio.wait({beat}, timeout=_BEAT_S)
             silent_s += min(time.monotonic() - before, 2 * _BEAT_S)

@@ -160,6 +160,11 @@ class Hosts:
         for pid in self.processes(host, words):
             os.kill(pid, number)
 
+    def continue_processes(self) -> None:
+        """Undoes SIGSTOP. A host with a stopped process cannot end: `nsenter` stops too, and would not wait for it."""
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
+
     def end_processes(self) -> None:
         """Waits for the processes that were started here, which have ended with their hosts."""
         for process in self._processes:
@@ -205,6 +210,7 @@ def simulated_hosts(*names: str, own_folders: Sequence[Path] = ()) -> Generator[
                     inits[name] = stack.enter_context(_namespaces(kinds, inside))
                     _connect(hub, inits[name], name, _address(index))
                 hosts = Hosts(hub, inits, folder)
+                stack.callback(hosts.continue_processes)
                 yield hosts
         finally:
             if hosts is not None:

@@ -67,7 +67,11 @@ class Seats:
         apply(SETTINGS)  # before Monarch is imported
         from controller.hosts.cluster import Cluster
 
-        self._hosts.cluster = await Cluster.connect(hosts)
+        self.use(await Cluster.connect(hosts))
+
+    def use(self, cluster: "Cluster") -> None:
+        """Has roles run on the hosts of a cluster from now on."""
+        self._hosts.cluster = cluster
 
     async def disconnect(self) -> None:
         """Gives the other hosts up. Returns within seconds."""

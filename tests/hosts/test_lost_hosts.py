@@ -13,7 +13,7 @@ import pytest
 from tests.hosts.controllers import LOST_AFTER_S
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HOSTS = ("h1", "h2", "h3")
 WORKER = " controller.hosts.worker_process "

@@ -22,7 +22,7 @@ from trainer.config import TrainerConfig
 def seats(**groups: tuple[Host, ...]) -> Seats:
     """Those of a cluster with these groups."""
     made = Seats()
-    made._hosts.cluster = Cluster(groups, {}, "me", 20.0)
+    made.use(Cluster(groups, {}, "me", 20.0))
     return made
 
 
@@ -113,7 +113,7 @@ def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkey
     monkeypatch.setattr(cluster, "connect_host", connect)
     monkeypatch.setattr(cluster, "prepare_transport", lambda *_: None)
     monkeypatch.setattr(cluster, "versions_here", lambda: {"torch": "2"})
-    monkeypatch.setattr(cluster._Known, "addresses", set[Address]())
+    monkeypatch.setattr(cluster.KnownWorkers, "addresses", set[Address]())
     hosts = WorkerHosts({"trainer": ("n1", "n2"), "generator": ("n3",)})
     with pytest.raises(ValueError, match=r"n2: no worker listens; n3: no worker listens"):
         asyncio.run(Cluster.connect(hosts))

@@ -27,12 +27,12 @@ def watched(body: Callable[[Host, Callable[[], None]], Awaitable[None]], monkeyp
     async def main() -> None:
         server, address = listener()
         host = fake_host("n1", worker=address, lost_after_s=LOST_AFTER_S)
-        host._beats = asyncio.create_task(host._watch())
+        host.watch()
         try:
             await body(host, server.close)
         finally:
             server.close()
-            host._beats.cancel()
+            host.lose("the test is over")
 
     asyncio.run(main())
 
@@ -63,7 +63,7 @@ def test_a_silent_host_is_lost_after_a_while_and_not_before(monkeypatch: pytest.
 
 def test_a_worker_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
-        host._lost_after_s = 60.0
+        host.lost_after_s = 60.0
         host.agent.answers.clear()
         end_worker()
         await lost(host, 3.0)
@@ -74,7 +74,7 @@ def test_a_worker_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_an_agent_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
-        host._lost_after_s = 60.0
+        host.lost_after_s = 60.0
         host.agent.error = RuntimeError("it was killed")
         await lost(host, 3.0)
         assert "its agent has ended: it was killed" in (host.lost or "")

@@ -11,7 +11,7 @@ import pytest
 from controller.hosts.certificates import make_certificates
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CLI = [sys.executable, "-m", "controller.commands.cli"]
 

@@ -1,0 +1,77 @@
+"""The agent's endpoints, called in the test's own process. Its processes are children of the test."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.hosts.host_agent import CONTROLLER_VARIABLE, HostAgent, end_processes_of, interface_of
+
+pytestmark = pytest.mark.seconds
+
+RANK = "import faulthandler, sys, time; faulthandler.register(12, file=2, all_threads=True); time.sleep(100)"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Generator[list[subprocess.Popen[bytes]]]:
+    """Two processes of the controller "me", and one of another."""
+    running: list[subprocess.Popen[bytes]] = []
+    for index, controller in enumerate(("me", "me", "other")):
+        with (tmp_path / f"{index}.log").open("wb") as log:
+            env = {**os.environ, CONTROLLER_VARIABLE: controller}
+            running.append(subprocess.Popen([sys.executable, "-c", RANK], env=env, stderr=log))
+    yield running
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def ask(agent: HostAgent, endpoint: str, *args: Any) -> Any:
+    """The agent's answer, without Monarch."""
+    return asyncio.run(getattr(HostAgent, endpoint)._method(agent, *args))
+
+
+def test_ranks_are_watched_shown_and_killed(
+    ranks: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)  # on a host, ranks are the agent's siblings
+    agent, logs = HostAgent("me", 20.0), [tmp_path / "0.log", tmp_path / "1.log"]
+    ask(agent, "watch", "toy/1", [process.pid for process in ranks[:2]], logs)
+    time.sleep(0.3)
+    assert ask(agent, "beat", {}).meshes["toy/1"].gone == ()
+    assert "line 1 in <module>" in ask(agent, "stacks", "toy/1", [0])[0]
+    assert b"most recent call first" in ask(agent, "beat", {logs[0]: 0}).logs[logs[0]]
+    size = logs[0].stat().st_size
+    assert ask(agent, "beat", {logs[0]: size}).logs == {}
+    ranks[1].send_signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    assert list(ask(agent, "beat", {}).meshes["toy/1"].stopped_s) == [1]
+    ask(agent, "kill", "toy/1")
+    ask(agent, "ended", "toy/1", 2.0)
+    assert [process.wait(timeout=5) for process in ranks[:2]] == [-signal.SIGKILL] * 2
+    assert ranks[2].poll() is None
+    assert ask(agent, "beat", {}).meshes == {}
+
+
+def test_only_the_controllers_own_processes_are_ended(ranks: list[subprocess.Popen[bytes]]) -> None:
+    time.sleep(0.2)
+    end_processes_of("me")
+    assert [process.wait(timeout=5) for process in ranks[:2]] == [-signal.SIGKILL] * 2
+    assert ranks[2].poll() is None
+
+
+def test_a_host_says_what_it_is() -> None:
+    facts = ask(HostAgent("me", 20.0), "facts", "127.0.0.1")
+    assert facts.interface == interface_of("127.0.0.1") == "lo"
+    assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts.log_folder.is_dir()
+    assert abs(facts.clock - time.time()) < 5
+    with pytest.raises(ConnectionRefusedError):
+        ask(HostAgent("me", 20.0), "hold", ("127.0.0.1", 9))
