@@ -97,13 +97,13 @@ class _Rows:
             y.index_add_(0, self._every, product.to(y.dtype))
             return
         for slot, rows in zip(self._slots, self._rows, strict=True):
-            if len(rows) == len(x):
-                parts = y.split([b.shape[2] for b in b_stacked], dim=-1)
-                for part, a, b in zip(parts, a_stacked, b_stacked, strict=True):
-                    part.addmm_(x @ a[slot, 0].T, b[slot, 0].T)
+            whole = len(rows) == len(x)
+            inputs = x if whole else x.index_select(0, rows)
+            products = [(inputs @ a[slot, 0].T) @ b[slot, 0].T for a, b in zip(a_stacked, b_stacked, strict=True)]
+            if whole:
+                for part, product in zip(y.split([each.shape[-1] for each in products], dim=-1), products, strict=True):
+                    part.add_(product)
             else:  # adding rows to a part of y takes three times as long as adding them to the whole
-                inputs = x.index_select(0, rows)
-                products = [(inputs @ a[slot, 0].T) @ b[slot, 0].T for a, b in zip(a_stacked, b_stacked, strict=True)]
                 y.index_add_(0, rows, _side_by_side(products).to(y.dtype))
 
 

@@ -60,6 +60,19 @@ def test_every_token_gets_its_own_adapter_or_none(slots: list[int], num_tokens: 
     assert _is_right(GroupedLoRA, slots, num_tokens)
 
 
+@pytest.mark.parametrize("slots", [[1], [0, -1, 1]])
+def test_logits_may_be_of_a_wider_dtype_than_adapters(slots: list[int]) -> None:
+    # `head_dtype` of vLLM has an output projection computed in float32 over a bfloat16 model.
+    a, b = (weight.bfloat16() for weight in _weights(128, 7))
+    logits, states = torch.randn(len(slots), 128), torch.randn(len(slots), NUM_IN).bfloat16()
+    expected = logits.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[row] += b[slot, 0].float() @ (a[slot, 0].float() @ states[row].float())
+    _wrapper(GroupedLoRA, slots, 1).add_lora_logits(logits, states, a, b, 1.0)
+    assert (logits - expected).norm() < 0.02 * expected.norm()
+
+
 def _seconds(kind: type[PunicaWrapperCPU]) -> float:
     """The time of one fused projection of 512 tokens, the best of three."""
     wrapper = _wrapper(kind, [0], 512)
