@@ -190,7 +190,7 @@ class Launcher:
             None if generator is None else generator.dtype,
             self._log_dir,
             name=name,
-            transport="auto" if generator is None else self._seats.transport(seat, generator.weight_transport),
+            transport="auto" if generator is None else self._seats.transport(generator.weight_transport),
             gpus=seat.gpus,
             hosts=seat.hosts,
             version_records=self._version_records,
@@ -264,7 +264,9 @@ class Launcher:
         async def start() -> None:
             from controller.meshes.store import WeightStore
 
-            running = await WeightStore.launch(root._log_dir, hosts=root._seats.store())
+            running = await WeightStore.launch(
+                root._log_dir, hosts=root._seats.store(), generator_hosts=root._seats.generator_hosts
+            )
             root._running.append(running)
             root._store_mesh = running.mesh
 

@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from controller.hosts.addresses import own_address_towards
 from controller.meshes.gpus import GPUPool, gpus_here
 from generator.config import GeneratorConfig
 from rl.types import WeightTransport
+from rl.weights.host import host_identity
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load Monarch
     from controller.hosts.cluster import Cluster
     from controller.hosts.host_groups import Hosts
     from controller.hosts.placement import Placement
+    from controller.hosts.remote_host import Host
+    from controller.meshes.weight_receivers import GeneratorHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +137,30 @@ class Seats:
         group = None if self.cluster is None else self.cluster.group_of("trainer", is_trainer=True)
         return None if self.cluster is None or group is None else self.cluster.place("store", group[:1], 0)
 
-    def transport(self, trainer: Seat, chosen: WeightTransport) -> WeightTransport:
-        """How weights reach the generators: as chosen, and by TorchStore if "auto" has to reach another host.
+    def transport(self, chosen: WeightTransport) -> WeightTransport:
+        """How weights reach the generators, which is what the user chose.
 
-        Raises ValueError if shared memory was chosen and cannot reach them.
+        Raises ValueError if that cannot work between these hosts.
         """
-        if self.cluster is None:
-            return chosen
-        trainers = set(trainer.hosts.hosts if trainer.hosts else ())
-        if len(trainers) < 2 and trainers == set(self.cluster.groups.get("generator", ())):
-            return chosen
-        if chosen == "shared_memory":
+        one_host = not self.generator_hosts()
+        if chosen == "network" and one_host:
+            raise ValueError("weight_transport is 'network', and trainer and generator are on one host; use 'auto'")
+        if chosen == "shared_memory" and not one_host:
             raise ValueError("weight_transport is 'shared_memory', and trainer and generator are on several hosts")
-        return "torchstore" if chosen == "auto" else chosen
+        return chosen
+
+    def generator_hosts(self) -> "list[GeneratorHost]":
+        """The hosts that weights have to be sent to; none if trainer and generators are all on one."""
+        cluster = self.cluster
+        if cluster is None:
+            return []
+        trainers = cluster.group_of("trainer", is_trainer=True) or ()
+        generators = cluster.group_of("generator", is_trainer=False)
+        if len(trainers) == 1 and generators is not None and set(trainers) == set(generators):
+            return []
+        if generators is not None:
+            return [receiving(cluster, host) for host in generators]
+        return [_receiving_here(trainers[0])] if trainers else []
 
     def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Seat:
         assert self.cluster is not None
@@ -169,6 +184,32 @@ class Seats:
         except ValueError:
             self._names.discard(name)
             raise
+
+
+def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
+    """One of the other hosts, as one that weights are sent to."""
+    from controller.meshes.weight_receivers import GeneratorHost
+
+    return GeneratorHost(
+        name=host.name,
+        identity=host.facts.identity,
+        address=host.facts.address,
+        place=lambda: cluster.place(f"weights-{host.name}", [host], 0),
+        is_lost=lambda: host.lost is not None,
+    )
+
+
+def _receiving_here(trainer: "Host") -> "GeneratorHost":
+    """This host, as one that weights are sent to from another."""
+    from controller.meshes.weight_receivers import GeneratorHost
+
+    return GeneratorHost(
+        name="controller",
+        identity=host_identity(),
+        address=own_address_towards(trainer.facts.address),
+        place=lambda: None,
+        is_lost=lambda: False,
+    )
 
 
 def _refuse_turns(name: str, config: TrainerConfig | GeneratorConfig) -> None:

@@ -5,7 +5,7 @@ Trainer and generator processes look it up through Monarch under TorchStore's de
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchstore.transport.pipe import Request
 from controller.meshes.errors import DeadlineError
 from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
+from controller.meshes.weight_receivers import GeneratorHost, WeightReceivers
 
 _START_S = 60.0
 _STOP_S = 5.0
@@ -67,14 +68,23 @@ def _method(of_endpoint: Any) -> Any:
 class WeightStore:
     """A running TorchStore with one storage volume in its own process. A controller has at most one at a time."""
 
-    def __init__(self, mesh: Mesh, directory: Any) -> None:
+    def __init__(self, mesh: Mesh, directory: Any, receivers: WeightReceivers) -> None:
         """Use `launch`."""
         self.mesh = mesh
         self._directory = directory
+        self.receivers = receivers
 
     @classmethod
-    async def launch(cls, log_dir: Path, *, hosts: Place | None = None) -> "WeightStore":
-        """Starts the directory, and the volume's process on `hosts` or else on this host.
+    async def launch(
+        cls,
+        log_dir: Path,
+        *,
+        hosts: Place | None = None,
+        generator_hosts: Callable[[], Sequence[GeneratorHost]] = list,
+    ) -> "WeightStore":
+        """Starts the directory, the volume's process on `hosts` or else on this host, and receiving processes.
+
+        `generator_hosts` returns the hosts that weights have to be sent to now.
 
         Raises RuntimeError if the controller already has a store.
         """
@@ -95,10 +105,17 @@ class WeightStore:
         except BaseException:
             await mesh.stop()
             raise
-        return cls(mesh, directory)
+        store = cls(mesh, directory, WeightReceivers(log_dir, generator_hosts))
+        try:
+            await store.receivers.start()
+        except BaseException:
+            await store.stop()
+            raise
+        return store
 
     async def stop(self) -> None:
-        """Forgets every key and ends the process. May be called again."""
+        """Forgets every key and ends the processes. May be called again."""
+        await self.receivers.stop()
         torchstore.reset_client()
         with contextlib.suppress(Exception):  # its process may have died
             async with asyncio.timeout(_STOP_S):

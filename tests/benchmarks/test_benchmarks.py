@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import REPOSITORY
+from controller.hosts.simulated import why_not
 from tests.rl.envs.sandbox.here import need
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
@@ -41,6 +42,8 @@ def test_smallest_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--smoke"]
+    if name == "hosts" and (reason := why_not()) is not None:
+        pytest.skip(reason)
     if name == "sandbox":
         need("auto")
     if name == "vs_trl":

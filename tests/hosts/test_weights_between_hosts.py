@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl.weights.manifest import UnknownVersionError, WeightsError
+from tests.generator.served_models import served_llama
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 from tests.hosts.weight_processes import Process
 
@@ -79,3 +80,15 @@ def test_a_host_that_is_cut_off_keeps_its_version(tmp_path: Path) -> None:
         for name in ("h2", "h3"):
             hosts[name].call("pull", fourth)
             assert hosts[name].call("differing", MEGABYTES, 4) == []
+
+
+@pytest.mark.e2e
+def test_a_launcher_takes_the_network_between_hosts_and_replaces_a_receiving_process(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    with hosts_on_one_machine("ctl", "h1", "h2") as net:
+        for host in ("h1", "h2"):
+            net.start_worker(host)
+        command = [sys.executable, "-m", "tests.hosts.push_controller", str(model), str(tmp_path / "logs")]
+        printed = net.run("ctl", command, timeout_s=200)
+    assert "pushed network 2 True" in printed
+    assert "sampled 0 0 0" in printed

@@ -1,0 +1,141 @@
+"""The processes that `hosts` measures, in a module that Monarch's processes can import."""
+
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint
+
+from rl.weights.manifest import VersionRecord
+from rl.weights.network import NetworkReceiver
+from trainer.push import WeightPublisher
+
+NUM_TENSORS = 272
+"""As many as SmolLM2-135M has."""
+
+
+def shapes(megabytes: float) -> dict[str, tuple[int, int]]:
+    """Shapes of weights that take so much in bfloat16; like a small model's, one of them is a fifth of all."""
+    elements = int(megabytes * 1e6 / 2)
+    rows = max(1, elements * 4 // 5 // (NUM_TENSORS - 1) // 64)
+    others = {f"layer_{index}": (rows, 64) for index in range(NUM_TENSORS - 1)}
+    return {"embedding": (max(1, elements // 5 // 64), 64), **others}
+
+
+def _memory(data: torch.Tensor) -> memoryview:
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+class SendingRank(Actor):
+    """A trainer's rank with float32 master weights."""
+
+    def __init__(self, megabytes: float) -> None:
+        """`megabytes` is the size of a version."""
+        self._masters = {name: torch.randn(shape) for name, shape in shapes(megabytes).items()}
+        self._publisher = WeightPublisher(torch.bfloat16, "network")
+        self._flat = torch.cat([t.to(torch.bfloat16).view(-1) for t in self._masters.values()]).view(torch.uint8)
+
+    @endpoint
+    async def num_bytes(self) -> int:
+        """Size of a version."""
+        return self._flat.nbytes
+
+    @endpoint
+    async def publish(self, version: int) -> VersionRecord:
+        """Changes the weights a little and publishes them."""
+        for tensor in self._masters.values():
+            tensor.view(-1)[0] += 1
+        record = await self._publisher.publish(version, self._masters.items())
+        assert record is not None
+        return record
+
+    @endpoint
+    async def serve(self) -> int:
+        """Sends a version's bytes over plain TCP to the first who connects. Returns the port."""
+        server, data = socket.create_server(("0.0.0.0", 0)), _memory(self._flat)
+
+        def send() -> None:
+            with server, server.accept()[0] as connection:
+                connection.sendall(data)
+
+        threading.Thread(target=send, daemon=True).start()
+        return int(server.getsockname()[1])
+
+    @endpoint
+    async def bytes_sent(self) -> int:
+        """What this host has sent so far over all of its interfaces, with headers; not what it sent to itself."""
+        lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+        counters = dict(line.split(":") for line in lines)
+        return sum(int(each.split()[8]) for name, each in counters.items() if name.strip() != "lo")
+
+    @endpoint
+    async def put(self, key: str) -> None:
+        """Casts the weights and puts them into TorchStore as a state dict."""
+        import torchstore
+
+        await torchstore.put_state_dict({name: t.to(torch.bfloat16) for name, t in self._masters.items()}, key)
+
+    @endpoint
+    async def sums(self) -> dict[str, float]:
+        """The sum of every tensor as it is published, to check what arrived."""
+        return {name: float(t.to(torch.bfloat16).double().sum()) for name, t in self._masters.items()}
+
+
+class ReadingRank(Actor):
+    """A generator's rank: tensors in the memory of its process, as vLLM has them, that are overwritten by a pull."""
+
+    def __init__(self, megabytes: float) -> None:
+        """`megabytes` is the size of a version."""
+        self._weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(megabytes).items()}
+        self._flat = torch.zeros(sum(t.nbytes for t in self._weights.values()), dtype=torch.uint8)
+        self._receiver = NetworkReceiver()
+
+    @endpoint
+    async def pull(self, record: VersionRecord) -> None:
+        """Copies a version out of this host's shared memory."""
+        with self._receiver.open(record, None) as buffer:
+            for spec in record.manifest:
+                self._weights[spec.name].copy_(buffer.tensor(spec))
+
+    @endpoint
+    async def fetch(self, host: str, port: int) -> float:
+        """Reads a version's bytes over plain TCP. Returns the seconds that it took."""
+        begin, data, got = time.perf_counter(), _memory(self._flat), 0
+        with socket.create_connection((host, port)) as connection:
+            while got < len(data):
+                read = connection.recv_into(data[got:])
+                assert read, "the connection ended"
+                got += read
+        return time.perf_counter() - begin
+
+    @endpoint
+    async def get(self, key: str) -> None:
+        """Gets a state dict from TorchStore and copies it into this rank's tensors."""
+        import torchstore
+
+        fetched = await torchstore.get_state_dict(key)
+        for name, tensor in self._weights.items():
+            tensor.copy_(fetched[name])
+
+    @endpoint
+    async def sums(self) -> dict[str, float]:
+        """The sum of every tensor."""
+        return {name: float(tensor.double().sum()) for name, tensor in self._weights.items()}
+
+
+class IdleRank(Actor):
+    """Does nothing, at once."""
+
+    def __init__(self) -> None:
+        """Gets an id, so that its answers are its own."""
+        self._id = uuid.uuid4().hex
+
+    @endpoint
+    async def answer(self) -> str:
+        """Its id."""
+        return self._id

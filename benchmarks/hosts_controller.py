@@ -1,0 +1,172 @@
+"""The controller's side of `hosts`, which runs in a simulated host of its own. Its last line is a JSON object.
+
+python -m benchmarks.hosts_controller weights --hosts h1,h2,h3,h4 --megabytes 269 --rounds 3
+python -m benchmarks.hosts_controller start --hosts h1,...,h16
+python -m benchmarks.hosts_controller step --ranks 1,4,16,64
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # they load Monarch, whose settings come first
+    from controller.hosts.cluster import Cluster
+    from controller.hosts.remote_host import Host
+    from controller.meshes.mesh import Mesh
+
+ENV = {"OMP_NUM_THREADS": "1"}
+_STEPS = 50
+
+
+def main() -> None:
+    """Runs one part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("weights", "start", "step"))
+    parser.add_argument("--hosts", default="")
+    parser.add_argument("--megabytes", type=float, default=269.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", default="1,4,16,64")
+    options = parser.parse_args()
+    hosts = [name for name in options.hosts.split(",") if name]
+    from controller.hosts.settings import SETTINGS, apply
+
+    apply(SETTINGS)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.part == "weights":
+            result = asyncio.run(weights(hosts, options.megabytes, options.rounds, Path(folder)))
+        elif options.part == "start":
+            result = asyncio.run(start(hosts, Path(folder)))
+        else:
+            result = asyncio.run(step([int(count) for count in options.ranks.split(",")], Path(folder)))
+    print(json.dumps(result), flush=True)
+
+
+async def _cluster(hosts: Sequence[str]) -> "Cluster":
+    from controller.hosts.cluster import Cluster
+    from controller.hosts.host_groups import WorkerHosts
+
+    return await Cluster.connect(WorkerHosts({"trainer": tuple(f"tcp://{host}:26600" for host in hosts)}))
+
+
+async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Path) -> dict[str, Any]:
+    """Pushes and pulls from the first host to the second, with its references, and to all of the others at once."""
+    from benchmarks.host_actors import ReadingRank, SendingRank
+    from controller.meshes.seats import receiving
+    from controller.meshes.store import WeightStore
+    from controller.meshes.weight_receivers import GeneratorHost
+
+    cluster = await _cluster(names)
+    first, *others = cluster.hosts
+    generator_hosts: list[GeneratorHost] = [receiving(cluster, others[0])]
+    place = cluster.place("store", [first], 0)
+    store = await WeightStore.launch(logs, hosts=place, generator_hosts=lambda: generator_hosts)
+    trainer = await _spawn(cluster, "trainer", SendingRank, [first], logs, megabytes)
+    readers = [await _spawn(cluster, f"reader-{host.name}", ReadingRank, [host], logs, megabytes) for host in others]
+    try:
+        one = await _to_one(trainer, readers[0], first.facts.address, rounds)
+        generator_hosts.extend(receiving(cluster, host) for host in others[1:])
+        await store.receivers.complete()
+        all_hosts = await _to_all(trainer, readers, rounds)
+        size = await trainer.answer(trainer.rank(0).num_bytes.call_one(), "num_bytes")
+        return {"megabytes": size / 1e6, "one": one, "all": all_hosts}
+    finally:
+        await asyncio.gather(trainer.stop(), *(reader.stop() for reader in readers), store.stop())
+        await cluster.stop()
+
+
+async def _spawn(
+    cluster: "Cluster", name: str, actor: Any, hosts: "Sequence[Host]", logs: Path, *arguments: Any
+) -> "Mesh":
+    from controller.meshes.mesh import Mesh
+
+    place = cluster.place(name, hosts, len(hosts))
+    return await Mesh.spawn(name, actor, *arguments, num_ranks=len(hosts), env=ENV, log_dir=logs, hosts=place)
+
+
+async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each way to get a version from the trainer, at `address`, into a reader's tensors."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    sender, receiver = trainer.rank(0), reader.rank(0)
+    for version in range(rounds + 1):  # the first is a warm-up
+        port = await trainer.answer(sender.serve.call_one(), "serve")
+        tcp = await reader.answer(receiver.fetch.call_one(address, port), "fetch")
+        push, pull, sent = await _update(trainer, [reader], version)
+        begin, key = time.perf_counter(), f"benchmark/{version}"
+        await trainer.answer(sender.put.call_one(key), "put")
+        await reader.answer(receiver.get.call_one(key), "get")
+        torchstore = time.perf_counter() - begin
+        for name, value in {"tcp": tcp, "push": push, "pull": pull, "bytes": sent, "torchstore": torchstore}.items():
+            seconds[name].append(value)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+async def _to_all(trainer: "Mesh", readers: "Sequence[Mesh]", rounds: int) -> dict[str, list[float]]:
+    updates = [await _update(trainer, readers, 1000 + version) for version in range(rounds + 1)][1:]
+    return dict(zip(("push", "pull", "bytes"), map(list, zip(*updates, strict=True)), strict=True))
+
+
+async def _update(trainer: "Mesh", readers: "Sequence[Mesh]", version: int) -> tuple[float, float, float]:
+    """A push, and a pull on every host. Returns the seconds of both, and the bytes that the trainer's host has sent.
+
+    Raises AssertionError if what arrived is not what was pushed.
+    """
+    sender = trainer.rank(0)
+    before = await trainer.answer(sender.bytes_sent.call_one(), "bytes_sent")
+    begin = time.perf_counter()
+    record = await trainer.answer(sender.publish.call_one(version), "publish")
+    pushed = time.perf_counter()
+    await asyncio.gather(*(reader.answer(reader.rank(0).pull.call_one(record), "pull") for reader in readers))
+    pulled = time.perf_counter()
+    sent = await trainer.answer(sender.bytes_sent.call_one(), "bytes_sent") - before
+    expected = await trainer.answer(sender.sums.call_one(), "sums")
+    for reader in readers:
+        assert await reader.answer(reader.rank(0).sums.call_one(), "sums") == expected, reader.name
+    return pushed - begin, pulled - pushed, float(sent)
+
+
+async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
+    """Seconds from the first connection to the first answers of a mesh with a rank on every host."""
+    from benchmarks.host_actors import IdleRank
+
+    begin = time.perf_counter()
+    cluster = await _cluster(names)
+    connected = time.perf_counter()
+    mesh = await _spawn(cluster, "idle", IdleRank, cluster.hosts, logs)
+    try:
+        ids = await mesh.answers([mesh.rank(rank).answer.call_one() for rank in range(len(names))], "answer")
+        assert len(set(ids)) == len(names)
+        return {"connect": connected - begin, "answer": time.perf_counter() - begin}
+    finally:
+        await mesh.stop()
+        await cluster.stop()
+
+
+async def step(counts: Sequence[int], logs: Path) -> dict[str, Any]:
+    """Milliseconds of a call to every rank of a mesh on this host, by the number of ranks."""
+    from benchmarks.host_actors import IdleRank
+    from controller.meshes.mesh import Mesh
+
+    medians: dict[str, Any] = {}
+    for count in counts:
+        mesh = await Mesh.spawn(f"idle-{count}", IdleRank, num_ranks=count, env=ENV, log_dir=logs)
+        try:
+            took: list[float] = []
+            for _ in range(_STEPS):
+                begin = time.perf_counter()
+                await mesh.answers([mesh.rank(rank).answer.call_one() for rank in range(count)], "answer")
+                took.append(1e3 * (time.perf_counter() - begin))
+            medians[str(count)] = statistics.median(took)
+        finally:
+            await mesh.stop()
+    return medians
+
+
+if __name__ == "__main__":
+    main()
