@@ -32,7 +32,7 @@ class OpenAIServing:
     """Answers requests for one choice of parsers."""
 
     def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
-        """Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer."""
+        """Raises ValueError for a parser that vLLM cannot use with this model, and for a model without tokenizer."""
         llm = engine.llm
         if llm.renderer.tokenizer is None:
             raise ValueError("the model's directory has no tokenizer, which OpenAI's endpoints need")
@@ -49,8 +49,11 @@ class OpenAIServing:
         try:
             renderer = OnlineRenderer(llm.model_config, llm.renderer, **template)
             self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template)
-        except KeyError as error:
-            raise ValueError(f"vLLM has no such parser: {error}") from None
+        except Exception as error:  # vLLM's parsers raise what they like
+            raise ValueError(
+                f"tool_parser is {tool_parser!r} and reasoning_parser {reasoning_parser!r}, which vLLM cannot use with "
+                f"this model: {error}"
+            ) from error
         self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
 
     async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:

@@ -100,6 +100,10 @@ async def _host_one(
         parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
         return await openai(router, replace(call, **parsers))
 
+    if config.tool_parser or config.reasoning_parser:
+        await answer(
+            OpenAICall(kind="chat", body=b"{}", policy=None, model=names[0])
+        )  # an unknown parser is an error now
     throughput = Throughput()
     whole = WholeModels(launcher, config, model, names, throughput, places)
     stack.push_async_callback(whole.close)

@@ -75,3 +75,13 @@ def test_what_cannot_be_streamed_is_an_error_and_the_next_stream_works(engine: G
         assert len((await _tokens(engine, 3))[0]) == 3
 
     asyncio.run(main())
+
+
+def test_parsers_that_vllm_does_not_have_are_refused(engine: GenerationEngine) -> None:
+    from generator.openai_serving import OpenAIServing
+
+    with pytest.raises(ValueError, match=r"tool_parser is 'nonsense'.*vLLM cannot use"):
+        OpenAIServing(engine, tool_parser="nonsense", reasoning_parser="")
+    with pytest.raises(ValueError, match=r"reasoning_parser 'nonsense'.*vLLM cannot use"):
+        OpenAIServing(engine, tool_parser="", reasoning_parser="nonsense")
+    assert OpenAIServing(engine, tool_parser="pythonic", reasoning_parser="")
