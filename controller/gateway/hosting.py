@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from controller.runs.restarts import RestartLimit
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LoRAConfig
-from rl.protocols import Trainer
+from rl.protocols import Generator, Trainer
 
 Say = Callable[[str], None]
 _ADAPTERS_AT_ONCE = 8
@@ -93,17 +93,6 @@ async def _host_one(
     async def adapter(name: str, lora: LoRAConfig) -> Trainer:
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
-    router = generator.unbound
-    assert isinstance(router, GeneratorRouter), "of one generator too"
-
-    async def answer(call: OpenAICall) -> OpenAIReply:
-        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
-        return await openai(router, replace(call, **parsers))
-
-    if config.tool_parser or config.reasoning_parser:
-        await answer(
-            OpenAICall(kind="chat", body=b"{}", policy=None, model=names[0])
-        )  # an unknown parser is an error now
     throughput = Throughput()
     whole = WholeModels(launcher, config, model, names, throughput, places)
     stack.push_async_callback(whole.close)
@@ -111,11 +100,24 @@ async def _host_one(
         names=names,
         tokenizer=str(model),
         adapter=adapter,
-        generator=router,
-        openai=answer,
+        generator=generator.unbound,
+        openai=await _openai(config, generator.unbound, names[0]),
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
-        snapshots=Snapshots(router, config.max_snapshots),
+        snapshots=Snapshots(generator.unbound, config.max_snapshots),
         whole=whole.begin if config.full else None,
         throughput=throughput,
     )
+
+
+async def _openai(config: ServeConfig, router: Generator, model: str) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
+    """What answers requests in OpenAI's form. Raises ValueError for parsers that vLLM cannot use."""
+    assert isinstance(router, GeneratorRouter), "of one generator too"
+
+    async def answer(call: OpenAICall) -> OpenAIReply:
+        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+        return await openai(router, replace(call, **parsers))
+
+    if config.tool_parser or config.reasoning_parser:  # an empty request has vLLM look for them now
+        await answer(OpenAICall(kind="chat", body=b"{}", policy=None, model=model))
+    return answer
