@@ -7,7 +7,8 @@ The clients use the official SDK, in this process. Bars:
 
 * `lost`: calls without a result. `doubled_or_reordered`: optimizer steps whose number is not that of the call, and
   samples that answer another request.
-* `megabytes_per_minute`: growth of the server's own process after the first third, and `..._all` of all its processes.
+* `megabytes_per_minute`: growth of the server's own process after the first third; `..._all` is that of all its processes.
+  Results are kept for two minutes, so that runs of less than eight minutes show those, too.
 * `unfairness`: the slowest polite training client to their median, in seconds per step.
 """
 
@@ -118,14 +119,22 @@ class Load:
 
     def _train(self, index: int, client: Any) -> None:
         """Waits for every step, and now and then makes a sampling client of its weights and uses it."""
-        from tinker import types
-
         while time.monotonic() < self._ends:
             self._finish_step(index, self._begin_step(client))
             if self._steps[index] % 10 == 0:
-                sampler = client.save_weights_and_get_sampling_client().result()
-                output = sampler.sample(types.ModelInput.from_ints([3, 4]), 1, types.SamplingParams(max_tokens=2))
-                self._count(requests=2, lost=int(not output.result().sequences))
+                self._sample_trained(index, client)
+
+    def _sample_trained(self, index: int, client: Any) -> None:
+        """Makes a sampling client of what was trained, and uses it."""
+        from tinker import types
+
+        try:
+            sampler = client.save_weights_and_get_sampling_client().result(timeout=300)
+            output = sampler.sample(types.ModelInput.from_ints([3, 4]), 1, types.SamplingParams(max_tokens=2))
+            self._count(requests=2, lost=int(not output.result(timeout=300).sequences))
+        except Exception as error:
+            print(f"training client {index}: {type(error).__name__}: {error}", flush=True)
+            self._count(requests=2, lost=1)
 
     def _begin_step(self, client: Any) -> tuple[Any, Any]:
         from tinker import types
