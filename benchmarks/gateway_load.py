@@ -7,7 +7,7 @@ The clients use the official SDK, in this process. Bars:
 
 * `lost`: calls without a result. `doubled_or_reordered`: optimizer steps whose number is not that of the call, and
   samples that answer another request.
-* `megabytes_per_minute`: growth of the server's own process after the first third; `..._all` is that of all its processes.
+* `megabytes_per_minute`: growth of the server's own process after the first third; `..._all` is that of all of them.
   Results are kept for two minutes, so that runs of less than eight minutes show those, too.
 * `unfairness`: the slowest polite training client to their median, in seconds per step.
 """
