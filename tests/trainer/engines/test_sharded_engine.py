@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.lora import LoRAConfig
-from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import INSTALLED
 from tests.trainer.ranks import script
@@ -46,6 +46,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron_replicated2_tp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "tensor_parallel": 2},
     "megatron_pp2_replicated2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2},
     "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_tp2_biased": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_pp2_biased": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_pp2_moe": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_pp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2},
     "megatron_replicated4_ep2_moe": {**MEGATRON, "data_parallel_replicate": 4, "expert_parallel": 2},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -81,6 +85,10 @@ SLOW = {
     "megatron_replicated2_tp2_untied",
     "megatron_pp2_replicated2_untied",
     "megatron_replicated4_ep2_moe",
+    "megatron_tp2_biased",
+    "megatron_pp2_biased",
+    "megatron_pp2_moe",
+    "megatron_pp2_ep2_moe",
     *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
 }
 
@@ -96,6 +104,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp(request.param)
     if request.param.endswith("_tied"):
         model = tiny_llama(directory / "model")
+    elif request.param.endswith("_biased"):
+        model = tiny_qwen2(directory / "model", tied=False)
     elif request.param.endswith("_moe"):
         model = tiny_qwen3_moe(directory / "model")
     else:
@@ -103,7 +113,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             directory / "model", tied=False, num_hidden_layers=4 if request.param.endswith("_layers") else 2
         )
     lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
-    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
+    engine = "fsdp2" if request.param.endswith("_biased") else "torchtitan"
+    one = TrainerConfig(model=model, engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
     config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
     many, of_one = (
         run_layout(script, load_engine_or_adapter, c, directory / n) for c, n in ((config, "many"), (one, "one"))

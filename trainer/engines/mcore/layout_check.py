@@ -65,15 +65,10 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
             f"TrainerConfig.sequence_parallel is True and tensor_parallel is {tensor_parallel}; Megatron-core needs "
             "TransformerEngine's norms for it, which engine 'megatron' does not use, so it must be False"
         )
-    if decoder.family == "qwen2":
-        raise ValueError(
-            f"TrainerConfig.tensor_parallel is {tensor_parallel}; engine 'megatron' was not tried with biases that are "
-            "split, so it must be 1 for this model. data_parallel_replicate works with it"
-        )
     if decoder.moe is not None:
         raise ValueError(
             f"TrainerConfig.tensor_parallel is {tensor_parallel}; engine 'megatron' does not split experts, nor the "
-            "tokens among them, so it must be 1 for this model. expert_parallel works with it"
+            "tokens among them, so it must be 1 for this model. expert_parallel and pipeline_parallel work with it"
         )
 
 
@@ -101,11 +96,6 @@ def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
     pipeline_parallel = config.pipeline_parallel
     if pipeline_parallel == 1:
         return
-    if decoder.moe is not None:
-        raise ValueError(
-            f"TrainerConfig.pipeline_parallel is {pipeline_parallel}; engine 'megatron' was not tried with experts in "
-            "several stages, so it must be 1 for this model. expert_parallel and data_parallel_replicate work with it"
-        )
     if decoder.tie_embeddings and config.head == "lm":
         raise ValueError(
             f"TrainerConfig.pipeline_parallel is {pipeline_parallel}; this model's output projection is its embedding "

@@ -5,7 +5,7 @@ name the weights of each expert. Here an expert is a view of the stack, so nothi
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +106,16 @@ def split_experts(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     for index, expert in _experts(parameter.detach()):
         expert.grad = grads.get(index)
         yield f"{match[1]}.{index}.{match[2]}.weight", expert
+
+
+def split_moments(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yields the state of an optimizer for a parameter, as `split_experts` yields the parameter.
+
+    All experts of a stack share one step count.
+    """
+    parts = {key: dict(split_experts(name, state[key])) for key in ("exp_avg", "exp_avg_sq")}
+    for part in parts["exp_avg"]:
+        yield part, {"step": state["step"], **{key: of_key[part] for key, of_key in parts.items()}}
 
 
 def _experts(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
