@@ -208,7 +208,7 @@ class _Incoming:
         checksums = self._buffer.checksums(record)
         self._buffer.seal(record, checksums)
         self._memory.newest = (self._buffer, checksums)
-        unchanged = before is not None and before[0] is not self._buffer and self._same_as(*before)
+        unchanged = before is not None and before[1] == checksums and self._same_as(before[0])
         self._forwarding_ended.wait()
         return Received(
             location=self._buffer.location,
@@ -262,8 +262,9 @@ class _Incoming:
                 what = f"the sum of its bits is {found} instead of {expected}"
                 raise corrupted(self.transfer.record, spec, what)
 
-    def _same_as(self, before: WeightBuffer, checksums_before: tuple[int, ...]) -> bool:
-        """Compares the buffer with that of the version before. Nobody writes either while this transfer lasts."""
+    def _same_as(self, before: WeightBuffer) -> bool:
+        """Whether the version before, with equal checksums, is in its buffer still and has the same bytes."""
         record = self.transfer.record
-        same = before.checksums(record) == self._buffer.checksums(record) == checksums_before
-        return same and (record.full_checksums or self._buffer.holds_same_as(before, record.manifest))
+        if before is self._buffer:
+            return False
+        return record.full_checksums or self._buffer.holds_same_as(before, record.manifest)
