@@ -68,8 +68,8 @@ class RemoteRanks(RankProcesses):
         found = await asyncio.gather(*(of(index, host) for index, host in enumerate(self.hosts)))
         return stacks_text({rank: stack for each in found for rank, stack in each.items()})
 
-    async def fetch_logs(self) -> None:
-        """Makes the copies of the logs complete, as far as their hosts answer."""
+    async def fetch_states(self) -> None:
+        """Brings states and the copies of logs up to date, as far as the hosts answer."""
         await asyncio.gather(*(host.refresh() for host in self.hosts))
 
     def kill(self) -> bool:
@@ -87,7 +87,7 @@ class RemoteRanks(RankProcesses):
                 async with asyncio.timeout(within_s + 1):
                     await host.agent.ended.call_one(self._mesh, within_s)
 
-        await self.fetch_logs()
+        await self.fetch_states()
         await asyncio.gather(*(on(host) for host in self.hosts if host.lost is None))
         for host in self.hosts:
             for log, copy in tuple(host.copies.items()):

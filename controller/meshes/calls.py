@@ -161,6 +161,9 @@ class Calls:
 
     async def _judge(self, call: _Call, needs: "Sequence[Calls]") -> None:
         """Raises if there is a reason not to wait any longer for a call."""
+        if not self.processes.gone and any(isinstance(error, ProcessDiedError) for error in call.errors.values()):
+            await self.processes.fetch_states()  # which process it was
+            self.processes.look(at_most_s=0.0)
         for other in needs:
             error = other.failure or other._process_failure(call.verb)
             if error is not None:
@@ -178,7 +181,7 @@ class Calls:
 
     async def end(self, error: MeshError, silent: Iterable[int]) -> MeshError:
         """Kills the mesh because of `error`, and returns it with logs and with the stacks of the ranks in `silent`."""
-        await self.processes.fetch_logs()
+        await self.processes.fetch_states()
         self.processes.note(silent, error.reason)
         tail = self.processes.log_tail()
         stacks = await self.processes.stacks(silent)

@@ -102,8 +102,8 @@ class RankProcesses:
             with contextlib.suppress(OSError), self.log_files[rank].open("a") as log:
                 log.write(f"[the controller] {text}\n")
 
-    async def fetch_logs(self) -> None:
-        """Makes the log files complete. Those of processes on this host always are."""
+    async def fetch_states(self) -> None:
+        """Brings states and logs up to date. Those of processes on this host always are."""
 
     def log_tail(self, num_lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of every process's log."""

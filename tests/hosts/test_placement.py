@@ -95,10 +95,11 @@ def test_what_does_not_fit_is_refused(group: str, config: TrainerConfig | Genera
 def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
     n1, n2 = fake_host("n1"), fake_host("n2")
     apart, together = seats(trainer=(n1,), generator=(n2,)), seats(trainer=(n1,), generator=(n1,))
-    assert apart.transport(apart.trainer("trainer", TrainerConfig()), "auto") == "torchstore"
-    assert together.transport(together.trainer("trainer", TrainerConfig()), "auto") == "auto"
+    assert (apart.transport("auto"), together.transport("auto")) == ("auto", "auto")
     with pytest.raises(ValueError, match="'shared_memory', and trainer and generator are on several hosts"):
-        apart.transport(apart.trainer("critic", TrainerConfig()), "shared_memory")
+        apart.transport("shared_memory")
+    with pytest.raises(ValueError, match="'network', and trainer and generator are on one host"):
+        together.transport("network")
 
 
 def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkeypatch: pytest.MonkeyPatch) -> None:

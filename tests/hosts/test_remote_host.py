@@ -11,8 +11,8 @@ from controller.hosts import remote_host
 from controller.hosts.host_agent import RankStates
 from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
-from controller.meshes.calls import Calls
-from controller.meshes.errors import HostLostError
+from controller.meshes.calls import Calls, ProcessDiedError
+from controller.meshes.errors import HostLostError, MeshError
 from rl.deadlines import Deadlines
 from tests.hosts.fake_hosts import fake_host, listener
 
@@ -146,5 +146,19 @@ def test_a_call_to_a_lost_host_ends_with_its_name(tmp_path: Path) -> None:
         assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 1, "add")
         with pytest.raises(HostLostError, match="host n2 is lost"):  # the mesh has ended
             await calls.answers({0: asyncio.sleep(0)}, "add")
+
+    asyncio.run(main())
+
+
+def test_a_death_that_monarch_tells_first_is_named_by_the_agent(tmp_path: Path) -> None:
+    async def died() -> None:
+        raise ProcessDiedError("an actor has failed")
+
+    async def main() -> None:
+        hosts = (fake_host("n1"), fake_host("n2"))
+        ranks = RemoteRanks("toy", hosts, (11, 21), tuple(tmp_path / f"toy-{rank}.log" for rank in range(2)))
+        hosts[1].agent.states = {"toy": RankStates(gone=(0,), stopped_s={})}
+        with pytest.raises(MeshError, match=r"toy: rank 1 \(process 21 on n2\) died in die: an actor has failed"):
+            await Calls("toy", ranks, Deadlines()).answers({None: died()}, "die")
 
     asyncio.run(main())
