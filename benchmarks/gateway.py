@@ -137,9 +137,8 @@ async def step_of_script(
         for prompt, group in zip(prompts, groups, strict=True)
         for index, sample in enumerate(group)
     ]
-    gradient = asyncio.create_task(trainer.forward_backward(batch, "importance_sampling"))
-    await trainer.optim_step(AdamParams(learning_rate=RATE))
-    await gradient
+    gradient = trainer.forward_backward(batch, "importance_sampling")
+    await asyncio.gather(gradient, trainer.optim_step(AdamParams(learning_rate=RATE)))  # in this order
     await generator.pull_model_state_dict(await trainer.push_model_state_dict())
 
 
