@@ -14,6 +14,7 @@ from controller.loops.dapo import DAPOConfig
 from controller.runs.console import Console
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
+from rl.runs.comparison import is_timing
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
@@ -57,11 +58,10 @@ def _run(config: DAPOConfig, path: Path) -> RunFolder:
 
 def _training(folder: RunFolder) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Metrics of every step but for timings, and the rollouts."""
-    aside = ("time", "seconds", "memory", "_per_s")
     rows = [row for row in folder.metrics() if "reward_mean" in row]
     rollouts = recorded_rows(folder.path)
     return (
-        [{n: row[n] for n in row if not any(part in n for part in aside)} for row in rows],
+        [{n: row[n] for n in row if not is_timing(n)} for row in rows],
         [{n: r[n] for n in r if n != "environment_s"} for r in rollouts if r["split"] == "train"],
     )
 

@@ -21,6 +21,7 @@ from controller.meshes.errors import TrainingStoppedError
 from controller.runs.console import Console
 from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
+from rl.runs.comparison import is_timing
 from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
@@ -42,9 +43,8 @@ def _asynchronous(config: GRPOConfig, max_staleness: int, **changes: Any) -> GRP
 
 def _values(folder: RunFolder) -> list[dict[str, float]]:
     """The metrics of every step, but for timings and what only one of the loops has."""
-    aside = ("seconds_", "memory_", "time", "staleness_")
     return [
-        {name: row[name] for name in row if not name.startswith(aside) and not name.endswith("_per_s")}
+        {name: row[name] for name in row if not is_timing(name) and not name.startswith("staleness_")}
         for row in folder.metrics()
     ]
 
