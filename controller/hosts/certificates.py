@@ -89,10 +89,13 @@ def own_certificates(folder: Path, name: str | None = None) -> Path:
     return own
 
 
-def own_name(own: Path, address: str) -> str:
-    """What other hosts should call this host: `address` if the certificate in `own` is for it, or its first name."""
+def own_name(own: Path) -> str:
+    """What other hosts should call this host: the first name that the certificate in `own` is for.
+
+    It is no address: Monarch 0.7 does not attach over TLS to a controller that is named by its address.
+    """
     names = names_of(x509.load_pem_x509_certificate((own / CERTIFICATE).read_bytes()))
-    return address if address in names else names[0]
+    return names[0]
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:

@@ -134,7 +134,7 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
 
         own = own_certificates(certificates_folder(certs))
         apply(tls_settings(own))
-        here = f"tls://{own_name(own, own_address_towards(workers[0].host))}:0"
+        here = f"tls://{own_name(own)}:0"
     else:
         here = f"tcp://{own_address_towards(workers[0].host)}:0"
     try:

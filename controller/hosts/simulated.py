@@ -158,7 +158,8 @@ class Hosts:
     def signal(self, host: str, number: signal.Signals, words: str = "") -> None:
         """Sends a signal to those processes: SIGSTOP makes a host that hangs."""
         for pid in self.processes(host, words):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it may end because of another that got the signal
+                os.kill(pid, number)
 
     def continue_processes(self) -> None:
         """Undoes SIGSTOP. A host with a stopped process cannot end: `nsenter` stops too, and would not wait for it."""
