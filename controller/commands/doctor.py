@@ -32,11 +32,10 @@ def add_parser(commands: Commands) -> None:
 def doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints what was found. Returns 1 if something would fail."""
     refuse(overrides)
-    from controller.hosts.host_groups import parse_groups
-    from controller.hosts.settings import SETTINGS, apply
+    from controller.hosts.host_groups import parse_groups, prepare
 
     hosts = replace(parse_groups(options.hosts), certs=options.certs)
-    apply(SETTINGS)  # before Monarch is imported
+    prepare(hosts)  # before Monarch is imported
     from controller.hosts.examination import examine
 
     found = asyncio.run(examine(hosts, options.mb << 20))

@@ -90,10 +90,7 @@ def own_certificates(folder: Path, name: str | None = None) -> Path:
 
 
 def own_name(own: Path) -> str:
-    """What other hosts should call this host: the first name that the certificate in `own` is for.
-
-    It is no address: Monarch 0.7 does not attach over TLS to a controller that is named by its address.
-    """
+    """What other hosts call this host: the first name that the certificate in `own` is for."""
     names = names_of(x509.load_pem_x509_certificate((own / CERTIFICATE).read_bytes()))
     return names[0]
 

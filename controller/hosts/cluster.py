@@ -130,11 +130,9 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
 
     if workers[0].scheme == "tls":
         from controller.hosts.certificates import own_certificates, own_name
-        from controller.hosts.settings import apply, certificates_folder, tls_settings
+        from controller.hosts.settings import certificates_folder
 
-        own = own_certificates(certificates_folder(certs))
-        apply(tls_settings(own))
-        here = f"tls://{own_name(own)}:0"
+        here = f"tls://{own_name(own_certificates(certificates_folder(certs)))}:0"
     else:
         here = f"tcp://{own_address_towards(workers[0].host)}:0"
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from controller.hosts.addresses import Address, parse_address
+from controller.hosts.settings import SETTINGS, apply, certificates_folder, tls_settings
 from rl.checks import check_above_zero
 
 Groups = Mapping[str, Sequence[Address]]
@@ -25,6 +26,11 @@ class Hosts(Protocol):
     @property
     def certs(self) -> Path | None:
         """The folder of the controller's certificates; None for the usual one. See settings.py."""
+        ...
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the controller needs a certificate."""
         ...
 
     @property
@@ -61,6 +67,11 @@ class WorkerHosts:
         if len(schemes := {address.scheme for group in self._parsed().values() for address in group}) > 1:
             raise ValueError(f"hosts have the schemes {', '.join(sorted(schemes))}; use TLS on all of them, or on none")
 
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the addresses have TLS: all have, or none."""
+        return any(address.scheme == "tls" for group in self._parsed().values() for address in group)
+
     async def acquire(self) -> Groups:
         """The workers, which run already."""
         return self._parsed()
@@ -81,3 +92,12 @@ def parse_groups(words: Sequence[str]) -> WorkerHosts:
             raise ValueError(f"--hosts {word!r}: write each role once, as ROLE=HOST:PORT,HOST:PORT")
         groups[role] = tuple(hosts.split(","))
     return WorkerHosts(groups)
+
+
+def prepare(hosts: Hosts) -> None:
+    """Sets what Monarch reads when it is imported, so this comes first. Raises ValueError without a certificate."""
+    apply(SETTINGS)
+    if hosts.uses_tls:
+        from controller.hosts.certificates import own_certificates
+
+        apply(tls_settings(own_certificates(certificates_folder(hosts.certs))))

@@ -66,9 +66,9 @@ class Seats:
 
     async def connect(self, hosts: "Hosts") -> None:
         """Has roles run on other hosts from now on. Raises ValueError for hosts that cannot be used."""
-        from controller.hosts.settings import SETTINGS, apply
+        from controller.hosts.host_groups import prepare
 
-        apply(SETTINGS)  # before Monarch is imported
+        prepare(hosts)  # before Monarch is imported
         from controller.hosts.cluster import Cluster
 
         self.use(await Cluster.connect(hosts))
