@@ -22,7 +22,6 @@ SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_resu
 # Only what other tests import here anyway.
 IN_THIS_PROCESS = {"attention", "layouts", "split_invariance", "recording", "controller_scale", "sandbox"}
 MARKS: dict[str, Any] = {
-    "layouts": pytest.mark.ranks,
     "split_invariance": pytest.mark.ranks,
     "attention": (),
     "recording": (),
