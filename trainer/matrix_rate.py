@@ -1,6 +1,7 @@
 """How fast this rank's device multiplies matrices: the peak that a step's operations are compared with.
 
-It is measured once per device, dtype and number of threads, and then read from a file of the user's cache.
+A file of the user's cache keeps the best rate of each device, dtype and number of threads. Every start measures again,
+because the machine may have been busy the first time.
 """
 
 import json
@@ -14,25 +15,22 @@ import torch
 from rl.cache import cache_directory
 from trainer.engines.pytorch.ranks import DTYPES
 
-_REPEATS = 10
+_REPEATS = 4
 _SIZES = {"cuda": 8192, "cpu": 1024}
 
 
 def matrix_rate(device: torch.device, dtype: str, file: Path | None = None) -> float:
-    """Operations a second of a large matrix product in `dtype`, the best of ten.
+    """Operations a second of a large matrix product in `dtype`, the best that was ever measured.
 
-    `file` keeps what was measured, by default `matrix_rates.json` in ownloop's cache. Whoever deletes it has the rate
-    measured again, which is right if the machine was busy the first time. Where it cannot be written, every start
-    measures.
+    `file` keeps it, by default `matrix_rates.json` in ownloop's cache. Where that cannot be written, only what is
+    measured now counts.
     """
     file = file or cache_directory() / "matrix_rates.json"
     key = f"{_device_name(device)}, {dtype}"
-    known = _read(file)
-    if key not in known:
-        rate = _measure(device, DTYPES[dtype])
-        _write(file, {**_read(file), key: rate})
-        return rate
-    return known[key]
+    measured, known = _measure(device, DTYPES[dtype]), _read(file)
+    if measured > known.get(key, 0.0):
+        _write(file, {**known, key: measured})
+    return max(measured, known.get(key, 0.0))
 
 
 def _device_name(device: torch.device) -> str:
