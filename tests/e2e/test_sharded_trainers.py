@@ -40,6 +40,12 @@ BATCH = random_batch(LENGTHS)
         ),
         pytest.param(True, {"data_parallel_shard": 2, "expert_parallel": 2}, id="ep2", marks=pytest.mark.slow),
         pytest.param(False, {"pipeline_parallel": 2}, id="pp2", marks=pytest.mark.slow),
+        pytest.param(
+            False,
+            {"engine": "megatron", "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False},
+            id="megatron_pp2_tp2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_trains_as_one_rank_does_and_its_generator_samples_what_it_trained(
@@ -47,7 +53,12 @@ def test_it_trains_as_one_rank_does_and_its_generator_samples_what_it_trained(
 ) -> None:
     model = served_qwen3_moe(tmp_path / "model") if experts else served_qwen3(tmp_path / "model", tied=False)
     options: dict[str, Any] = {"compute_dtype": "float32", "max_tokens_per_microbatch": 50}
-    serving = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8)
+    if degrees.get("engine") == "megatron":
+        pytest.importorskip("megatron.core")
+    # A generator that is tensor-parallel, where the trainer is, takes shards that are cut along the same dimension.
+    serving = GeneratorConfig(
+        dtype="float32", max_model_len=128, max_num_seqs=8, tensor_parallel=degrees.get("tensor_parallel", 1)
+    )
 
     async def main() -> None:
         async with Launcher(tmp_path / "logs") as launcher:
