@@ -134,5 +134,5 @@ def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name == "seconds_engine_max" or name not in RESERVED_METRICS
     }
-    peak_flops = metrics.get("peak_flops", 0.0)
-    return {**reported, "mfu": metrics["model_flops"] / peak_flops} if peak_flops else reported
+    flops, peak_flops = metrics.get("model_flops", 0.0), metrics.get("peak_flops", 0.0)
+    return {**reported, "mfu": flops / peak_flops} if flops and peak_flops else reported  # 0 stands for not known

@@ -75,6 +75,17 @@ def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:
     assert row["loss"] == 1.5
 
 
+@pytest.mark.parametrize(("flops", "peak", "reported"), [(3.0, 4.0, 0.75), (0.0, 4.0, None), (3.0, 0.0, None)])
+def test_mfu_is_reported_where_operations_and_rate_are_known(
+    tmp_path: Path, flops: float, peak: float, reported: float | None
+) -> None:
+    report, folder, _ = _report(tmp_path)
+    _step(report, 1, model_flops=flops, peak_flops=peak)
+    (row,) = folder.metrics()
+    assert row.get("mfu") == reported
+    assert row.keys().isdisjoint({"model_flops", "peak_flops"})
+
+
 def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
     report, folder, stream = _report(tmp_path)
     report.evaluation(0, Evaluation(groups=tuple(_group(float(i < 2)) for i in range(10))))
