@@ -39,11 +39,7 @@ class Hosts(Protocol):
         ...
 
     async def acquire(self) -> Groups:
-        """The workers of each group. Starts them first, where it is their owner. May be called again."""
-        ...
-
-    async def release(self) -> None:
-        """Gives back what `acquire` got. Called when the run has ended, however it ended."""
+        """The workers of each group, which listen already. May be called again."""
         ...
 
 
@@ -75,9 +71,6 @@ class WorkerHosts:
     async def acquire(self) -> Groups:
         """The workers, which run already."""
         return self._parsed()
-
-    async def release(self) -> None:
-        """They go on running."""
 
     def _parsed(self) -> dict[str, tuple[Address, ...]]:
         return {group: tuple(map(parse_address, hosts)) for group, hosts in self.groups.items()}
