@@ -1,0 +1,195 @@
+"""Mathematical problems from a dataset with a column of questions and one of answers, such as GSM8K or MATH.
+
+    MathProblems(dataset="openai/gsm8k", subset="main", eval_split="test")
+    MathProblems(dataset="problems.jsonl")                 JSON lines, Parquet or CSV, or a folder of such files
+
+The package `datasets` loads them, from the Hugging Face Hub or from disk; `rl.envs.math_answers` compares answers, so
+that 1/2, 0.5 and \\frac{1}{2} are the same.
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal, get_args
+
+from rl.checks import check_at_least, check_known
+from rl.data.streams import content_id, python_order, split, stream
+from rl.data.tables import read_columns
+from rl.envs.math_answers import math_comparer
+from rl.protocols import Done, Prompt
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
+
+AnswerForm = Literal["anywhere", "boxed"]
+_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(\.\d+)?")
+_NUM_NAMED = 3  # unreadable answers that a message quotes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathProblems:
+    """A dataset's problems. Reward 1 for the right answer, 0 for anything else."""
+
+    dataset: str
+    """`ORG/NAME` of the Hugging Face Hub, a local folder, or a file: .jsonl, .json, .parquet or .csv."""
+    subset: str | None = None
+    """The dataset's configuration, if it has several: "main" for GSM8K."""
+    revision: str | None = None
+    """A branch, tag or commit of the Hub's repository. None: its main branch."""
+    train_split: str = "train"
+    """The split to train on. A single file has the split "train" alone."""
+    eval_split: str | None = None
+    """The split to evaluate on; its questions are left out of training. None holds out a tenth of `train_split`."""
+    question: str = "question"
+    """Name of the column of questions."""
+    answer: str = "answer"
+    """Name of the column of answers. Of a worked solution, the part after `answer_marker` or the last `\\boxed{...}`
+    is the answer."""
+    answer_marker: str = "####"
+    """What stands before the answer in the answer column, as in GSM8K. Answers without it are taken whole."""
+    template: str = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """The prompt; `{question}` stands for the problem. The default is what Qwen2.5-Math was taught to follow."""
+    chat: bool = True
+    """Whether the prompt is a user's message in a chat. Otherwise the model continues the text as it is."""
+    answer_form: AnswerForm = "boxed"
+    """Where the model's answer is looked for: "boxed" accepts the last `\\boxed{...}` only; "anywhere" also accepts
+    what looks most like a final answer, such as the last number."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, in addition to the model's own end token."""
+    comparison_time_limit_s: float = 5.0
+    """Most seconds for comparing one answer. An answer that takes longer is wrong and counts in
+    `comparisons_timed_out`."""
+    skip_unreadable: bool = False
+    """Whether problems are left out whose answer math-verify cannot read. Otherwise they are refused, by name."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted. The dataset is loaded later."""
+        if "{question}" not in self.template:
+            raise ValueError(f"MathProblems.template is {self.template!r}; it must contain {{question}}")
+        check_known("MathProblems.answer_form", self.answer_form, get_args(AnswerForm))
+        check_at_least(0.1, **{"MathProblems.comparison_time_limit_s": self.comparison_time_limit_s})
+
+    @property
+    def name(self) -> str:
+        """The dataset, with its subset."""
+        return f"math problems of {self.dataset}" + (f" ({self.subset})" if self.subset else "")
+
+    @property
+    def call_time_limit_s(self) -> float:
+        """See `rl.protocols.Env`. An answer may have to wait for other comparisons."""
+        return DEFAULT_TIME_LIMIT_S + self.comparison_time_limit_s
+
+    def train_problems(self, seed: int, start: int, count: int) -> list["MathProblem"]:
+        """See `rl.protocols.Env`. Every epoch has every problem once, in an order of its own."""
+        return stream(_load(self)[0], python_order, seed, start, count)
+
+    def eval_problems(self, count: int) -> list["MathProblem"]:
+        """The first held-out problems.
+
+        Raises ValueError if there are fewer, if the dataset cannot be loaded or lacks a column, and for answers that
+        cannot be read.
+        """
+        problems = _load(self)[1]
+        if count > len(problems):
+            raise ValueError(f"num_eval is {count}, but {self.name} has only {len(problems)} held-out problems")
+        return problems[:count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathProblem:
+    """A question with its answer."""
+
+    id: str
+    prompt: Prompt
+    expected: str
+    """The answer alone."""
+    answer: str
+    """A right completion: the answer column's text, where that has the form that is looked for."""
+    answer_form: AnswerForm
+    time_limit_s: float
+    wrong_answers: tuple[str, ...] = ()
+
+    def start(self) -> "MathProblem":
+        """Returns itself: a single-turn problem has no state."""
+        return self
+
+    def reply(self, completion: str) -> Done:
+        """Compares the answer and ends the episode."""
+        boxed = self.answer_form == "boxed"
+        result = math_comparer().compare(self.expected, completion, boxed=boxed, time_limit_s=self.time_limit_s)
+        metrics = {"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)}
+        return Done(reward=float(result.right), metrics=metrics)
+
+
+def final_answer(text: str, marker: str) -> str:
+    """The answer in a text of the answer column: after the last marker, in the last `\\boxed{...}`, or all of it."""
+    if marker and marker in text:
+        return text.rpartition(marker)[2].strip()
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text.strip()
+    depth, begin = 0, start + len("\\boxed{")
+    for end in range(begin, len(text)):
+        if text[end] == "}" and depth == 0:
+            return text[begin:end].strip()
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    return text.strip()
+
+
+@lru_cache(maxsize=8)  # a loop asks for problems at every step
+def _load(env: MathProblems) -> tuple[list[MathProblem], list[MathProblem]]:
+    """Training and held-out problems; no question is in both. Raises ValueError if either is empty."""
+    read = partial(read_columns, env.dataset, subset=env.subset, revision=env.revision, field="MathProblems.dataset")
+    columns = (env.question, env.answer)
+    train_rows = read(split=env.train_split, columns=columns)
+    eval_rows = read(split=env.eval_split, columns=columns) if env.eval_split else []
+    train, held_out = _problems(env, train_rows), _problems(env, eval_rows)
+    if env.eval_split:
+        held_out_ids = {problem.id for problem in held_out}
+        train = [problem for problem in train if problem.id not in held_out_ids]
+    else:
+        train, held_out = split(train, lambda problem: problem.id)
+    if not train or not held_out:
+        raise ValueError(
+            f"{env.name} has {len(train)} training and {len(held_out)} held-out problems; both splits need at least one"
+        )
+    return train, held_out
+
+
+def _problems(env: MathProblems, rows: Sequence[tuple[str, ...]]) -> list[MathProblem]:
+    """The readable problems, without duplicates. Raises ValueError for others, unless they are to be skipped."""
+    distinct: dict[str, MathProblem] = {}
+    for question, text in rows:
+        asked = env.template.replace("{question}", question.strip())
+        expected = final_answer(text, env.answer_marker)
+        has_form = env.answer_form == "anywhere" or "\\boxed{" in text
+        problem = MathProblem(
+            id=content_id(question.strip()),
+            prompt=[{"role": "user", "content": asked}] if env.chat else asked,
+            expected=expected,
+            answer=text if has_form else f"\\boxed{{{expected}}}",
+            answer_form=env.answer_form,
+            time_limit_s=env.comparison_time_limit_s,
+        )
+        distinct.setdefault(problem.id, problem)
+    problems = list(distinct.values())
+    with ThreadPoolExecutor(8) as threads:  # each waits for one of the comparer's processes
+        readable = list(threads.map(_is_readable, problems))
+    unreadable = [problem.expected for problem, good in zip(problems, readable, strict=True) if not good]
+    if unreadable:
+        quoted = ", ".join(f"{answer!r:.80}" for answer in unreadable[:_NUM_NAMED])
+        found = f"math-verify cannot read {len(unreadable)} of {len(problems)} answers of {env.name}, such as {quoted}"
+        if not env.skip_unreadable:
+            raise ValueError(f"{found}; MathProblems.skip_unreadable leaves them out")
+        warnings.warn(f"{found}; these problems are left out", stacklevel=2)
+    return [problem for problem, good in zip(problems, readable, strict=True) if good]
+
+
+def _is_readable(problem: MathProblem) -> bool:
+    """Whether the answer, given back as it is, would be right."""
+    if _NUMBER.fullmatch(problem.expected):  # no need to ask, and most answers are numbers
+        return True
+    given = f"\\boxed{{{problem.expected}}}"
+    comparer = math_comparer()
+    return comparer.compare(problem.expected, given, boxed=True, time_limit_s=problem.time_limit_s).right

@@ -1,0 +1,64 @@
+"""A process of its own that compares answers with math-verify. `rl.envs.math_answers` starts it, by its path.
+
+Its argument is the number of a pipe's file descriptor. It answers every request that comes through the pipe, and ends
+when the pipe is closed. It imports nothing of ownloop, which would cost each of these processes a second.
+"""
+
+import importlib
+import logging
+import resource
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+_MAX_MEMORY_BYTES = 4 << 30  # of address space: powers of powers would take all there is
+_BOXED = "\\boxed{"
+
+
+def main() -> None:
+    """Serves requests `(answer, completion, boxed)` with `(found, right)`."""
+    pipe: Any = Connection(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    sys.set_int_max_str_digits(100_000)
+    logging.disable(logging.ERROR)  # math-verify warns about every call without a time limit of its own
+    try:
+        math_verify: Any = importlib.import_module("math_verify")
+    except ImportError as error:
+        pipe.send(str(error))
+        return
+    pipe.send("")
+    answers: dict[str, Any] = {}
+    while True:
+        try:
+            answer, completion, boxed = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if answer not in answers:
+                answers[answer] = _parse(math_verify, f"{_BOXED}{answer}}}")
+            given = _parse(math_verify, _last_boxed(completion) if boxed else completion)
+            right = math_verify.verify(answers[answer], given, timeout_seconds=None)
+            pipe.send((bool(given), bool(right)))
+        except Exception:  # SymPy raises anything for what a model writes; such an answer is not right
+            pipe.send((False, False))
+
+
+def _parse(math_verify: Any, text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+def _last_boxed(text: str) -> str:
+    """The last complete `\\boxed{...}` with its content; empty if there is none."""
+    start = text.rfind(_BOXED)
+    while start >= 0:
+        depth = 0
+        for end in range(start + len(_BOXED) - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start : end + 1]
+        start = text.rfind(_BOXED, 0, start)
+    return ""
+
+
+if __name__ == "__main__":
+    main()
