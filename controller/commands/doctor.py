@@ -21,8 +21,8 @@ def add_parser(commands: Commands) -> None:
         nargs="+",
         action="extend",
         required=True,
-        metavar="ROLE=HOST:PORT,HOST:PORT",
-        help="as for `ownloop run`",
+        metavar="WORD",
+        help="as for `ownloop run`: ROLE=HOST:PORT,HOST:PORT ..., or ssh ROLE=HOST,... ...",
     )
     parser.add_argument("--certs", type=Path, help="the folder of this host's certificates")
     parser.add_argument("--mb", type=int, default=64, help="how much each pair of hosts sends (default: 64 MB)")
@@ -32,9 +32,14 @@ def add_parser(commands: Commands) -> None:
 def doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints what was found. Returns 1 if something would fail."""
     refuse(overrides)
-    from controller.hosts.host_groups import parse_groups, prepare
+    from controller.hosts.host_groups import WorkerHosts, prepare
+    from controller.hosts.host_options import parse_hosts
 
-    hosts = replace(parse_groups(options.hosts), certs=options.certs)
+    hosts = parse_hosts(options.hosts)
+    if isinstance(hosts, WorkerHosts):
+        hosts = replace(hosts, certs=options.certs)
+    elif options.certs is not None:
+        raise ValueError(f"--certs is for workers that run already; {options.hosts[0]} makes certificates of its own")
     prepare(hosts)  # before Monarch is imported
     from controller.hosts.examination import examine
 

@@ -201,7 +201,8 @@ def _registry() -> "ConstructorRegistry":
         StructFieldSpec,
     )
 
-    from controller.hosts.host_groups import Hosts, parse_groups
+    from controller.hosts.host_groups import Hosts
+    from controller.hosts.host_options import METAVAR, parse_hosts
 
     registry = ConstructorRegistry()
 
@@ -225,8 +226,8 @@ def _registry() -> "ConstructorRegistry":
             return None
         return PrimitiveConstructorSpec(
             nargs="*",
-            metavar="ROLE=HOST:PORT,HOST:PORT ...",
-            instance_from_str=parse_groups,
+            metavar=METAVAR,
+            instance_from_str=parse_hosts,
             is_instance=lambda value: value is None or isinstance(value, Hosts),
             str_from_instance=lambda value: [] if value is None else [str(value)],
         )

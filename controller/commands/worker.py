@@ -2,7 +2,9 @@
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from controller.commands.command import Commands, refuse
@@ -13,6 +15,7 @@ _INSECURE = (
     "warning: this worker has no TLS (--insecure). Whoever reaches {address} can run any program as this user. "
     "Use it on a network that only you can reach."
 )
+_SENT = Path("-")
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,8 +27,16 @@ def add_parser(commands: Commands) -> None:
         metavar="HOST:PORT",
         help="this host's name as other hosts know it, and the first of ten ports; tcp://HOST:PORT is without TLS",
     )
-    parser.add_argument("--certs", type=Path, help="the folder that `ownloop certs` wrote")
+    parser.add_argument(
+        "--certs", type=Path, help="the folder that `ownloop certs` wrote; - for certificates on standard input"
+    )
     parser.add_argument("--insecure", action="store_true", help="allow tcp://: whoever reaches the port runs programs")
+    parser.add_argument(
+        "--lifeline", metavar="HOST:PORT", help="end when the controller does that listens there; it has started this"
+    )
+    parser.add_argument(
+        "--lost-after", type=float, default=20.0, metavar="SECONDS", help="of silence, for --lifeline (default: 20)"
+    )
     parser.set_defaults(command=worker)
 
 
@@ -34,22 +45,25 @@ def worker(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     refuse(overrides)
     address = parse_address(options.listen)
     check_listens_here(address)
-    if address.scheme == "tls":
-        if options.insecure:
-            raise ValueError(f"--insecure is for tcp:// addresses; {address} has TLS")
-        from controller.hosts.certificates import own_certificates
+    from controller.hosts.worker_process import Owner, serve
 
-        apply(tls_settings(own_certificates(certificates_folder(options.certs), address.host)))
-    elif not is_loopback(resolve(address.host)):
-        if not options.insecure:
-            raise ValueError(
-                f"--listen is {address}, which has no TLS: whoever reaches it can run any program here. Listen on "
-                f"{address.host}:{address.port}, with certificates of `ownloop certs`, or accept it with --insecure"
-            )
-        print(_INSECURE.format(address=address), file=sys.stderr, flush=True)
-    from controller.hosts.worker_process import serve
+    owner = None if options.lifeline is None else Owner(_lifeline(options.lifeline), options.lost_after)
+    with ExitStack() as stack:
+        if address.scheme == "tls":
+            if options.insecure:
+                raise ValueError(f"--insecure is for tcp:// addresses; {address} has TLS")
+            certs = _sent_certificates(stack) if options.certs == _SENT else certificates_folder(options.certs)
+            from controller.hosts.certificates import own_certificates
 
-    return serve(address, lambda text: print(text, flush=True))
+            apply(tls_settings(own_certificates(certs, address.host)))
+        elif not is_loopback(resolve(address.host)):
+            if not options.insecure:
+                raise ValueError(
+                    f"--listen is {address}, which has no TLS: whoever reaches it can run any program here. Listen on "
+                    f"{address.host}:{address.port}, with certificates of `ownloop certs`, or accept it with --insecure"
+                )
+            print(_INSECURE.format(address=address), file=sys.stderr, flush=True)
+        return serve(address, lambda text: print(text, flush=True), owner)
 
 
 def check_listens_here(address: Address) -> None:
@@ -65,3 +79,19 @@ def check_listens_here(address: Address) -> None:
             f"--listen names {address.host}, which is {ip} on this host: other hosts could not reach it. Name another "
             "address of this host, or correct /etc/hosts"
         )
+
+
+def _sent_certificates(stack: ExitStack) -> Path:
+    """A folder with the certificates that were sent, which is removed with the worker."""
+    from controller.hosts.run_certificates import unpack
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ownloop-certs-")))
+    unpack(sys.stdin.buffer.read(), folder)
+    return folder
+
+
+def _lifeline(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--lifeline is {text!r}; write HOST:PORT")
+    return host.strip("[]"), int(port)

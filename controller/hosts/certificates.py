@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from controller.hosts.addresses import own_address_towards
+
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "cert.pem", "key.pem"
 _VALID = datetime.timedelta(days=825)  # the longest that TLS libraries accept everywhere
 
@@ -31,24 +33,25 @@ class Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def make_certificates(folder: Path, hosts: Sequence[str]) -> list[Path]:
+def make_certificates(folder: Path, hosts: Sequence[str], below: str = "") -> list[Path]:
     """Makes a certificate for each host, and the authority if the folder has none. Returns the hosts' folders.
 
-    A host is its names and addresses with commas between them; the first is its folder's name. An address that the
-    first name has on this host is added. Raises ValueError for a host that has a certificate already.
+    A host is its names and addresses with commas between them; the first is its folder's name, in the folder `below`
+    if that is given. An address that the first name has on this host is added. Raises ValueError for a host that has a
+    certificate already.
     """
     names = [[name.strip() for name in host.split(",") if name.strip()] for host in hosts]
     for own in names:
-        if not own or (folder / own[0] / CERTIFICATE).exists():
+        if not own or (folder / below / own[0] / CERTIFICATE).exists():
             raise ValueError(
-                f"{folder / ''.join(own[:1])} exists; remove it first if that host needs a new certificate"
+                f"{folder / below / ''.join(own[:1])} exists; remove it first if that host needs a new certificate"
             )
     authority = _authority(folder)
     made: list[Path] = []
     for own in names:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _host_certificate(authority, key, own)
-        target = folder / own[0]
+        target = folder / below / own[0]
         target.mkdir(parents=True, exist_ok=True)
         (target / CA).write_bytes(authority.certificate.public_bytes(serialization.Encoding.PEM))
         (target / CERTIFICATE).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -89,10 +92,15 @@ def own_certificates(folder: Path, name: str | None = None) -> Path:
     return own
 
 
-def own_name(own: Path) -> str:
-    """What other hosts call this host: the first name that the certificate in `own` is for."""
+def own_name(own: Path, other: str) -> str:
+    """What the host `other` calls this host: the first name that the certificate in `own` is for.
+
+    Without names, it is the address that the other host sees, if the certificate has it.
+    """
     names = names_of(x509.load_pem_x509_certificate((own / CERTIFICATE).read_bytes()))
-    return names[0]
+    if not all(map(_is_address, names)):
+        return names[0]
+    return address if (address := own_address_towards(other)) in names else names[0]
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:
@@ -100,6 +108,14 @@ def names_of(certificate: x509.Certificate) -> list[str]:
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = extension.get_values_for_type(x509.IPAddress)
     return [*extension.get_values_for_type(x509.DNSName), *map(str, addresses)]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _authority(folder: Path) -> Authority:

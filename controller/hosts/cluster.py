@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from controller.hosts.addresses import Address, listening, own_address_towards
+from controller.hosts.allocations import Lease, lease_of
 from controller.hosts.host_agent import versions_here
 from controller.hosts.host_groups import Hosts
-from controller.hosts.placement import Placement, forwarded_env
+from controller.hosts.placement import Placement
 from controller.hosts.remote_host import Host, HostError
+from controller.hosts.settings import forwarded_env
 from controller.meshes.errors import HostLostError
 from controller.meshes.gpus import GPUPool
 
@@ -30,12 +32,17 @@ class Cluster:
         addresses: Mapping[Host, Address],
         controller: str,
         lost_after_s: float,
+        lease: Lease | None = None,
     ) -> None:
-        """`groups` are the hosts that answer, `addresses` the user's for each; `controller` is this process's id."""
+        """`groups` are the hosts that answer, `addresses` the user's for each; `controller` is this process's id.
+
+        The lease, if there is one, ends with the cluster.
+        """
         self.groups = dict(groups)
         self._addresses = dict(addresses)
         self._controller = controller
         self._lost_after_s = lost_after_s
+        self._lease = lease
         self._gpus = {host: GPUPool(host.facts.gpus) for host in self.hosts}
 
     @property
@@ -50,7 +57,16 @@ class Cluster:
         A host that answered an earlier launcher of this process, and does not now, is left out of its group, unless
         the group would be empty. Raises ValueError naming each host that cannot be used, and why.
         """
-        groups = await hosts.acquire()
+        lease = lease_of(hosts)
+        try:
+            return await cls._connect(hosts, lease)
+        except BaseException:
+            await lease.end()
+            raise
+
+    @classmethod
+    async def _connect(cls, hosts: Hosts, lease: Lease) -> "Cluster":
+        groups = await lease.allocation.workers()
         wanted = tuple(dict.fromkeys(address for group in groups.values() for address in group))
         prepare_transport(wanted, hosts.certs)
         controller = uuid.uuid4().hex
@@ -69,7 +85,8 @@ class Cluster:
             raise
         KnownWorkers.addresses |= running.keys()
         left = {name: tuple(running[each] for each in group if each in running) for name, group in groups.items()}
-        return cls(left, {host: address for address, host in running.items()}, controller, hosts.lost_after_s)
+        addresses = {host: address for address, host in running.items()}
+        return cls(left, addresses, controller, hosts.lost_after_s, lease)
 
     def group_of(self, role: str, *, is_trainer: bool) -> tuple[Host, ...] | None:
         """The hosts that a role runs on; None for the controller's."""
@@ -116,6 +133,8 @@ class Cluster:
     async def stop(self) -> None:
         """Ends the agents. Returns within seconds, whether the hosts answer or not."""
         await asyncio.gather(*(host.stop() for host in self.hosts))
+        if self._lease is not None:
+            await self._lease.end()
 
 
 class KnownWorkers:
@@ -132,7 +151,8 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
         from controller.hosts.certificates import own_certificates, own_name
         from controller.hosts.settings import certificates_folder
 
-        here = f"tls://{own_name(own_certificates(certificates_folder(certs)))}:0"
+        name = own_name(own_certificates(certificates_folder(certs)), workers[0].host)
+        here = str(Address("tls", name, 0))
     else:
         here = f"tcp://{own_address_towards(workers[0].host)}:0"
     try:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.hosts.addresses import Address, own_address_towards
+from controller.hosts.allocations import lease_of
 from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import connect_host, different_versions, prepare_transport
-from controller.hosts.host_groups import Hosts
+from controller.hosts.host_groups import Groups, Hosts
 from controller.hosts.remote_host import Host, HostError
 from controller.meshes.errors import HostLostError
 
@@ -35,9 +36,17 @@ class Examination:
 async def examine(hosts: Hosts, num_bytes: int) -> Examination:
     """Starts an agent on every host, asks, and ends them. Pairs of hosts send each other `num_bytes` bytes.
 
-    Raises ValueError if this process itself cannot take part: it has no certificate, or a host's name no address.
+    Raises ValueError if this process itself cannot take part: it has no certificate, or a host's name no address; and
+    if hosts cannot be had: see `Allocation.workers`.
     """
-    groups = await hosts.acquire()
+    lease = lease_of(hosts)
+    try:
+        return await _examine(hosts, await lease.allocation.workers(), num_bytes)
+    finally:
+        await lease.end()
+
+
+async def _examine(hosts: Hosts, groups: Groups, num_bytes: int) -> Examination:
     addresses = tuple(dict.fromkeys(address for group in groups.values() for address in group))
     prepare_transport(addresses, hosts.certs)
     found, controller = Examination(), uuid.uuid4().hex

@@ -7,7 +7,7 @@ A group has the name of a role. A role without a group of its own runs on the tr
 reference, a critic, a teacher), and otherwise on the controller's host.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -17,6 +17,24 @@ from controller.hosts.settings import SETTINGS, apply, certificates_folder, tls_
 from rl.checks import check_above_zero
 
 Groups = Mapping[str, Sequence[Address]]
+Tell = Callable[[str], None]
+"""Is told, in a few words, what takes long."""
+
+
+class Allocation(Protocol):
+    """The hosts that a run has. It is made by `Hosts.allocation`, and has nothing before `workers` is called."""
+
+    async def workers(self) -> Groups:
+        """The workers of each group, once they listen.
+
+        May be called again, after hosts were lost: what ended is started again where that is possible. Raises
+        ValueError, with the hosts' names, if hosts cannot be had, or workers not be started on them.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Ends the workers that `workers` started, and gives the hosts back. Takes seconds. May be called again."""
+        ...
 
 
 @runtime_checkable
@@ -38,8 +56,8 @@ class Hosts(Protocol):
         """Seconds of silence after which a host is lost."""
         ...
 
-    async def acquire(self) -> Groups:
-        """The workers of each group, which listen already. May be called again."""
+    def allocation(self, tell: Tell) -> Allocation:
+        """A new allocation, which starts nothing yet. `tell` hears what it waits for."""
         ...
 
 
@@ -68,12 +86,24 @@ class WorkerHosts:
         """Whether the addresses have TLS: all have, or none."""
         return any(address.scheme == "tls" for group in self._parsed().values() for address in group)
 
-    async def acquire(self) -> Groups:
-        """The workers, which run already."""
-        return self._parsed()
+    def allocation(self, tell: Tell) -> Allocation:
+        """The workers, which run already and stay."""
+        del tell
+        return _RunningWorkers(self._parsed())
 
     def _parsed(self) -> dict[str, tuple[Address, ...]]:
         return {group: tuple(map(parse_address, hosts)) for group, hosts in self.groups.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningWorkers:
+    groups: Groups
+
+    async def workers(self) -> Groups:
+        return self.groups
+
+    async def stop(self) -> None:
+        pass
 
 
 def parse_groups(words: Sequence[str]) -> WorkerHosts:

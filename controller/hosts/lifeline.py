@@ -1,4 +1,6 @@
-"""A connection that tells a host's agent whether its controller still runs. Nothing is sent over it.
+"""A connection that tells what runs on another host whether its controller still runs. Nothing is sent over it.
+
+A host's agent holds one, and so does a worker that the controller itself has started.
 
 The kernel closes it when the controller's process ends, however that ends, and answers for a process that is busy or
 stopped. So a controller whose event loop is blocked for minutes keeps its processes, and one that was killed loses them
@@ -14,32 +16,34 @@ _PROBES = 3
 
 
 class Lifeline:
-    """The controller's end: one for each host."""
+    """The controller's end."""
 
-    def __init__(self, address: str) -> None:
-        """Listens at an address of this host until one agent has connected."""
+    def __init__(self, address: str, *, for_many: bool = False) -> None:
+        """Listens at an address of this host until one process holds it, or with `for_many` until it is cut."""
+        self._for_many = for_many
         self._server = socket.create_server((address, 0), family=_family(address))
         self.end = (address, int(self._server.getsockname()[1]))
         """Where the agent connects to."""
-        self._connection: socket.socket | None = None
+        self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
     def cut(self) -> None:
-        """Has the agent end everything. May be called again."""
-        for end in (self._connection, self._server):
-            if end is not None:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
-                end.close()
+        """Tells those that hold it to end everything. May be called again."""
+        for end in (self._server, *self._connections):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+            end.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection = self._server.accept()[0]
+            self._connections.append(self._server.accept()[0])
+            while self._for_many:
+                self._connections.append(self._server.accept()[0])
             self._server.close()
 
 
 def hold(end: tuple[str, int], lost_after_s: float, on_end: Callable[[], None]) -> None:
-    """The agent's end: has `on_end` run in a thread once the controller is gone. Raises OSError if it is already."""
+    """The other end: has `on_end` run in a thread once the controller is gone. Raises OSError if it is already."""
     connection = socket.create_connection(end, timeout=lost_after_s)
     connection.settimeout(None)
     every_s = max(1, round(lost_after_s / (_PROBES + 1)))

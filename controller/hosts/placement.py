@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from controller.hosts.host_agent import CONTROLLER_VARIABLE
 from controller.hosts.model_copies import check_same_model, model_files
 from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
+from controller.hosts.settings import forwarded_env
 from controller.meshes.gpus import gpu_env
 from controller.meshes.rank_processes import RankProcesses
 
@@ -124,11 +124,6 @@ def free_port(address: str) -> int:
     """A free TCP port of this host."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
         return int(server.getsockname()[1])
-
-
-def forwarded_env() -> Mapping[str, str]:
-    """Variables of the controller that the processes need on any host: where a user's own modules are."""
-    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> None:

@@ -27,6 +27,11 @@ def tls_settings(own_folder: Path) -> Mapping[str, str]:
     return {variable: str(own_folder / name) for variable, name in _TLS_VARIABLES.items()}
 
 
+def forwarded_env() -> Mapping[str, str]:
+    """Variables of the controller that its processes need on any host: where a user's own modules are."""
+    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+
+
 def apply(settings: Mapping[str, str]) -> None:
     """Sets variables for this process and those that it starts. What the user has set stays."""
     for name, value in settings.items():

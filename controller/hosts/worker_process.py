@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from controller.hosts.addresses import NUM_PORTS, Address
+from controller.hosts.lifeline import hold
 from controller.hosts.settings import SETTINGS, apply
 
 _PR_SET_PDEATHSIG = 1
@@ -23,11 +25,34 @@ _MOST_CRASHES = 5
 _CRASH_WINDOW_S = 60.0
 
 
-def serve(address: Address, tell: Callable[[str], None]) -> int:
-    """Runs workers until a signal ends this process, and returns 0; returns 1 if they crash again and again.
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The controller that has started this worker, and without which it ends."""
 
-    Raises ValueError if none of the worker's ports is free.
+    lifeline: tuple[str, int]
+    """The address and port of the controller's lifeline; see lifeline.py."""
+    lost_after_s: float
+    """Seconds of silence after which the controller is gone."""
+
+    def hold(self) -> None:
+        """Has this process end once the controller is gone. Raises ValueError if it cannot be reached."""
+        try:
+            hold(self.lifeline, self.lost_after_s, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        except OSError as error:
+            host, port = self.lifeline
+            raise ValueError(
+                f"the controller cannot be reached at {host} on port {port} from {socket.gethostname()}: {error}; let "
+                "hosts and the controller reach each other on all ports above 1024"
+            ) from None
+
+
+def serve(address: Address, tell: Callable[[str], None], owner: Owner | None = None) -> int:
+    """Runs workers until a signal or the owner ends this process, and returns 0; 1 if they crash again and again.
+
+    Raises ValueError if none of the worker's ports is free, or if the owner cannot be reached.
     """
+    if owner is not None:
+        owner.hold()
     crashes: list[float] = []
     stopping: list[int] = []
     while True:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from controller.hosts.allocations import kept_allocations
 from controller.meshes.errors import MeshError
 from controller.runs.console import Console
 from controller.runs.loop_config import Loop
@@ -23,9 +24,17 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
     """Runs a loop to its end, and begins it again when a process fails, as the configuration's `on_failure` says.
 
     A configuration without that field is not restarted. Raises `MeshError` if the loop may not be restarted (again);
-    every other error of the loop is raised at once, since it would happen again.
+    every other error of the loop is raised at once, since it would happen again. Hosts that were allocated for the run
+    stay its own until it ends.
     """
     limit = RestartLimit(config) if getattr(config, "on_failure", "stop") == "restart" else None
+    async with kept_allocations(console.phase):
+        await _until_the_end(limit, loop, config, folder, console)
+
+
+async def _until_the_end(
+    limit: "RestartLimit | None", loop: Loop, config: Any, folder: RunFolder, console: Console
+) -> None:
     while True:
         try:
             return await loop(config, folder, console)

@@ -66,7 +66,7 @@ def test_a_host_finds_its_own_certificate_and_mistakes_are_named(
     n1, _ = make_certificates(lab, ["n1,10.0.0.1", "n2"])
     assert own_certificates(lab, "n1") == own_certificates(n1, "n1") == n1
     assert own_certificates(n1, "10.0.0.1") == n1
-    assert own_name(n1) == "n1"
+    assert own_name(n1, "n2") == "n1"
     with pytest.raises(ValueError, match=r"is for n1, 10\.0\.0\.1, not for n2"):
         own_certificates(n1, "n2")
     with pytest.raises(ValueError, match=r"no certificate in .*ownloop certs HOST"):

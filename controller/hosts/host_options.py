@@ -1,0 +1,65 @@
+"""What `--hosts` says: workers that run already, or how the run gets its own.
+
+--hosts trainer=n1:26600,n2:26600 generator=n3:26600
+--hosts ssh trainer=n1,n2 generator=n3 port=26700
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from controller.hosts.host_groups import Hosts, parse_groups
+from controller.hosts.ssh_hosts import SshHosts
+from rl.checks import did_you_mean
+
+METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... [OPTION=VALUE ...]"
+_KINDS: Mapping[str, tuple[type[Any], Callable[[str, str], Any]]] = {
+    "ssh": (SshHosts, lambda _, text: tuple(text.split(","))),
+}
+
+
+def parse_hosts(words: Sequence[str]) -> Hosts:
+    """The hosts that the words of `--hosts` name. Raises ValueError as they do, and for an unknown option."""
+    if words and words[0] in _KINDS:
+        kind, parse_group = _KINDS[words[0]]
+        return _with_options(kind, parse_group, words)
+    if words and "=" not in words[0]:
+        raise ValueError(f"--hosts {words[0]!r} is neither ROLE=HOST:PORT nor a way to start workers"
+                         f"{did_you_mean(words[0], _KINDS)}")  # fmt: skip
+    return parse_groups(words)
+
+
+def _with_options(kind: type[Any], parse_group: Callable[[str, str], Any], words: Sequence[str]) -> Hosts:
+    """`kind` with the fields and roles that the words set."""
+    name, *rest = words
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("groups", "env")}
+    groups: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for word in rest:
+        key, equals, text = word.partition("=")
+        if not (key and equals and text) or key in groups or key in options:
+            raise ValueError(f"--hosts {name} {word!r}: write each role and each option once, as NAME=VALUE")
+        if key in fields:
+            options[key] = _value(f"--hosts {name} {key}", fields[key], text)
+        elif "did you mean" in (near := did_you_mean(key, fields)):
+            raise ValueError(f"--hosts {name} {key!r} is no option{near}")
+        else:
+            groups[key] = parse_group(key, text)
+    if not groups:
+        raise ValueError(f"--hosts {name} names no role; write for example trainer=... generator=...")
+    return kind(groups, **options)
+
+
+def _value(name: str, field: "dataclasses.Field[Any]", text: str) -> Any:
+    """The value of a field that the text stands for."""
+    if field.type is bool:
+        if text not in ("yes", "no"):
+            raise ValueError(f"{name} is {text!r}; write yes or no")
+        return text == "yes"
+    if field.type in (int, float):
+        try:
+            return field.type(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, which is no number") from None
+    return text if field.type is str else tuple(shlex.split(text))

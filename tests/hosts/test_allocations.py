@@ -1,0 +1,79 @@
+"""A run keeps its hosts over restarts, and gives them back when it ends; without a run they end with their lease."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from controller.hosts.addresses import Address
+from controller.hosts.allocations import kept_allocations, lease_of
+from controller.hosts.cluster import Cluster
+from controller.hosts.host_groups import Allocation, Groups, Tell
+
+GROUPS = {"trainer": (Address("tcp", "127.0.0.1", 9),)}
+
+
+@dataclass
+class CountedHosts:
+    """Hosts that say what is done with them."""
+
+    events: list[str] = field(default_factory=list[str], compare=False)
+    certs: Path | None = None
+    uses_tls: bool = False
+    lost_after_s: float = 20.0
+
+    def allocation(self, tell: Tell) -> Allocation:
+        """A new one."""
+        tell("waiting")
+        self.events.append("allocation")
+        return _Counted(self.events)
+
+
+@dataclass
+class _Counted:
+    events: list[str]
+
+    async def workers(self) -> Groups:
+        self.events.append("workers")
+        return GROUPS
+
+    async def stop(self) -> None:
+        self.events.append("stop")
+
+
+async def _leases(hosts: CountedHosts) -> None:
+    for _ in range(2):
+        lease = lease_of(hosts)
+        assert await lease.allocation.workers() == GROUPS
+        await lease.end()
+
+
+def test_an_allocation_ends_with_its_lease(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = CountedHosts()
+    asyncio.run(_leases(hosts))
+    assert hosts.events == ["allocation", "workers", "stop"] * 2
+    assert capsys.readouterr().out == "waiting\n" * 2
+
+
+def test_a_run_keeps_its_allocation_until_it_ends_however_it_does() -> None:
+    hosts, told = CountedHosts(), list[str]()
+
+    async def run() -> None:
+        async with kept_allocations(told.append):
+            await asyncio.create_task(_leases(hosts))
+            assert hosts.events == ["allocation", "workers", "workers"]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(run())
+    assert hosts.events == ["allocation", "workers", "workers", "stop"]
+    assert told == ["waiting"]
+
+
+def test_hosts_that_cannot_be_used_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = CountedHosts()
+    monkeypatch.setattr("controller.hosts.cluster.prepare_transport", lambda *_: None)
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1"):  # nothing listens there
+        asyncio.run(Cluster.connect(hosts))
+    assert hosts.events == ["allocation", "workers", "stop"]
