@@ -10,6 +10,7 @@ from controller.meshes.offline import OfflineGeneratorConfig
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.rollouts.recorded import RecordedEnv
+from rl.rollouts.tokenizer import load_tokenizer
 from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
 from rl.runs.recording import recorded_files
 from rl.types import Group
@@ -50,9 +51,7 @@ def replayed(config: Any, file: Path) -> Any:
 
 def _check_tokenizer(file: Path, groups: Iterable[Group], model: Path) -> None:
     """Raises ValueError unless the model's tokenizer decodes the recorded tokens to the recorded text."""
-    from transformers import AutoTokenizer  # takes a second to import
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
     completions = list(islice((turn.completion for turn in turns if turn.completion.text.strip()), _NUM_CHECKED))
     different: list[tuple[str, str]] = []

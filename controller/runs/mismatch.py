@@ -22,6 +22,7 @@ from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.data.supervised import text_to_datum
 from rl.protocols import Generator, Trainer
+from rl.rollouts.tokenizer import load_tokenizer
 from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
 
@@ -282,9 +283,7 @@ def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:
 
 def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:
     """One sentence if the tokenizers of the two directories differ, else none."""
-    from transformers import AutoTokenizer
-
-    vocabularies = [AutoTokenizer.from_pretrained(model).get_vocab() for model in (trainer_model, generator_model)]
+    vocabularies = [load_tokenizer(model).get_vocab() for model in (trainer_model, generator_model)]
     if vocabularies[0] == vocabularies[1]:
         return []
     differing = len({index for _, index in vocabularies[0].items() ^ vocabularies[1].items()})

@@ -17,6 +17,7 @@ from controller.runs.hub_models import HubName, fetch
 from rl.cache import cache_directory
 from rl.checks import did_you_mean
 from rl.hf_config import inspect_model
+from rl.rollouts.tokenizer import load_tokenizer
 
 Tell = Callable[[str], None]
 """Is told, in a few words, about work that takes long."""
@@ -77,10 +78,7 @@ def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> P
         teacher = resolve_model(name_or_path, tell)
     except ValueError as error:
         raise ValueError(f"teacher: {error}; the recipe's file says how its teacher is made") from None
-    from transformers import AutoTokenizer
-
-    tokenizers: list[Any] = [AutoTokenizer.from_pretrained(path) for path in (teacher, student)]
-    ours, theirs = (tokenizer.get_vocab() for tokenizer in reversed(tokenizers))
+    ours, theirs = (load_tokenizer(path).get_vocab() for path in (student, teacher))
     if ours != theirs:
         differing = len({token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)})
         raise ValueError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.protocols import Prompt
+from rl.rollouts.tokenizer import load_tokenizer
 
 _MARK = "ownloop-marks-an-answer"  # stands for the model's answer in a rendered chat
 
@@ -14,9 +15,7 @@ class Renderer:
 
     def __init__(self, model: Path, max_model_len: int | None = None) -> None:
         """`model` is a Hugging Face directory with a tokenizer; `max_model_len` is the generator's context length."""
-        from transformers import AutoTokenizer  # importing it takes a second, which `--help` should not
-
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer = load_tokenizer(model)
         self.max_model_len = max_model_len
         """Most tokens of a whole episode; None leaves the limit to the generator."""
 

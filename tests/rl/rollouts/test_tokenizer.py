@@ -1,0 +1,40 @@
+"""The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rl.rollouts.tokenizer import load_tokenizer
+from rl.tiny_models import tiny_llama, tiny_qwen3
+
+
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", None])
+@pytest.mark.parametrize("write", [tiny_llama, tiny_qwen3])
+def test_it_is_what_auto_tokenizer_loads(tmp_path: Path, write: Any, tokenizer_class: str | None) -> None:
+    """Whatever class a directory names."""
+    model = write(tmp_path / "model")
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": tokenizer_class, "chat_template": "{{ messages }}"}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    ours, theirs = load_tokenizer(model), AutoTokenizer.from_pretrained(model)
+    assert type(ours) is type(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template == "{{ messages }}"
+    assert ours.encode("w5 w7 w9 unknown") == theirs.encode("w5 w7 w9 unknown")
+
+
+def test_what_no_tokenizer_needs_is_not_imported(tmp_path: Path) -> None:
+    """A run's first token waits for this import."""
+    model = tiny_llama(tmp_path / "model")
+    code = (
+        "import pathlib, sys; from rl.rollouts.tokenizer import load_tokenizer; "
+        f"load_tokenizer(pathlib.Path({str(model)!r})); print('transformers.models.auto.modeling_auto' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
