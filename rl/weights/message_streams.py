@@ -2,7 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 import torch
 
@@ -11,7 +13,8 @@ from rl.weights.links import Link, LinkError, Pending, wait
 from rl.weights.manifest import Manifest
 from rl.weights.messages import Message, Part, as_bytes, part_views
 
-_IN_FLIGHT = 8  # so that a link has work while the next message is cast or put in its place, on a busy host too
+_IN_FLIGHT = 8  # so that a link has work while the next message is put in its place, on a busy host too
+_CAST_AHEAD = 3  # gloo sends in the calling thread, so another one casts the next messages meanwhile
 
 
 class Progress:
@@ -54,17 +57,44 @@ def send_messages(
 
     With `progress`, a message is sent when it has arrived. Raises `LinkError`.
     """
-    slots = _slots(messages)
     pending: deque[Pending] = deque()
-    with torch.no_grad():
-        for index, message in enumerate(messages):
-            if progress is not None:
-                progress.wait_for(index)
+    own = (messages, manifest, source)
+    with closing(_cast_ahead(*own) if progress is None else _arrived(*own, progress)) as prepared:
+        for data in prepared:
             if len(pending) == _IN_FLIGHT:
                 wait(pending.popleft(), "sending weights")
-            pending.append(link.send(as_bytes(message, manifest, source, slots[index % _IN_FLIGHT])))
-    while pending:
-        wait(pending.popleft(), "sending weights")
+            pending.append(link.send(data))
+        while pending:
+            wait(pending.popleft(), "sending weights")
+
+
+def _cast_ahead(
+    messages: Sequence[Message], manifest: Manifest, source: Callable[[Part], torch.Tensor]
+) -> Generator[torch.Tensor]:
+    """The bytes of each message. A thread casts the next few while the caller sends."""
+    # The last of them may be sent still, and the next one is being waited for, while others are cast.
+    slots = _slots(messages, _IN_FLIGHT + _CAST_AHEAD + 1)
+    casts: deque[Future[torch.Tensor]] = deque()
+    with ThreadPoolExecutor(1, "cast", initializer=torch.set_grad_enabled, initargs=(False,)) as thread:
+        try:
+            for index, message in enumerate(messages):
+                casts.append(thread.submit(as_bytes, message, manifest, source, slots[index % len(slots)]))
+                if len(casts) > _CAST_AHEAD:
+                    yield casts.popleft().result()
+            while casts:
+                yield casts.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def _arrived(
+    messages: Sequence[Message], manifest: Manifest, source: Callable[[Part], torch.Tensor], progress: Progress
+) -> Generator[torch.Tensor]:
+    """The bytes of each message, once it has arrived. They lie in the buffer, so next to nothing is copied."""
+    slots = _slots(messages, _IN_FLIGHT + 1)
+    for index, message in enumerate(messages):
+        progress.wait_for(index)
+        yield as_bytes(message, manifest, source, slots[index % len(slots)])
 
 
 def receive_messages(
@@ -75,7 +105,7 @@ def receive_messages(
     progress: Progress,
 ) -> None:
     """Receives the messages into a buffer; `links` has the link of every sender. Raises `LinkError`."""
-    slots = _slots(messages)
+    slots = _slots(messages, _IN_FLIGHT)
     pending: deque[tuple[Message, torch.Tensor | None, Pending]] = deque()
 
     def finish_first() -> None:
@@ -104,7 +134,7 @@ def _place(message: Message, manifest: Manifest, buffer: WeightBuffer) -> torch.
     return view.view(-1).view(torch.uint8) if len(message.parts) == 1 and view.is_contiguous() else None
 
 
-def _slots(messages: Sequence[Message]) -> list[torch.Tensor]:
+def _slots(messages: Sequence[Message], count: int) -> list[torch.Tensor]:
     # Pages that are never written take no memory, so a slot costs nothing where messages go straight to their place.
     size = max((message.nbytes for message in messages), default=0)
-    return [torch.empty(size, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
+    return [torch.empty(size, dtype=torch.uint8) for _ in range(count)]

@@ -11,7 +11,7 @@ import torch
 
 from rl.weights.manifest import Manifest
 
-MESSAGE_BYTES = 8 << 20
+MESSAGE_BYTES = 2 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
 
 _ALONE_BYTES = 1 << 17  # smaller parts share messages, because a message costs as much as copying this twice

@@ -101,10 +101,11 @@ def test_too_little_memory_on_a_host_falls_back_on_torchstore(monkeypatch: pytes
 
 
 def test_messages_are_cut_shared_and_sent_in_turns() -> None:
+    half = 5 * (MESSAGE_BYTES // 4000) // 4  # rows that take more than one message, and less than two
     manifest = build_manifest(
-        [("large", (5000, 1000), torch.float32), ("a", (9,), torch.bfloat16), ("b", (), torch.int64)]
+        [("large", (2 * half, 1000), torch.float32), ("a", (9,), torch.bfloat16), ("b", (), torch.int64)]
     )
-    halves = [Part(0, ((0, 2500), (0, 1000))), Part(0, ((2500, 5000), (0, 1000)))]
+    halves = [Part(0, ((0, half), (0, 1000))), Part(0, ((half, 2 * half), (0, 1000)))]
     messages = plan_messages(manifest, [[halves[0], Part(1, ((0, 9),))], [halves[1], Part(2, ())]])
     assert [message.sender for message in messages] == [0, 1, 0, 1, 0, 1]
     assert max(message.nbytes for message in messages) <= MESSAGE_BYTES
