@@ -63,6 +63,18 @@ def complete(path: Path, info: CheckpointInfo, group: dist.ProcessGroup | None =
     on_rank_0(lambda: _publish(path, _partial(path), info), group)
 
 
+def complete_collected(path: Path) -> None:
+    """Renames the hidden directory to `path` after the files of all hosts were brought to it.
+
+    Its `ownloop.json`, which lists the files of one host only, is written anew.
+    """
+    file = _partial(path) / _FILE
+    content = json.loads(file.read_text())
+    del content["file_sizes"]
+    file.unlink()
+    complete(path, CheckpointInfo(**content))
+
+
 def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Writes every rank's shards to the hidden directory that `begin` made. A collective of the group.
 

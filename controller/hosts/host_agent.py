@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import psutil
 from monarch.actor import Actor, endpoint
 
+from controller.hosts.files import remove_unfinished
 from controller.hosts.lifeline import hold
 from controller.meshes.gpus import gpus_here
 from controller.meshes.rank_processes import RankProcesses
@@ -154,6 +155,7 @@ class HostAgent(Actor):
     def _end_everything(self) -> None:
         """Ends every process of the controller, this one last."""
         end_processes_of(self._controller)
+        remove_unfinished()
         os._exit(0)
 
 

@@ -38,6 +38,11 @@ class Placement:
         return len(self.hosts)
 
     @property
+    def other_hosts(self) -> Sequence[Host]:
+        """The hosts."""
+        return self.hosts
+
+    @property
     def has_gpu(self) -> bool:
         """Whether the ranks compute on GPUs."""
         return self.gpus[0] is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from controller.hosts.files import OtherHost
 from controller.meshes.rank_processes import RankProcesses
 
 
@@ -21,6 +22,11 @@ class Place(Protocol):
     @property
     def has_gpu(self) -> bool | None:
         """Whether the ranks compute on GPUs; None if torch has to be asked in this process."""
+        ...
+
+    @property
+    def other_hosts(self) -> Sequence[OtherHost]:
+        """These hosts, in the order of the ranks; none if this is the controller's."""
         ...
 
     def host_mesh(self, mesh: str) -> Any:
@@ -61,6 +67,7 @@ class ThisHost:
 
     num_hosts = 1
     has_gpu = None
+    other_hosts = ()
 
     def host_mesh(self, mesh: str) -> Any:
         """The host itself."""

@@ -4,6 +4,7 @@ The handle checks a call before any rank computes, sends each data-parallel rank
 Calls reach the ranks in the order in which they were issued, whatever their policy, so several may be in flight.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,11 @@ class TrainerHandle:
         self.policy = policy
         self._trainer = trainer
         self._dropped = False
+        self._collecting: asyncio.Task[None] | None = None  # what the ranks write in the background
 
     async def stop(self) -> None:
         """Ends the trainer's processes. May be called again."""
+        self._stop_collecting()
         await self.mesh.stop()
 
     async def policy_version(self) -> int:
@@ -135,24 +138,36 @@ class TrainerHandle:
         waits until it is written. With `keep_last`, deletes all but that many checkpoints of the highest versions in
         the parent directory of `path`.
 
+        Hosts that do not share its folder write beside `path` on their own disk, and the controller collects the files.
+
         Raises ValueError if `path` exists and is not a checkpoint of ours, cannot be written or has too little room,
-        if the trainer runs on other hosts that do not share its folder, and for a `keep_last` below 1.
+        and for a `keep_last` below 1.
         """
-        await self._trainer.folders.check(path)
-        await self._trainer.gather(
-            "save_checkpoint",
-            [
-                rank.save_checkpoint.call_one(self.policy, path.absolute(), asynchronous, keep_last)
-                for rank in self._ranks
-            ],
-            varies=True,
-        )
+        ranks, files = self._ranks, self._trainer.files
+        if self._collecting is not None:
+            await self.wait_for_checkpoint()
+        there = await files.to_write(path)
+        saves = [rank.save_checkpoint.call_one(self.policy, there, asynchronous, keep_last) for rank in ranks]
+        await self._trainer.gather("save_checkpoint", saves, varies=True)
+        if there != path.absolute():
+            self._collecting = asyncio.create_task(files.collect(path, keep_last))
+            if not asynchronous:
+                await self.wait_for_checkpoint()
 
     async def wait_for_checkpoint(self) -> None:
         """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
-        await self._trainer.gather(
-            "wait_for_checkpoint", [rank.wait_for_checkpoint.call_one(self.policy) for rank in self._ranks], varies=True
-        )
+        calls = [rank.wait_for_checkpoint.call_one(self.policy) for rank in self._ranks]
+        try:
+            await self._trainer.gather("wait_for_checkpoint", calls, varies=True)
+        except Exception:
+            self._stop_collecting()
+            raise
+        if (collecting := self._collecting) is not None:
+            try:
+                await asyncio.shield(collecting)  # whoever is cancelled while it waits may want it later
+            finally:
+                if collecting.done():
+                    self._collecting = None
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """Restores a checkpoint, drops any accumulated gradient and returns the policy version.
@@ -160,13 +175,12 @@ class TrainerHandle:
         With `weights_only`, restores the parameters alone: the optimizer is reset and the version is 0.
         Raises ValueError if `path` is missing, damaged, not a checkpoint of ours, or one of another model.
         """
-        return (
-            await self._trainer.gather(
-                "load_checkpoint",
-                [rank.load_checkpoint.call_one(self.policy, path.absolute(), weights_only) for rank in self._ranks],
-                varies=True,
-            )
-        )[0]
+        async with self._trainer.files.to_read(path) as paths:
+            loads = [
+                rank.load_checkpoint.call_one(self.policy, there, weights_only)
+                for rank, there in zip(self._ranks, paths, strict=True)
+            ]
+            return (await self._trainer.gather("load_checkpoint", loads, varies=True))[0]
 
     async def export_hf(self, path: Path) -> None:
         """Writes a model directory that transformers and vLLM can load, with weights in the generator's dtype.
@@ -176,10 +190,10 @@ class TrainerHandle:
 
         Raises ValueError for the same paths as `save_checkpoint`.
         """
-        await self._trainer.folders.check(path)
-        await self._trainer.gather(
-            "export_hf", [rank.export_hf.call_one(self.policy, path.absolute()) for rank in self._ranks], varies=True
-        )
+        there = await self._trainer.files.to_write(path)
+        calls = [rank.export_hf.call_one(self.policy, there) for rank in self._ranks]
+        await self._trainer.gather("export_hf", calls, varies=True)
+        await self._trainer.files.collect(path)
 
     async def adapter(self, name: str, config: LoRAConfig) -> "Trainer":
         """Makes a LoRA adapter over this trainer's frozen base, and returns its handle.
@@ -221,9 +235,10 @@ class TrainerHandle:
         Raises ValueError if this is not an adapter, and for the same paths as `save_checkpoint`.
         """
         policy = self._adapter_name("export_peft")
-        await self._trainer.folders.check(path)
-        calls = [rank.export_peft.call_one(policy, path.absolute()) for rank in self._ranks]
+        there = await self._trainer.files.to_write(path)
+        calls = [rank.export_peft.call_one(policy, there) for rank in self._ranks]
         await self._trainer.gather("export_peft", calls, varies=True)
+        await self._trainer.files.collect(path)
 
     @property
     def _ranks(self) -> list[Any]:
@@ -231,6 +246,12 @@ class TrainerHandle:
         if self._dropped:
             raise ValueError(f"adapter {self.policy!r} of {self.mesh.name!r} was dropped; `adapter` makes a new one")
         return self._trainer.ranks
+
+    def _stop_collecting(self) -> None:
+        """Ends a collection. What it has not brought is not visible."""
+        collecting, self._collecting = self._collecting, None
+        if collecting is not None and not collecting.cancel():
+            collecting.exception()  # somebody has to look at it, or asyncio complains
 
     def _adapter_name(self, verb: str) -> str:
         if self.policy is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
-from controller.meshes.shared_folders import SharedFolders
+from controller.meshes.run_files import RunFiles
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
@@ -44,8 +44,8 @@ class TrainerMesh:
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter that the generator serves, if it is known."""
-    folders: SharedFolders = field(default_factory=SharedFolders)
-    """Where the trainer's hosts and this one have the same files."""
+    files: RunFiles = field(default_factory=RunFiles)
+    """Where ranks write checkpoints and models, and read them."""
     pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes
     """The meshes without which no version can be pushed."""
 
@@ -101,7 +101,7 @@ class TrainerMesh:
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
-            folders=SharedFolders(mesh.place),
+            files=RunFiles(mesh.place, config.num_ranks),
             pushes_to=pushes_to,
         )
 

@@ -1,5 +1,6 @@
 """Whole runs over three hosts: they train what a run on one host trains, and outlive the loss of a host."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -39,18 +40,23 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(net: Hosts, folder: Path, name: str, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """Starts a run of two trainer ranks and a generator, of four steps with a checkpoint after each."""
-    recipe, log = str(ROOT / "tests" / "e2e" / "tiny_recipe.py"), folder / f"{name}.txt"
+    recipe = str(ROOT / "tests" / "e2e" / "tiny_recipe.py")
     fixed = ["--runs", str(folder), "--name", name, "--num-steps", "4", "--checkpoint-every", "1"]
     layout = ["--trainer.data-parallel-shard", "2"]
-    command = [sys.executable, "-m", "controller.commands.cli", "run", recipe, *fixed, *layout, *options]
-    return net.popen("ctl", command, {"OWNLOOP_TINY_MODEL": str(folder / "model")}, log)
+    return ownloop_run(net, folder, name, recipe, *fixed, *layout, *options)
 
 
-def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
-    """Waits until a run has recorded a step."""
+def ownloop_run(net: Hosts, folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts `ownloop run` in the host `ctl`. What it prints is in `<name>.txt`."""
+    command = [sys.executable, "-m", "controller.commands.cli", "run", *arguments]
+    return net.popen("ctl", command, {"OWNLOOP_TINY_MODEL": str(folder / "model")}, folder / f"{name}.txt")
+
+
+def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int, printed: Path) -> None:
+    """Waits until a run, whose output goes to `printed`, has recorded a step."""
     end = time.monotonic() + 240
     while not any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")):
-        assert run.poll() is None, folder.with_suffix(".txt").read_text()
+        assert run.poll() is None, printed.read_text()
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -65,9 +71,33 @@ def test_three_hosts_train_what_one_host_trains(net: Hosts, on_one_host: Path, t
 
 def test_a_run_goes_on_on_the_hosts_that_are_left(net: Hosts, on_one_host: Path, tmp_path: Path) -> None:
     run = start(net, tmp_path, "cut", OVER_HOSTS)
-    wait_for_step(run, tmp_path / "cut", 2)
+    wait_for_step(run, tmp_path / "cut", 2, tmp_path / "cut.txt")
     net.cut("h2")
     assert run.wait(timeout=300) == 0, (tmp_path / "cut.txt").read_text()
     assert "host h2 is lost" in (tmp_path / "cut.txt").read_text()
     assert metric_rows(tmp_path / "cut") == metric_rows(on_one_host)
     assert model_hash(tmp_path / "cut") == model_hash(on_one_host)
+
+
+def test_a_run_without_a_shared_folder_collects_its_checkpoints_and_resumes(on_one_host: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with hosts_on_one_machine("ctl", "h1", "h2", own_folders=[runs]) as net:
+        for host in ("h1", "h2"):
+            net.start_worker(host)
+        of_host = {host: net.folder / host / runs.relative_to("/") for host in ("ctl", "h1", "h2")}
+        folder = of_host["ctl"] / "apart"
+        options = ("--runs", str(runs), "--hosts", "trainer=tcp://h1,tcp://h2", "--keep-checkpoints", "1")
+        run = start(net, tmp_path, "apart", options)
+        wait_for_step(run, folder, 3, tmp_path / "apart.txt")
+        net.signal("ctl", signal.SIGKILL, "controller.commands.cli")
+        run.wait(timeout=30)
+        saved = sorted((folder / "checkpoints").glob("step-*/policy"))[-1]
+        assert {file.name for file in saved.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+        assert ownloop_run(net, tmp_path, "again", "--resume", str(runs / "apart")).wait(timeout=300) == 0
+        printed = (tmp_path / "apart.txt").read_text()
+        assert "is not shared with h1, h2; the controller collects what they write" in printed
+        assert metric_rows(folder) == metric_rows(on_one_host)
+        assert model_hash(folder) == model_hash(on_one_host)
+        for host in ("h1", "h2"):
+            assert [file for file in of_host[host].rglob("*") if file.is_file()] == []
