@@ -8,6 +8,7 @@ reference, a critic, a teacher), and otherwise on the controller's host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -115,6 +116,19 @@ def parse_groups(words: Sequence[str]) -> WorkerHosts:
             raise ValueError(f"--hosts {word!r}: write each role once, as ROLE=HOST:PORT,HOST:PORT")
         groups[role] = tuple(hosts.split(","))
     return WorkerHosts(groups)
+
+
+run_hosts: "ContextVar[Hosts | None]" = ContextVar("run_hosts", default=None)
+"""The field `hosts` of the configuration of the run that is under way."""
+
+
+def check_no_hosts_expected() -> None:
+    """Raises ValueError if the run that is under way has hosts, for a loop that does not use them."""
+    if run_hosts.get() is not None:
+        raise ValueError(
+            "the run has hosts, and its loop would start all processes on this one; have the loop pass them on: "
+            "launch(model, config.trainer, config.generator, log_dir, config.hosts), or Launcher(log_dir, config.hosts)"
+        )
 
 
 def prepare(hosts: Hosts) -> None:

@@ -23,6 +23,7 @@ from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch
     from controller.meshes.mesh import Mesh
+    from controller.meshes.store import WeightStore
     from controller.meshes.trainer_handle import TrainerHandle
     from trainer.engines.model_check import ModelLimits
 
@@ -77,7 +78,7 @@ class Launcher:
         self._seats = Seats(None if beside is None else beside._seats)
         self._starts: list[asyncio.Task[Any]] = []
         self._running: list[Stoppable] = []
-        self._store: asyncio.Task[None] | None = None
+        self._store: asyncio.Task[WeightStore] | None = None
         self._store_mesh: Mesh | None = None
         self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
@@ -88,8 +89,7 @@ class Launcher:
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
     async def __aenter__(self) -> Self:
-        if self._hosts is not None:
-            await self._seats.connect(self._hosts)
+        await self._seats.connect(self._hosts)
         return self
 
     async def __aexit__(
@@ -245,7 +245,7 @@ class Launcher:
         async def start() -> Generator:
             router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
             self._running.append(router)
-            await asyncio.shield(store)
+            await (await asyncio.shield(store)).receivers.complete()  # a later generator may be on a further host
             generator = self._turns.generator(config.placement, router)
             return generator if config.lora is None else BoundGenerator(generator, POLICY)
 
@@ -256,12 +256,11 @@ class Launcher:
         self._starts.append(task)
         return task
 
-    def _weight_store(self) -> asyncio.Task[None]:
+    def _weight_store(self) -> "asyncio.Task[WeightStore]":
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""
-
         root = self._root
 
-        async def start() -> None:
+        async def start() -> "WeightStore":
             from controller.meshes.store import WeightStore
 
             running = await WeightStore.launch(
@@ -269,6 +268,7 @@ class Launcher:
             )
             root._running.append(running)
             root._store_mesh = running.mesh
+            return running
 
         root._store = root._store or root._begin(start())
         return root._store

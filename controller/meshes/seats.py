@@ -1,10 +1,11 @@
 """Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from controller.hosts.addresses import own_address_towards
+from controller.hosts.host_groups import check_no_hosts_expected, prepare
 from controller.meshes.gpus import GPUPool, gpus_here
 from generator.config import GeneratorConfig
 from rl.types import WeightTransport
@@ -49,6 +50,8 @@ class _Shared:
     cluster: "Cluster | None" = None
     gpus: GPUPool | None = None
     """Those of this host."""
+    generators: set[str] = field(default_factory=set[str])
+    """The names of the generators."""
 
 
 class Seats:
@@ -64,10 +67,15 @@ class Seats:
         """The other hosts, if there are any."""
         return self._hosts.cluster
 
-    async def connect(self, hosts: "Hosts") -> None:
-        """Has roles run on other hosts from now on. Raises ValueError for hosts that cannot be used."""
-        from controller.hosts.host_groups import prepare
+    async def connect(self, hosts: "Hosts | None") -> None:
+        """Has roles run on other hosts from now on. None leaves them where they are.
 
+        Raises ValueError for hosts that cannot be used, and for None in a run whose configuration has hosts.
+        """
+        if hosts is None:
+            if self.cluster is None:
+                check_no_hosts_expected()
+            return
         prepare(hosts)  # before Monarch is imported
         from controller.hosts.cluster import Cluster
 
@@ -106,6 +114,7 @@ class Seats:
     def generators(self, name: str, config: GeneratorConfig) -> list[Seat]:
         """The seats of a generator's replicas, which take turns on the hosts. Raises as `trainer` does."""
         self._take_name(name)
+        self._hosts.generators.add(name)
         num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=False)
         if hosts is not None:
@@ -155,12 +164,12 @@ class Seats:
         if cluster is None:
             return []
         trainers = cluster.group_of("trainer", is_trainer=True) or ()
-        generators = cluster.group_of("generator", is_trainer=False)
-        if len(trainers) == 1 and generators is not None and set(trainers) == set(generators):
+        groups = [cluster.group_of(name, is_trainer=False) for name in sorted(self._hosts.generators or {"generator"})]
+        hosts = tuple(dict.fromkeys(host for group in groups if group is not None for host in group))
+        is_here = None in groups and (*trainers, *hosts)
+        if len(trainers) == 1 and set(trainers) == set(hosts) and not is_here:
             return []
-        if generators is not None:
-            return [receiving(cluster, host) for host in generators]
-        return [_receiving_here(trainers[0])] if trainers else []
+        return [*(receiving(cluster, host) for host in hosts), *(_receiving_here(host) for host in is_here[:1])]
 
     def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Seat:
         assert self.cluster is not None

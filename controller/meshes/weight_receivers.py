@@ -152,8 +152,7 @@ class WeightReceivers:
     async def start(self) -> None:
         """Starts a process on every host, and goes on replacing those that die. Raises `MeshError`."""
         await self.complete()
-        if self._running:
-            self._looks = asyncio.create_task(self._look())
+        self._looks = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
         """Ends the processes. May be called again."""

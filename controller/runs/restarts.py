@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controller.hosts.allocations import kept_allocations
+from controller.hosts.host_groups import run_hosts
 from controller.meshes.errors import MeshError
 from controller.runs.console import Console
 from controller.runs.loop_config import Loop
@@ -27,6 +28,7 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
     every other error of the loop is raised at once, since it would happen again. Hosts that were allocated for the run
     stay its own until it ends.
     """
+    run_hosts.set(getattr(config, "hosts", None))
     limit = RestartLimit(config) if getattr(config, "on_failure", "stop") == "restart" else None
     async with kept_allocations(console.phase):
         await _until_the_end(limit, loop, config, folder, console)

@@ -102,6 +102,16 @@ def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
         together.transport("network")
 
 
+def test_every_host_with_generators_receives_weights() -> None:
+    n1, n2, n3 = fake_host("n1"), fake_host("n2"), fake_host("n3")
+    made = seats(trainer=(n1,), generator=(n2,), judge=(n3,))
+    made.generators("generator", GeneratorConfig())
+    assert [host.name for host in made.generator_hosts()] == ["n2"]
+    made.generators("judge", GeneratorConfig())
+    made.generators("helper", GeneratorConfig())  # has no group, so it is on the controller's host
+    assert [host.name for host in made.generator_hosts()] == ["n2", "n3", "controller"]
+
+
 def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkeypatch: pytest.MonkeyPatch) -> None:
     reachable = {"n1"}
 

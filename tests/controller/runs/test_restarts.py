@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from controller.hosts.host_groups import WorkerHosts
 from controller.meshes.errors import DeadlineError, MeshError
+from controller.meshes.launch import Launcher
 from controller.runs import Console, LoopConfig, RunFolder
 from controller.runs.restarts import RestartLimit, run_with_restarts
 from trainer.config import TrainerConfig
@@ -54,6 +56,17 @@ def test_one_failure_more_than_allowed_ends_the_run(tmp_path: Path) -> None:
     assert raised is errors[2]
     assert len(loop.resumed) == 3
     assert "not restarted again: 2 of at most 2 restarts in 60 minutes" in shown
+
+
+def test_a_loop_that_does_not_pass_its_hosts_on_is_refused(tmp_path: Path) -> None:
+    config = replace(CONFIG, hosts=WorkerHosts({"trainer": ("tcp://n1",)}))
+
+    async def loop(config: LoopConfig, folder: RunFolder, console: Console) -> None:
+        async with Launcher(folder.logs):
+            raise AssertionError("processes would start here")
+
+    with pytest.raises(ValueError, match=r"the run has hosts, .* have the loop pass them on: .*config\.hosts\)"):
+        asyncio.run(run_with_restarts(loop, config, RunFolder(tmp_path / "run", config), Console(io.StringIO())))
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake"), RuntimeError("a bug"), asyncio.CancelledError()])
