@@ -166,10 +166,11 @@ class Seats:
         trainers = cluster.group_of("trainer", is_trainer=True) or ()
         groups = [cluster.group_of(name, is_trainer=False) for name in sorted(self._hosts.generators or {"generator"})]
         hosts = tuple(dict.fromkeys(host for group in groups if group is not None for host in group))
-        is_here = None in groups and (*trainers, *hosts)
-        if len(trainers) == 1 and set(trainers) == set(hosts) and not is_here:
-            return []
-        return [*(receiving(cluster, host) for host in hosts), *(_receiving_here(host) for host in is_here[:1])]
+        others = (*trainers, *hosts)
+        if None in groups and others:
+            return [*(receiving(cluster, host) for host in hosts), _receiving_here(others[0])]
+        is_one_host = len(trainers) == 1 and set(trainers) == set(hosts)
+        return [] if is_one_host else [receiving(cluster, host) for host in hosts]
 
     def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Seat:
         assert self.cluster is not None
@@ -208,14 +209,14 @@ def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
     )
 
 
-def _receiving_here(trainer: "Host") -> "GeneratorHost":
+def _receiving_here(other: "Host") -> "GeneratorHost":
     """This host, as one that weights are sent to from another."""
     from controller.meshes.weight_receivers import GeneratorHost
 
     return GeneratorHost(
         name="controller",
         identity=host_identity(),
-        address=own_address_towards(trainer.facts.address),
+        address=own_address_towards(other.facts.address),
         place=lambda: None,
         is_lost=lambda: False,
     )
