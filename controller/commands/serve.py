@@ -27,15 +27,15 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
-    from controller.gateway.hosting import served_names
     from controller.gateway.keys import Keys, needs_keys
+    from controller.gateway.model_options import model_options
     from controller.runs.models import resolve_model
 
     with CapturedOutput() as output:
         config = configuration(overrides)
         needs_keys(config, Keys(config.folder))
         models = {name: resolve_model(name, lambda text: print(text, file=output.errors)) for name in config.model}
-        served_names(config, models)
+        model_options(config, models)  # refuses what is unclear before processes start
         (config.folder / "logs").mkdir(parents=True, exist_ok=True)
         output.move_to(config.folder / "logs" / "server.log")
         from controller.gateway.serving import serve as run_server

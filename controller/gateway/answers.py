@@ -12,8 +12,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_KEEP_S = 120.0
+_KEEP_S = 60.0
 """How long a result stays after it was fetched for the first time. A client that lost it asks again within 45 s."""
+_KEEP_UNFETCHED_S = 1800.0
+"""How long a result stays that nobody asks for. A client asks all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +50,15 @@ class PendingAnswer:
         """`owner` is the session that sent it."""
         self.id = uuid.uuid4().hex
         self.owner = owner
-        self.fetched_at: float | None = None
+        self._set_at: float | None = None
+        self._fetched_at: float | None = None
         self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def set(self, answer: Answer) -> None:
         """Stores the result. The first one counts."""
         if not self._answer.done():
             self._answer.set_result(answer)
+            self._set_at = time.monotonic()
 
     @property
     def done(self) -> bool:
@@ -66,8 +70,16 @@ class PendingAnswer:
         done, _ = await asyncio.wait([self._answer], timeout=timeout_s)
         if not done:
             return None
-        self.fetched_at = self.fetched_at or time.monotonic()
+        self._fetched_at = self._fetched_at or time.monotonic()
         return self._answer.result()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether nobody will ask for the result any more."""
+        now = time.monotonic()
+        if self._fetched_at is not None:
+            return self._fetched_at < now - _KEEP_S
+        return self._set_at is not None and self._set_at < now - _KEEP_UNFETCHED_S
 
 
 class Answers:
@@ -102,11 +114,9 @@ class Answers:
         return self._by_id.get(request_id)
 
     def sweep(self) -> None:
-        """Forgets results that were fetched a while ago."""
-        limit = time.monotonic() - _KEEP_S
-        for pending in list(self._by_id.values()):
-            if pending.fetched_at is not None and pending.fetched_at < limit:
-                self._forget(pending.id)
+        """Forgets results that were fetched a while ago, and those that nobody asks for."""
+        for pending in [pending for pending in self._by_id.values() if pending.is_old]:
+            self._forget(pending.id)
 
     def forget_owner(self, owner: str) -> None:
         """Ends all requests of a session."""

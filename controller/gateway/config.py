@@ -55,10 +55,12 @@ class ServeConfig:
     """The file of the certificate's private key."""
     limits: Limits = field(default_factory=Limits)
     """What requests may ask for."""
-    tool_parser: str = ""
-    """For OpenAI's endpoints: vLLM's parser that finds tool calls in a completion, such as hermes. Empty for none."""
-    reasoning_parser: str = ""
-    """For OpenAI's endpoints: vLLM's parser that tells reasoning from the answer, such as qwen3. Empty for none."""
+    tool_parser: tuple[str, ...] = ()
+    """For OpenAI's endpoints: vLLM's parser that finds tool calls in a completion, such as hermes. With several models,
+    MODEL=PARSER chooses it for one of them."""
+    reasoning_parser: tuple[str, ...] = ()
+    """For OpenAI's endpoints: vLLM's parser that tells reasoning from the answer, such as qwen3. With several models,
+    MODEL=PARSER chooses it for one of them."""
     max_rank: int = 32
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
     full: int = 0

@@ -281,7 +281,7 @@ class Gateway:
         """Begins to sample."""
         sampler = self.samplers.find(request.sampling_session_id or "")
         if sampler is None:
-            raise HTTPException(404, f"sampling client {request.sampling_session_id} has ended, or never was")
+            raise HTTPException(404, self.samplers.missing(request.sampling_session_id))
         session = self.session(sampler.id.partition(":")[0])
         key: Hashable = (sampler.id, request.seq_id) if request.seq_id is not None else uuid.uuid4()
         pending, new = self.answers.open(key, session.id)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from controller.gateway.config import ServeConfig
+from controller.gateway.model_options import ModelOptions, model_options
 from controller.gateway.recovery import RecoveringAdapter, RestartingTrainer
 from controller.gateway.served_model import ServedModel
 from controller.gateway.snapshots import Snapshots
@@ -28,40 +29,22 @@ Say = Callable[[str], None]
 _ADAPTERS_AT_ONCE = 8
 
 
-def served_names(config: ServeConfig, models: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
-    """For each of `--model`, the names by which clients may ask for it. Raises ValueError for a name that is unclear.
-
-    `models` are the directories by the names after `--model`.
-    """
-    names = {model: [model, str(directory)] for model, directory in models.items()}
-    for further in config.names:
-        alias, _, model = further.partition("=")
-        model = model or (config.model[0] if len(config.model) == 1 else "")
-        if model not in names:
-            raise ValueError(
-                f"ServeConfig.names has {further!r}; with several models it must be NAME=MODEL, where MODEL is one of "
-                f"{', '.join(models)}"
-            )
-        names[model].append(alias)
-    return {model: tuple(dict.fromkeys(of_model)) for model, of_model in names.items()}
-
-
 async def host(
     stack: AsyncExitStack, config: ServeConfig, models: Mapping[str, Path], say: Say
 ) -> Sequence[ServedModel]:
     """Starts the processes of all models side by side. They end with `stack`.
 
-    `models` are as for `served_names`. Raises as `Launcher` does, before any process starts.
+    `models` are as for `model_options`. Raises as `Launcher` does, before any process starts.
     """
-    names = served_names(config, models)
+    options = model_options(config, models)
     shutil.rmtree(config.folder / "recovery", ignore_errors=True)  # of a server that was killed
     first = await stack.enter_async_context(Launcher(config.folder / "logs"))
     others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
     launchers = [first, *[await stack.enter_async_context(other) for other in others]]
     places = Places(config.full)
     starts = [
-        _host_one(stack, launcher, config, names[model], directory, "" if index == 1 else f"-{index}", places, say)
-        for index, (launcher, (model, directory)) in enumerate(zip(launchers, models.items(), strict=True), start=1)
+        _host_one(stack, launcher, config, of_model, "" if index == 1 else f"-{index}", places, say)
+        for index, (launcher, of_model) in enumerate(zip(launchers, options, strict=True), start=1)
     ]
     return await asyncio.gather(*starts)
 
@@ -70,12 +53,12 @@ async def _host_one(
     stack: AsyncExitStack,
     launcher: Launcher,
     config: ServeConfig,
-    names: tuple[str, ...],
-    model: Path,
+    options: ModelOptions,
     suffix: str,
     places: Places,
     say: Say,
 ) -> ServedModel:
+    model = options.directory
     at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
     limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
     generator_config = replace(config.generator, lora=limits)
@@ -94,14 +77,14 @@ async def _host_one(
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
     throughput = Throughput()
-    whole = WholeModels(launcher, config, model, names, throughput, places)
+    whole = WholeModels(launcher, config, options, throughput, places)
     stack.push_async_callback(whole.close)
     return ServedModel(
-        names=names,
+        names=options.names,
         tokenizer=str(model),
         adapter=adapter,
         generator=generator.unbound,
-        openai=await _openai(config, generator.unbound, names[0]),
+        openai=await _openai(options, generator.unbound),
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
         snapshots=Snapshots(generator.unbound, config.max_snapshots),
@@ -110,14 +93,13 @@ async def _host_one(
     )
 
 
-async def _openai(config: ServeConfig, router: Generator, model: str) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
+async def _openai(options: ModelOptions, router: Generator) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
     """What answers requests in OpenAI's form. Raises ValueError for parsers that vLLM cannot use."""
     assert isinstance(router, GeneratorRouter), "of one generator too"
 
     async def answer(call: OpenAICall) -> OpenAIReply:
-        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
-        return await openai(router, replace(call, **parsers))
+        return await openai(router, options.parse(call))
 
-    if config.tool_parser or config.reasoning_parser:  # an empty request has vLLM look for them now
-        await answer(OpenAICall(kind="chat", body=b"{}", policy=None, model=model))
+    if options.tool_parser or options.reasoning_parser:  # an empty request has vLLM look for them now
+        await answer(OpenAICall(kind="chat", body=b"{}", policy=None, model=options.names[0]))
     return answer

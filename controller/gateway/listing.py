@@ -112,7 +112,7 @@ async def sampler(sampler_id: str, door: Door) -> types.GetSamplerResponse:
     """What a sampling client samples from."""
     found = door.samplers.find(sampler_id)
     if found is None:
-        raise HTTPException(404, f"sampling client {sampler_id} has ended, or never was")
+        raise HTTPException(404, door.samplers.missing(sampler_id))
     return types.GetSamplerResponse(sampler_id=found.id, base_model=found.base_model, model_path=found.path)
 
 

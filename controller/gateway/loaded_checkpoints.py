@@ -51,4 +51,10 @@ class LoadedCheckpoints:
             finally:
                 await trainer.drop()
             self._policies[path] = row.created_at, policy
+            kept = {
+                path: of_path
+                for path, of_path in self._policies.items()
+                if any(of_path[1] in m.snapshots for m in self._models)
+            }
+            self._policies = kept
             return model, run.base_model, policy

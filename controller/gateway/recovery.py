@@ -24,6 +24,8 @@ REPEAT_S = 60.0
 """An adapter writes a recovery point when the calls that it would have to repeat have taken so long."""
 REPEAT_BYTES = 64 * 2**20
 """As `REPEAT_S`, for the memory that the batches of these calls take."""
+REPEAT_CALLS = 500
+"""As `REPEAT_S`, for the number of these calls: Python's own objects take more memory than a small batch."""
 
 
 class AdapterLostError(RuntimeError):
@@ -118,7 +120,7 @@ class RecoveringAdapter:
         """As `Trainer.optim_step`."""
         output = await self._change(lambda trainer: trainer.optim_step(params, grad_scale))
         self._has_gradient = False
-        if self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES:
+        if self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES or len(self._calls) >= REPEAT_CALLS:
             point = self._next_point()
             await self._run(lambda trainer: trainer.save_checkpoint(point))
             self._begin_at(point, weights_only=False)

@@ -13,6 +13,8 @@ from rl.types import Completion, SamplingParams
 
 MAX_SAMPLES = 1024
 """Completions of one request."""
+MAX_PER_SESSION = 1000
+"""Sampling clients that a session may have. The next one takes the place of the oldest whose weights are not kept."""
 _UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 
 
@@ -47,6 +49,10 @@ class SamplingClients:
         """The sampling client with this id, if it is known."""
         return self._samplers.get(sampler_id)
 
+    def missing(self, sampler_id: str | None) -> str:
+        """Why there is none with this id."""
+        return f"sampling client {sampler_id} has ended, or never was; a session keeps its newest {MAX_PER_SESSION}"
+
     def of_session(self, session_id: str) -> list[str]:
         """The ids of a session's clients."""
         return [sampler_id for sampler_id in self._samplers if sampler_id.startswith(f"{session_id}:sample:")]
@@ -61,10 +67,17 @@ class SamplingClients:
         path: str | None = None,
     ) -> Sampler:
         """Makes one."""
+        of_session = self.of_session(session_id)
+        if len(of_session) >= MAX_PER_SESSION:
+            del self._samplers[next(filter(self._is_useless, of_session), of_session[0])]
         sampler_id = f"{session_id}:sample:{number}"
         sampler = Sampler(id=sampler_id, model=model, base_model=base_model, policy=policy, path=path)
         self._samplers[sampler_id] = sampler
         return sampler
+
+    def _is_useless(self, sampler_id: str) -> bool:
+        sampler = self._samplers[sampler_id]
+        return sampler.policy is not None and sampler.policy not in sampler.model.snapshots
 
     def forget_session(self, session_id: str) -> set[tuple[ServedModel, Policy]]:
         """Ends a session's clients. Returns the policies that no client samples from any more, with their models."""

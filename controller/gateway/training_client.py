@@ -38,8 +38,7 @@ class TrainingClient:
         self._archive = archive
         self._trainer: Trainer | None = None
         self._whole: WholeTraining | None = None
-        self._num_changes = 0
-        self._saved_at: dict[str, int] = {}  # by path: the number of changes before it was saved
+        self._saved_now: set[str] = set()  # the paths that hold what is trained now
         self._num_adapters = 0
         self.num_steps = 0
         """Optimizer steps that this client made."""
@@ -72,7 +71,7 @@ class TrainingClient:
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
         del row
         self._num_adapters += 1
-        self._num_changes += 1
+        self._saved_now.clear()
         if self.run.rank == 0:
             trainer = await self._begin_whole() if self._trainer is None else self._trainer
             await trainer.load_checkpoint(folder, weights_only=not optimizer)
@@ -116,7 +115,7 @@ class TrainingClient:
             raise ValueError(f"the optimizer is {params.type!r}; this server has AdamW: pass AdamParams")
         output = await self._current.optim_step(AdamParams(**params.model_dump()))
         self.num_steps += 1
-        self._num_changes += 1
+        self._saved_now.clear()
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
         if math.isfinite(output.grad_norm):
             metrics["grad_norm"] = output.grad_norm
@@ -134,7 +133,7 @@ class TrainingClient:
             overwrite=isinstance(request, types.SaveWeightsRequest) and request.overwrite,
             user_metadata=request.user_metadata,
         )
-        self._saved_at[str(path)] = self._num_changes
+        self._saved_now.add(str(path))
         return Answer.json({"type": request.type, "path": str(path)})
 
     async def sampling_client(
@@ -157,7 +156,7 @@ class TrainingClient:
         """Keeps what was saved under a path. Raises ValueError if that is no longer the current version."""
 
         async def freeze() -> Policy:
-            if self._saved_at.get(path) != self._num_changes:
+            if path not in self._saved_now:
                 raise ValueError(unloaded_whole(path))
             return await self.model.snapshots.freeze(self._adapter_name, self._current)
 

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from controller.gateway.config import ServeConfig
+from controller.gateway.model_options import ModelOptions
 from controller.gateway.served_model import ServedModel, WholeTraining
 from controller.gateway.snapshots import Snapshots
 from controller.gateway.throughput import Throughput
@@ -39,17 +39,15 @@ class WholeModels:
         self,
         launcher: Launcher,
         config: ServeConfig,
-        model: Path,
-        names: tuple[str, ...],
+        options: ModelOptions,
         throughput: Throughput,
         places: Places,
     ) -> None:
-        """`places` are shared by all models of the server; `names` and `throughput` are those of this one."""
+        """`places` are shared by all models of the server; `options` and `throughput` are those of this one."""
         self._launcher = launcher
         self._config = config
-        self._model = model
         self._places = places
-        self._names = names
+        self._options = options
         self._throughput = throughput
         self._running: list[AsyncExitStack] = []
 
@@ -93,21 +91,22 @@ class WholeModels:
         if self._config.full > 1:  # in the weight store, versions of two models without a name would be the same
             generator_config = replace(generator_config, weight_transport="shared_memory")
         trainer, generator = await asyncio.gather(
-            launcher.trainer(self._model, self._config.trainer, name=f"{name}-trainer", generator=generator_config),
-            launcher.generator(self._model, generator_config, name=f"{name}-generator"),
+            launcher.trainer(
+                self._options.directory, self._config.trainer, name=f"{name}-trainer", generator=generator_config
+            ),
+            launcher.generator(self._options.directory, generator_config, name=f"{name}-generator"),
         )
         return trainer, generator
 
     def _as_served(self, generator: Generator) -> ServedModel:
         async def answer(call: OpenAICall) -> OpenAIReply:
             assert isinstance(generator, GeneratorRouter), "without `lora` it is"
-            parsers = {"tool_parser": self._config.tool_parser, "reasoning_parser": self._config.reasoning_parser}
-            return await openai(generator, replace(call, policy=None, **parsers))
+            return await openai(generator, replace(self._options.parse(call), policy=None))
 
         by_names = WholeGenerator(generator)
         return ServedModel(
-            names=self._names,
-            tokenizer=str(self._model),
+            names=self._options.names,
+            tokenizer=str(self._options.directory),
             adapter=_no_adapter,
             generator=by_names,
             max_rank=0,

@@ -1,12 +1,14 @@
 """Requests whose outputs come one by one, against the same requests as a whole."""
 
 import asyncio
+import json
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from generator.engine import GenerationEngine
+from generator.openai_calls import OpenAICall
 from rl.types import SamplingParams
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
@@ -85,3 +87,15 @@ def test_parsers_that_vllm_does_not_have_are_refused(engine: GenerationEngine) -
     with pytest.raises(ValueError, match=r"reasoning_parser 'nonsense'.*vLLM cannot use"):
         OpenAIServing(engine, tool_parser="", reasoning_parser="nonsense")
     assert OpenAIServing(engine, tool_parser="pythonic", reasoning_parser="")
+
+
+def test_tools_without_a_parser_are_refused(engine: GenerationEngine) -> None:
+    from generator.openai_serving import OpenAIServing
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = json.dumps({"messages": [{"role": "user", "content": "w3"}], "tools": [tool]}).encode()
+    call = OpenAICall(kind="chat", body=body, policy=None, model="tiny")
+    status, answer = asyncio.run(OpenAIServing(engine, tool_parser="", reasoning_parser="").answer(call))
+    assert status == 400
+    assert isinstance(answer, str)
+    assert "tool" in json.loads(answer)["error"]["message"]

@@ -74,8 +74,9 @@ def test_a_trainer_may_die_at_any_call(tmp_path: Path, monkeypatch: pytest.Monke
         assert host.life == 2 or dies_at == num_calls - 1  # nothing is left to do for a trainer that dies as it ends
 
 
-def test_what_is_repeated_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "REPEAT_BYTES", 100)
+@pytest.mark.parametrize(("bound", "value"), [("REPEAT_BYTES", 100), ("REPEAT_CALLS", 6)])
+def test_what_is_repeated_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int) -> None:
+    monkeypatch.setattr(recovery, bound, value)
 
     async def main() -> list[str]:
         host = ToyHost()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from controller.gateway import sampling_clients
 from tests.controller.gateway.running_server import RunningServer, running_server
 from tests.controller.gateway.sdk import new_client, scores, train
 from tests.controller.gateway.toy_model import CONTEXT, END, VOCAB
@@ -51,6 +52,22 @@ def test_weights_that_had_to_make_room_are_an_error_and_never_others(tmp_path: P
             scores(clients[0])
         assert scores(clients[1]) != scores(clients[2])
         assert len(server.host.generator.tables) == 1 + 2
+
+
+def test_of_a_sessions_clients_those_without_weights_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_clients, "MAX_PER_SESSION", 4)
+    with running_server(tmp_path, max_snapshots=2) as server, server.client() as service:
+        base = service.create_sampling_client(base_model="toy").result()
+        training = service.create_lora_training_client("toy", rank=4).result()
+        clients: list[Any] = []
+        for _ in range(6):
+            train(training)
+            clients.append(training.save_weights_and_get_sampling_client().result())
+        assert len(server.gateway.samplers) == 4
+        for client in (base, *clients[-2:]):
+            assert scores(client)
+        with pytest.raises(tinker.APIStatusError, match="a session keeps its newest 4"):
+            scores(clients[0])
 
 
 def test_a_client_of_a_saved_path_samples_from_those_weights(server: RunningServer) -> None:

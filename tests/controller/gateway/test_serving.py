@@ -1,6 +1,7 @@
 """`ownloop serve` with a real trainer and a real generator: the official SDK trains and samples a tiny model."""
 
 import asyncio
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from trainer.config import TrainerConfig
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
 
-from tests.controller.gateway.tiny_server import Served, serving_tiny_model  # noqa: E402, needs the packages of the extra
+from tests.controller.gateway.tiny_server import (  # noqa: E402, needs the packages of the extra
+    TOOL_CALL,
+    Served,
+    serving_tiny_model,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
@@ -138,8 +143,8 @@ def openai_client(url: str) -> Any:
 
 
 def text_of(tokens: list[int]) -> str:
-    """A prompt of these tokens of the tiny model."""
-    return " ".join(f"w{token}" for token in tokens)
+    """These tokens of the tiny model as text."""
+    return " ".join(TOOL_CALL.get(token, f"w{token}") for token in tokens)
 
 
 def test_what_was_trained_answers_at_openais_endpoints(url: str) -> None:
@@ -204,12 +209,44 @@ def test_chats_and_streams_at_openais_endpoints(url: str) -> None:
         ({"n": 5000}, "from 1 to 1024"),
         ({"model": "tinker://x:train:0/weights/y"}, "there is no checkpoint"),
         ({"temperature": -1}, "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search is not supported"),
     ):
         with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=text):
             client.chat.completions.create(**{**options, **change})
     assert client.chat.completions.create(**options).choices[0].message.content == whole.choices[0].message.content
+
+
+def test_a_trained_tool_call_is_found_whole_and_in_a_stream(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=8, seed=1).result()
+    tokens = [7, *CHAT, *TOOL_CALL, 2]  # the template begins with the names of tools
+    targets = types.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1])
+    call = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": targets})
+    for _ in range(15):
+        training.forward_backward([call], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+    tool = {"type": "function", "function": {"name": "w7", "parameters": {"type": "object", "properties": {}}}}
+    options: Any = {
+        "model": training.model_id,
+        "messages": [{"role": "user", "content": text_of(CHAT)}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "tools": [tool],
+    }
+    client = openai_client(url)
+    choice = client.chat.completions.create(**options).choices[0]
+    (found,) = choice.message.tool_calls
+    assert (choice.finish_reason, found.function.name) == ("tool_calls", "w7")
+    assert json.loads(found.function.arguments) == {"a": 1, "b": 2}
+    with client.chat.completions.stream(**options) as stream:  # the client puts the pieces together
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.message.tool_calls[0].function.name == "w7"
+    assert json.loads(streamed.message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    reply = {"role": "tool", "tool_call_id": found.id, "content": "w3"}
+    options["messages"] += [choice.message.model_dump(exclude_none=True), reply]
+    assert client.chat.completions.create(**options).usage.prompt_tokens == len([7, *CHAT, 3])
+    plain = client.chat.completions.create(**{**options, "tool_choice": "none"}).choices[0].message
+    assert not plain.tool_calls
 
 
 def test_an_adapter_goes_on_in_a_script_of_ours_and_back_and_can_be_exported(

@@ -60,6 +60,11 @@ def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: py
         answers.sweep()
         assert answers.find(fetched.id) is None
         assert answers.find(kept.id) is kept
+        waiting, _ = answers.open("waiting", "session")
+        monkeypatch.setattr("controller.gateway.answers._KEEP_UNFETCHED_S", -1)
+        answers.sweep()
+        assert answers.find(kept.id) is None  # nobody asked for it
+        assert answers.find(waiting.id) is waiting
         answers.forget_owner("session")
         assert len(answers) == 0
 

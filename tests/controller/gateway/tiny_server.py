@@ -1,6 +1,7 @@
 """`ownloop serve` of a tiny model with a real trainer and a real generator, in a thread of the test's own process."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +18,19 @@ from generator.config import GeneratorConfig
 from rl.tiny_models import SERVABLE, tiny_llama
 from trainer.config import TrainerConfig
 
+TOOL_CALL = {
+    59: "<tool_call>",
+    60: '{"name": "w7",',
+    61: '"arguments": {"a": 1,',
+    62: '"b": 2}}',
+    63: "</tool_call>",
+}
+"""The text of the last tokens, which together call the function w7."""
+_CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content or '' }} {% endfor %}"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
@@ -31,7 +45,12 @@ class Served:
 def serving_tiny_model(folder: Path) -> Generator[Served]:
     """Serves it as "tiny" until the block ends. Everything lies in `folder`."""
     model = tiny_llama(folder / "model", **SERVABLE)
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }} {% endfor %}")
+    (model / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {
+        TOOL_CALL.get(token, word): token for word, token in tokenizer["model"]["vocab"].items()
+    }
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = ServeConfig(
         model=(str(model),),
         names=("tiny",),
@@ -39,6 +58,7 @@ def serving_tiny_model(folder: Path) -> Generator[Served]:
         folder=folder / "gateway",
         max_rank=8,
         max_snapshots=4,
+        tool_parser=("hermes",),
         trainer=TrainerConfig(compute_dtype="float32"),
         generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=8),
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from controller.gateway.config import ServeConfig
+from controller.gateway.model_options import ModelOptions
 from controller.gateway.served_model import ServedModel
 from controller.gateway.whole_models import Places, WholeModels
 from controller.meshes.launch import Launcher
@@ -54,6 +55,7 @@ def with_whole_models(served: ServedModel, host: ToyHost, num_places: int) -> Se
         return served
     config = ServeConfig(full=num_places, generator=GeneratorConfig(max_model_len=CONTEXT))
     launcher, places = Launcher(Path()), Places(num_places)
-    models = ToyWholeModels(launcher, config, Path("toy"), served.names, served.throughput, places)
+    options = ModelOptions(directory=Path("toy"), names=served.names)
+    models = ToyWholeModels(launcher, config, options, served.throughput, places)
     models.host = host
     return replace(served, whole=models.begin)
