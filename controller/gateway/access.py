@@ -138,7 +138,7 @@ def _key(request: Request) -> str:
     return ""
 
 
-def _caller(request: Request) -> User:
+async def _caller(request: Request) -> User:  # were it not async, FastAPI would run it in a thread of its own
     return request.state.user
 
 

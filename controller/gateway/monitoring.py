@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controller.gateway.gateway import Gateway
 
@@ -59,22 +60,45 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def watch(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        began = time.perf_counter()
-        status = 500
-        try:
-            response = await answer(request)
-            status = response.status_code
-        finally:
-            took_s = time.perf_counter() - began
-            # The route's pattern: paths hold ids, and a series per id would grow for ever.
-            route = getattr(request.scope.get("route"), "path", "unknown")
-            requests.labels(route, str(status)).inc()
-            seconds.labels(route).observe(took_s)
-            user = getattr(request.state, "user", None)
-            who = f" {user.name}" if user is not None and user.name else ""
-            log.info("%s %s %d %.1f ms%s", request.method, request.url.path, status, took_s * 1000, who)
-        return response
+    def watch(scope: Scope, status: int, took_s: float) -> None:
+        # The route's pattern: paths hold ids, and a series per id would grow for ever.
+        route = getattr(scope.get("route"), "path", "unknown")
+        requests.labels(route, str(status)).inc()
+        seconds.labels(route).observe(took_s)
+        user = scope.get("state", {}).get("user")
+        who = f" {user.name}" if user is not None and user.name else ""
+        log.info("%s %s %d %.1f ms%s", scope["method"], scope["path"], status, took_s * 1000, who)
 
     app.add_api_route("/metrics", metrics, methods=["GET"])
-    app.middleware("http")(watch)
+    app.add_middleware(_Watched, watch=watch)
+
+
+class _Watched:
+    """An ASGI middleware that tells of every request when it has ended.
+
+    Starlette's own `middleware("http")` starts a task and a stream for each request, which takes as long as the rest.
+    """
+
+    def __init__(self, app: ASGIApp, *, watch: Callable[[Scope, int, float], None]) -> None:
+        """`watch` gets the scope, the status and the seconds until the end of the answer."""
+        self._app = app
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        status = 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._watch(scope, status, time.perf_counter() - began)
