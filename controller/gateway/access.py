@@ -18,6 +18,8 @@ from controller.gateway.keys import EVERYONE, Keys, User
 
 OPEN_PATHS = ("/api/v1/healthz",)
 """What needs no key."""
+DOWNLOADS = "/api/v1/downloads/"
+"""What begins so needs no key either: the address itself is signed."""
 PAGE_PATHS = ("/", "/status.json", "/metrics")
 """What a browser may show. It sends the key as the password of HTTP's basic authentication."""
 _IDS = ("session_id", "model_id", "run_id", "sampler_id", "sampling_session_id", "request_id")
@@ -43,6 +45,8 @@ class Access:
         try:
             scope.setdefault("state", {})["user"] = self._admit(Request(scope))
         except HTTPException as error:
+            if error.status_code == 413:  # who is still sending when the connection closes never sees the answer
+                await _discard(receive, 2 * self._limits.body_bytes)
             # Tinker's clients show `detail`, OpenAI's `error`.
             content = {"detail": error.detail, "error": {"message": error.detail, "code": error.status_code}}
             response = JSONResponse(content, error.status_code, headers=error.headers)
@@ -76,7 +80,7 @@ class Access:
         return user
 
     def _user(self, request: Request) -> User:
-        if request.url.path in OPEN_PATHS:
+        if request.url.path in OPEN_PATHS or request.url.path.startswith(DOWNLOADS):
             return User(name="")
         if not self._needs_key:
             # A web page can point its own name at this address (DNS rebinding), and would then reach the server from
@@ -102,6 +106,15 @@ class Access:
         return HTTPException(
             413, f"the request is larger than {self._limits.body_bytes} bytes; send fewer datums at a time"
         )
+
+
+async def _discard(receive: Receive, most_bytes: int) -> None:
+    """Reads a request's body, or the first `most_bytes` of it, and forgets it."""
+    received, more = 0, True
+    while more and received < most_bytes:
+        message = await receive()
+        received += len(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 class _Rate:

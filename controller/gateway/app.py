@@ -4,8 +4,8 @@ A mistake in a call that has a sequence number is answered through its future, b
 error there would leave a gap that later calls wait for.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -17,6 +17,7 @@ from tinker import types
 from controller.gateway.access import Access, Caller, Door, check_owner
 from controller.gateway.answers import Answer, PendingAnswer
 from controller.gateway.config import Limits
+from controller.gateway.downloads import Signatures, downloads
 from controller.gateway.gateway import Gateway
 from controller.gateway.keys import Keys
 from controller.gateway.listing import listing
@@ -38,7 +39,7 @@ def make_app(
 ) -> FastAPI:
     """The application. Ending it ends the gateway's sessions. With `needs_key`, every request has to have one."""
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         del app
         async with gateway.running():
@@ -46,6 +47,7 @@ def make_app(
 
     app = FastAPI(title="ownloop", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway, app.state.poll_s, app.state.limits = gateway, poll_s, limits
+    app.state.signatures = Signatures()
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _mistake)
     app.add_exception_handler(404, _unknown)
@@ -53,6 +55,7 @@ def make_app(
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
     app.include_router(listing, prefix="/api/v1")
+    app.include_router(downloads, prefix="/api/v1")
     app.include_router(openai_routes)
     app.include_router(status_routes)
     app.add_middleware(Access, keys=keys, needs_key=needs_key, limits=limits)
@@ -165,16 +168,8 @@ async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, doo
 
 
 async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Door) -> dict[str, Any]:
-    """Refused: checkpoints are in the server's folder already."""
-
-    async def call(client: object) -> Answer:
-        del client
-        raise ValueError(
-            "save_weights_external is not supported; save_state and save_weights_for_sampler write into this server's "
-            "folder"
-        )
-
-    return _accepted(door.submit(body.model_id, body.seq_id, call), body.model_id)
+    """A checkpoint to download."""
+    return _accepted(door.submit(body.model_id, body.seq_id, lambda client: client.export(body)), body.model_id)
 
 
 async def create_sampling_session(
@@ -214,10 +209,28 @@ def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    del request
+    """422, or the error as the result of a call that has a number: the calls after it wait for that number."""
     assert isinstance(error, RequestValidationError)
     found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors()[:3])
-    return JSONResponse({"detail": f"the request is not valid: {found}"}, 422)
+    mistake = f"the request is not valid: {found}"
+    gateway, user, body = request.app.state.gateway, request.state.user, error.body
+    named = {name: body.get(name) for name in ("model_id", "seq_id")} if isinstance(body, dict) else {}
+    match named:
+        case {"model_id": str() as model_id, "seq_id": int() as number}:
+            with contextlib.suppress(HTTPException):  # there is no such client
+                check_owner(gateway, user, model_id)
+                return JSONResponse(_accepted(gateway.submit(model_id, number, _fail(mistake)), model_id))
+        case _:
+            pass
+    return JSONResponse({"detail": mistake}, 422)
+
+
+def _fail(mistake: str) -> Callable[[TrainingClient], Awaitable[Answer]]:
+    async def call(client: TrainingClient) -> Answer:
+        del client
+        raise ValueError(mistake)
+
+    return call
 
 
 async def _mistake(request: Request, error: Exception) -> JSONResponse:

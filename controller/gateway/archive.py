@@ -5,14 +5,18 @@ A path names a training run, a kind and a name. Names are checked, so that no pa
 
 import re
 import shutil
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from controller.gateway.database import CheckpointRow, Database, expiry, now
-from rl.protocols import Trainer
+from tinker import types
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+from controller.gateway.database import CheckpointRow, Database, expiry, now
+
+EXPORTED = "external_weights"
+"""The middle part of the path of a checkpoint in the form of `peft` or `transformers`, which is there to download."""
+KINDS: dict[str, types.CheckpointType] = {"weights": "training", "sampler_weights": "sampler", EXPORTED: "external"}
 """The middle part of a path, and the protocol's word for such a checkpoint."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RUN_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
@@ -68,13 +72,13 @@ class Archive:
     async def save(
         self,
         path: CheckpointPath,
-        trainer: Trainer,
+        write: Callable[[Path], Awaitable[None]],
         *,
         ttl_seconds: int | None,
         overwrite: bool,
         user_metadata: dict[str, str] | None,
     ) -> None:
-        """Writes a checkpoint of the trainer.
+        """Has `write` write a checkpoint into a folder that it is given.
 
         Raises ValueError if there is one of this name that must not be overwritten, and for a bad time to live.
         """
@@ -83,7 +87,7 @@ class Archive:
             raise ValueError(f"{path} exists; choose another name, or save_state(..., overwrite=True)")
         folder = self._folder / path.folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        await trainer.save_checkpoint(folder)
+        await write(folder)
         self._note(path, expires_at, user_metadata)
 
     def _note(
@@ -115,6 +119,14 @@ class Archive:
         if row is None:
             raise ValueError(f"there is no checkpoint {path}; `tinker checkpoint list` shows those that there are")
         return row, self._folder / row.folder
+
+    def find_ours(self, path: str) -> tuple[CheckpointRow, Path]:
+        """A checkpoint that a trainer can load. Raises ValueError if there is none, and for one that was exported."""
+        if CheckpointPath.parse(path).kind == EXPORTED:
+            raise ValueError(
+                f"{path} was exported, to be downloaded; use a path of save_state or save_weights_for_sampler"
+            )
+        return self.find(path)
 
     def delete(self, path: str) -> None:
         """Deletes a checkpoint. Raises ValueError if there is none."""

@@ -174,7 +174,7 @@ def _checkpoint(row: CheckpointRow) -> types.Checkpoint:
     path = CheckpointPath.parse(row.path)
     return types.Checkpoint(
         checkpoint_id=f"{path.kind}/{path.name}",
-        checkpoint_type="training" if KINDS[path.kind] == "training" else "sampler",
+        checkpoint_type=KINDS[path.kind],
         time=_aware(row.created_at),
         tinker_path=row.path,
         size_bytes=row.size_bytes,

@@ -28,7 +28,7 @@ class LoadedCheckpoints:
 
     async def load(self, path: str) -> tuple[ServedModel, str, Policy]:
         """The model, the name by which its client asked for it, and the policy. Raises ValueError without the path."""
-        row, folder = self._archive.find(path)
+        row, folder = self._archive.find_ours(path)
         run = self._database.run(row.run_id)
         assert run is not None, "a checkpoint's run is in the database before the checkpoint"
         if run.rank == 0:

@@ -13,6 +13,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from controller.gateway.access import Caller, Door, check_owner
+from controller.gateway.archive import EXPORTED
 from controller.gateway.gateway import Gateway
 from controller.gateway.keys import User
 from controller.gateway.sampling_clients import MAX_SAMPLES
@@ -30,7 +31,7 @@ async def models(door: Door, user: Caller) -> dict[str, Any]:
     """The base models, the user's training clients and the checkpoints to sample from."""
     seen_by = None if user.is_operator else user.name
     runs = [run.id for run in door.database.runs(seen_by) if run.id in door.training]
-    paths = [row.path for row in door.database.checkpoints(user=seen_by)]
+    paths = [row.path for row in door.database.checkpoints(user=seen_by) if f"/{EXPORTED}/" not in row.path]
     cards = [{"id": name, "object": "model", "owned_by": "ownloop"} for name in (*door.models.names, *runs, *paths)]
     return {"object": "list", "data": cards}
 

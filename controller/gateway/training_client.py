@@ -15,7 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.gateway.answers import Answer
-from controller.gateway.archive import Archive, CheckpointPath
+from controller.gateway.archive import EXPORTED, Archive, CheckpointPath
 from controller.gateway.database import TrainingRunRow
 from controller.gateway.sampling_clients import SamplingClients
 from controller.gateway.served_model import ServedModel, WholeTraining
@@ -66,10 +66,9 @@ class TrainingClient:
 
     async def load(self, path: str, *, optimizer: bool) -> Answer:
         """Puts a checkpoint in the adapter's place. The accumulated gradient is dropped."""
-        row, folder = self._archive.find(path)
+        _, folder = self._archive.find_ours(path)
         if optimizer and CheckpointPath.parse(path).kind != "weights":
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
-        del row
         self._num_adapters += 1
         self._saved_now.clear()
         if self.run.rank == 0:
@@ -128,12 +127,23 @@ class TrainingClient:
         path = CheckpointPath(run_id=self.run.id, kind=kind, name=request.path)
         await self._archive.save(
             path,
-            self._current,
+            self._current.save_checkpoint,
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, types.SaveWeightsRequest) and request.overwrite,
             user_metadata=request.user_metadata,
         )
         self._saved_now.add(str(path))
+        return Answer.json({"type": request.type, "path": str(path)})
+
+    async def export(self, request: types.SaveWeightsExternalRequest) -> Answer:
+        """Writes the adapter as `peft` loads it, or all weights as `transformers` does."""
+        if request.age_encryption_recipients:
+            raise ValueError(
+                "age_encryption_recipients is not supported; leave it out, and have `ownloop serve` use https"
+            )
+        path = CheckpointPath(run_id=self.run.id, kind=EXPORTED, name=request.path)
+        write = self._current.export_hf if self.run.rank == 0 else self._current.export_peft
+        await self._archive.save(path, write, ttl_seconds=request.ttl_seconds, overwrite=False, user_metadata=None)
         return Answer.json({"type": request.type, "path": str(path)})
 
     async def sampling_client(

@@ -61,7 +61,7 @@ class Turns:
         """Ends the calls that wait. Returns when the one that runs has ended: cut off, it could leave things behind."""
         self._closed = True
         self._arrived.set()
-        await self._runner
+        await asyncio.wait([self._runner])  # which may have been cancelled with the whole server
         for _, pending in self._waiting.values():
             pending.set(Answer.failure(ValueError(f"{self._name} has ended")))
         self._waiting.clear()

@@ -36,9 +36,6 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
         datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
     ),
     "RestClient.get_current_checkpoint_storage_usage": lambda rest: rest.get_current_checkpoint_storage_usage(),
-    "RestClient.get_external_weights_urls": lambda rest: rest.get_external_weights_urls(
-        "tinker://x:train:0/external_weights/y"
-    ),
     "RestClient.publish_checkpoint_from_tinker_path": lambda rest: rest.publish_checkpoint_from_tinker_path(_PATH),
     "RestClient.search_sessions": lambda rest: rest.search_sessions(tinker.types.SessionSearchRequest()),
     "RestClient.unpublish_checkpoint_from_tinker_path": lambda rest: rest.unpublish_checkpoint_from_tinker_path(_PATH),
@@ -53,7 +50,6 @@ def test_what_is_refused_says_so_and_the_next_call_works(server: RunningServer, 
         "ServiceClient.copy_weights": lambda: tinker.ServiceClient(
             base_url=server.url, api_key="tml-local", project_id="project"
         ).copy_weights(_PATH),
-        "TrainingClient.save_weights_external": lambda: training.save_weights_external("x"),
     }
     rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
     call = calls.get(method, lambda: _CALLS[method](rest))

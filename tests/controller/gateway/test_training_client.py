@@ -1,5 +1,6 @@
 """The official SDK trains through the gateway; what comes back is compared with NumPy."""
 
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -12,7 +13,8 @@ from tests.controller.gateway.running_server import RunningServer, running_serve
 from tests.controller.gateway.sdk import datum, new_client, scores, train
 from tests.controller.gateway.toy_model import VOCAB
 
-types: Any = pytest.importorskip("tinker").types
+tinker: Any = pytest.importorskip("tinker")
+types: Any = tinker.types
 
 TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
 Q = [-2.5, -3.0, -2.0, -2.9]
@@ -111,6 +113,16 @@ def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) 
     client.optim_step(types.AdamParams()).result()
     assert server.host.steps == [AdamParams(**params), AdamParams(learning_rate=1e-4, eps=1e-12)]
     assert metrics["grad_norm"] > 0.5
+
+
+def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_call(server: RunningServer) -> None:
+    client = new_client(server)
+    client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
+    begin = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
+        client.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics["policy_version"] == 1
+    assert time.monotonic() - begin < 60
 
 
 def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: RunningServer) -> None:

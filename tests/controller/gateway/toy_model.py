@@ -143,7 +143,9 @@ class ToyTrainer:
         return await self.host.adapter(name, config)
 
     async def export_peft(self, path: Path) -> None:
-        raise NotImplementedError
+        (path / "inner").mkdir(parents=True)
+        (path / "adapter_config.json").write_text("{}")
+        (path / "inner" / "table.json").write_text(json.dumps(self.table.tolist()))
 
     async def drop(self) -> None:
         self.host.check_alive(self)
