@@ -50,6 +50,12 @@ def datum() -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
 
 
+def step(client: Any, data: Any = None, learning_rate: float = 1e-2) -> None:
+    """Trains on one sequence."""
+    client.forward_backward([data or datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=learning_rate, eps=1e-8)).result()
+
+
 def trained(client: Any) -> Any:
     """The trainer's log-probs."""
     return np.array(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
@@ -88,10 +94,6 @@ def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None
 def test_an_old_client_drifts_exactly_0_through_4_steps_and_states_resume(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
-
-    def step(client: Any) -> None:
-        client.forward_backward([datum()], "cross_entropy")
-        client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
 
     step(training)
     old = training.save_weights_and_get_sampling_client().result()
@@ -151,8 +153,7 @@ def test_what_was_trained_answers_at_openais_endpoints(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4).result()
     for _ in range(3):
-        training.forward_backward([datum()], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        step(training)
     snapshot = training.save_weights_and_get_sampling_client().result()
     path = training.save_weights_for_sampler("three").result().path
     before = {"base": sampled(service.create_sampling_client(base_model="tiny").result()), "now": sampled(snapshot)}
@@ -171,8 +172,7 @@ def test_what_was_trained_answers_at_openais_endpoints(url: str) -> None:
     for model in (training.model_id, path):
         np.testing.assert_allclose(scored(model), before["now"], atol=1e-4)
     assert not np.allclose(before["base"], before["now"], atol=1e-2)
-    training.forward_backward([datum()], "cross_entropy")
-    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    step(training)
     np.testing.assert_allclose(scored(path), before["now"], atol=1e-4)
     assert not np.allclose(scored(training.model_id), before["now"], atol=1e-3)
 
@@ -223,8 +223,7 @@ def test_a_trained_tool_call_is_found_whole_and_in_a_stream(url: str) -> None:
     targets = types.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1])
     call = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": targets})
     for _ in range(20):
-        training.forward_backward([call], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+        step(training, call, 5e-3)
     tool = {"type": "function", "function": {"name": "w7", "parameters": {"type": "object", "properties": {}}}}
     options: Any = {
         "model": training.model_id,
@@ -259,13 +258,9 @@ def test_an_adapter_goes_on_in_a_script_of_ours_and_back_and_can_be_exported(
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=3, train_unembed=False).result()
 
-    def step() -> None:
-        training.forward_backward([datum()], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
-
-    step()
+    step(training)
     path = training.save_state("one").result().path
-    step()
+    step(training)
     unbroken = trained(training)
     folder = served.folder / "checkpoints" / training.model_id.replace(":", "-") / "weights"
 

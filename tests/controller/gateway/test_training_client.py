@@ -121,7 +121,7 @@ def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_
     begin = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
         client.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
-    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics["policy_version"] == 1
+    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
     assert time.monotonic() - begin < 60
 
 
