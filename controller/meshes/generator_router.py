@@ -48,7 +48,7 @@ class GeneratorRouter:
         self._pauses_s = tuple(pauses_s)
         self._versions: dict[Policy, int] = {}  # what a restarted replica has to pull
         self._cache_resets: dict[Policy, int] = {}  # by policy: how often its prefix cache was emptied
-        self._affinity = PrefixAffinity()
+        self._affinity = PrefixAffinity(len(generators))
         self._pull_locks: defaultdict[Policy, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pull_task: asyncio.Task[None] | None = None
 

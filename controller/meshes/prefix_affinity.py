@@ -13,12 +13,15 @@ class PrefixAffinity:
     `weights` tells under which weights tokens were computed: a prefix under others is of no use.
     """
 
-    def __init__(self) -> None:
-        """Starts without blocks."""
+    def __init__(self, num_replicas: int) -> None:
+        """Starts without blocks. Of one replica there is nothing to remember."""
+        self._is_useful = num_replicas > 1
         self._owners: OrderedDict[int, set[int]] = OrderedDict()  # replicas of a block, least recently used first
 
     def remember(self, tokens: Sequence[int], replica: int, weights: Hashable = None) -> None:
         """Notes that a replica computes these tokens."""
+        if not self._is_useful:
+            return
         for block in _blocks(tokens, weights):
             self._owners.setdefault(block, set()).add(replica)
             self._owners.move_to_end(block)

@@ -41,16 +41,21 @@ class Served:
     model: Path
 
 
-@contextmanager
-def serving_tiny_model(folder: Path) -> Generator[Served]:
-    """Serves it as "tiny" until the block ends. Everything lies in `folder`."""
-    model = tiny_llama(folder / "model", **SERVABLE)
+def _tiny_chat_model(path: Path) -> Path:
+    model = tiny_llama(path, **SERVABLE)
     (model / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = {
         TOOL_CALL.get(token, word): token for word, token in tokenizer["model"]["vocab"].items()
     }
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+@contextmanager
+def serving_tiny_model(folder: Path) -> Generator[Served]:
+    """Serves it as "tiny" until the block ends. Everything lies in `folder`."""
+    model = _tiny_chat_model(folder / "model")
     config = ServeConfig(
         model=(str(model),),
         names=("tiny",),
