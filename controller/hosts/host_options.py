@@ -1,7 +1,10 @@
 """What `--hosts` says: workers that run already, or how the run gets its own.
 
---hosts trainer=n1:26600,n2:26600 generator=n3:26600
---hosts ssh trainer=n1,n2 generator=n3 port=26700
+    --hosts trainer=n1:26600,n2:26600 generator=n3:26600
+    --hosts ssh trainer=n1,n2 generator=n3 port=26700
+    --hosts slurm trainer=4 generator=4 partition=gpu gpus_per_node=8
+
+Options are the fields of the class that the first word names.
 """
 
 import dataclasses
@@ -10,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from controller.hosts.host_groups import Hosts, parse_groups
+from controller.hosts.slurm_hosts import SlurmHosts
 from controller.hosts.ssh_hosts import SshHosts
 from rl.checks import did_you_mean
 
-METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... [OPTION=VALUE ...]"
+METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... [OPTION=VALUE ...] | slurm ROLE=NODES ... [OPTION=VALUE ...]"
 _KINDS: Mapping[str, tuple[type[Any], Callable[[str, str], Any]]] = {
     "ssh": (SshHosts, lambda _, text: tuple(text.split(","))),
+    "slurm": (SlurmHosts, lambda role, text: int(_number(f"--hosts slurm {role}", text, int))),
 }
 
 
@@ -58,8 +63,12 @@ def _value(name: str, field: "dataclasses.Field[Any]", text: str) -> Any:
             raise ValueError(f"{name} is {text!r}; write yes or no")
         return text == "yes"
     if field.type in (int, float):
-        try:
-            return field.type(text)
-        except ValueError:
-            raise ValueError(f"{name} is {text!r}, which is no number") from None
+        return _number(name, text, int if field.type is int else float)
     return text if field.type is str else tuple(shlex.split(text))
+
+
+def _number(name: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is no number") from None

@@ -16,6 +16,7 @@ from controller.hosts.addresses import Address, accepts, parse_address
 from controller.hosts.settings import forwarded_env
 
 _LISTENING = re.compile(r"listening on (?P<address>\S+://\S+) \(process \d+\)")
+_ENDED = re.compile(r"worker on (?P<node>\S+) ended with status (?P<status>\d+)")
 _LAST_LINES = 8
 _POLL_S = 0.1
 _PROBE_S = 1.0
@@ -29,6 +30,8 @@ class WorkerOutput:
     """Of the host or the job, for the controller's log."""
     listening: dict[str, Address] = field(default_factory=dict[str, Address])
     """By host, where its worker listens."""
+    ended: dict[str, int] = field(default_factory=dict[str, int])
+    """By host, the status of a worker that has ended, where that is known."""
     last_lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=_LAST_LINES))
 
     def take(self, line: str) -> None:
@@ -40,6 +43,8 @@ class WorkerOutput:
         if found := _LISTENING.search(line):
             address = parse_address(found["address"])
             self.listening[address.host] = address
+        if found := _ENDED.search(line):
+            self.ended[found["node"]] = int(found["status"])
 
     @property
     def end(self) -> str:

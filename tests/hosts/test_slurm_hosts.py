@@ -1,0 +1,183 @@
+"""Workers that a run starts through Slurm: in a job that it waits for and cancels, and in the allocation it is in."""
+
+import asyncio
+import socket
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controller.hosts import slurm_jobs, slurm_workers
+from controller.hosts.addresses import Address, accepts
+from controller.hosts.host_groups import Groups
+from controller.hosts.slurm_hosts import SlurmHosts
+from tests.hosts.slurm_stand_in import scripts
+from tests.hosts.stand_ins import install
+
+NODES = ("127.0.0.1", "127.0.0.2")
+FAKE_WORKER = """
+echo "$@" >> $STAND_INS/workers
+if [ $SLURMD_NODENAME = "$FAILS" ]; then echo "error: no such thing"; exit 3; fi
+echo "listening on tls://$SLURMD_NODENAME:$FAKE_PORT (process 1)"
+exec sleep 60
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the programs of a cluster of two nodes."""
+    install(tmp_path, monkeypatch, **scripts(), fake_python=FAKE_WORKER)
+    (tmp_path / "nodes").write_text(" ".join(NODES))
+    monkeypatch.setattr(slurm_workers, "_POLL_S", 0.05)
+    monkeypatch.setattr(slurm_workers, "_READ_S", 0.05)
+    monkeypatch.setattr(slurm_workers, "_END_S", 0.1)
+    monkeypatch.setattr(slurm_jobs, "_PAUSE_S", 0.05)
+    for name in ("SLURM_JOB_ID", "FAILS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Generator[int]:
+    """A port on which fake workers seem to listen."""
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        monkeypatch.setenv("FAKE_PORT", str(server.getsockname()[1]))
+        yield server.getsockname()[1]
+
+
+def fake_hosts(cluster: Path, **options: str) -> SlurmHosts:
+    """One node for each of two roles, whose workers are fakes."""
+    return SlurmHosts(
+        {"trainer": 1, "generator": 1},
+        python=str(cluster / "fake_python"),
+        folder=str(cluster / "shared"),
+        start_within_s=20,
+        **options,
+    )
+
+
+def groups(port: int) -> Groups:
+    """Where the fakes listen."""
+    return {
+        "trainer": (Address("tls", NODES[0], port),),
+        "generator": (Address("tls", NODES[1], port),),
+    }
+
+
+def running(words: str) -> list[int]:
+    """The processes whose command line contains the words."""
+    found = [(each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+    return [pid for pid, command in found if words in " ".join(command)]
+
+
+@pytest.mark.seconds
+def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path) -> None:
+    (cluster / "pending").write_text("2")
+    (cluster / "busy").touch()
+    told: list[str] = []
+    hosts = SlurmHosts({"trainer": 1}, partition="gpu", gpus_per_node=8, folder=str(cluster / "shared"))
+
+    async def run() -> None:
+        allocation = hosts.allocation(told.append)
+        try:
+            (at,) = (await allocation.workers())["trainer"]
+            assert at.scheme == "tls"
+            assert accepts(at, 1.0)
+            assert await allocation.workers() == {"trainer": (at,)}
+            (folder,) = (cluster / "shared").iterdir()
+            assert folder.stat().st_mode & 0o77 == 0
+            assert (folder / "certs" / NODES[0] / "key.pem").stat().st_mode & 0o77 == 0
+        finally:
+            await allocation.stop()
+        assert not accepts(at, 1.0)
+        assert not list((cluster / "shared").iterdir())
+
+    asyncio.run(run())
+    assert told == [
+        "Slurm job 1 for 1 nodes is PENDING (Priority)",
+        "Slurm job 1 has 127.0.0.1; starting workers",
+    ]
+    script = (cluster / "job-1.sh").read_text()
+    for option in ("--nodes=1", "--partition=gpu", "--gpus-per-node=8", "--exclusive", "--mem=0", "--no-kill"):
+        assert f"#SBATCH {option}\n" in script
+    assert (cluster / "job-1.cancelled").exists()
+
+
+def test_a_job_that_ended_begins_again_when_the_run_restarts(cluster: Path, port: int) -> None:
+    told: list[str] = []
+
+    async def run() -> None:
+        allocation = fake_hosts(cluster).allocation(told.append)
+        try:
+            assert await allocation.workers() == groups(port)
+            (cluster / "job-1.over").write_text("TIMEOUT")
+            assert await allocation.workers() == groups(port)
+        finally:
+            await allocation.stop()
+
+    asyncio.run(run())
+    assert "Slurm job 1 is TIMEOUT; starting again" in told
+    assert {path.name for path in cluster.glob("*.cancelled")} == {"job-1.cancelled", "job-2.cancelled"}
+
+
+def test_the_allocation_of_this_process_is_used(cluster: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(NODES))
+
+    async def run() -> None:
+        allocation = fake_hosts(cluster).allocation(print)
+        try:
+            assert await allocation.workers() == groups(port)
+            (step,) = running("slurm_stand_in srun")
+            assert {"--jobid=7", "--overlap", "--cpu-bind=none"} <= set(psutil.Process(step).cmdline())
+        finally:
+            await allocation.stop()
+        assert not running("slurm_stand_in srun")
+        with pytest.raises(
+            ValueError, match=r"the allocation 7 has the nodes 127\.0\.0\.1, 127\.0\.0\.2; 3 are needed"
+        ):
+            await SlurmHosts({"trainer": 3}, folder=str(cluster / "shared")).allocation(print).workers()
+
+    asyncio.run(run())
+    assert not list(cluster.glob("job-*"))
+
+
+def test_a_node_whose_worker_fails_is_named_with_what_it_said(
+    cluster: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", NODES[1])
+    with pytest.raises(ValueError, match=r"^127\.0\.0\.2: its worker ended with status 3\n(.*\n)*error: no such thing"):
+        asyncio.run(fake_hosts(cluster).allocation(print).workers())
+    assert (cluster / "job-1.cancelled").exists()
+
+
+def test_a_job_that_ends_while_its_workers_start_is_named(cluster: Path) -> None:
+    (cluster / "fake_python").write_text('#!/bin/sh\necho FAILED > "$STAND_INS/job-1.over"\nexec sleep 60\n')
+    with pytest.raises(ValueError, match="Slurm job 1 is FAILED"):
+        asyncio.run(fake_hosts(cluster).allocation(print).workers())
+
+
+def test_what_sbatch_says_is_said(cluster: Path) -> None:
+    with pytest.raises(ValueError, match="invalid partition specified: closed"):
+        asyncio.run(fake_hosts(cluster, partition="closed").allocation(print).workers())
+
+
+def test_a_machine_without_slurm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ValueError, match="there is no program 'sbatch' here"):
+        asyncio.run(SlurmHosts({"trainer": 1}, folder=str(tmp_path)).allocation(print).workers())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ({"trainer": 0}, (), "'trainer' has 0 nodes; give it at least 1"),
+        ({"trainer": 1}, ("--qos=a\n#SBATCH --x",), "write it in one word"),
+        ({"trainer": 1}, ("-x",), "write it in one word"),
+    ],
+)
+def test_mistakes_are_named(groups: dict[str, int], options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SlurmHosts(groups, options=options)
