@@ -46,14 +46,14 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Generator[int]:
         yield server.getsockname()[1]
 
 
-def fake_hosts(cluster: Path, **options: str) -> SlurmHosts:
+def fake_hosts(cluster: Path, partition: str = "") -> SlurmHosts:
     """One node for each of two roles, whose workers are fakes."""
     return SlurmHosts(
         {"trainer": 1, "generator": 1},
         python=str(cluster / "fake_python"),
         folder=str(cluster / "shared"),
         start_within_s=20,
-        **options,
+        partition=partition,
     )
 
 
