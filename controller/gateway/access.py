@@ -3,8 +3,10 @@
 A server that listens beyond its own host asks every request for a key. Its user sees only what their own sessions made.
 """
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import time
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ DOWNLOADS = "/api/v1/downloads/"
 """What begins so needs no key either: the address itself is signed."""
 PAGE_PATHS = ("/", "/status.json", "/metrics")
 """What a browser may show. It sends the key as the password of HTTP's basic authentication."""
+_SILENCE_S = 0.5
 _IDS = ("session_id", "model_id", "run_id", "sampler_id", "sampling_session_id", "request_id")
 _PATHS = ("path", "model_path", "tinker_path")
 
@@ -109,12 +112,14 @@ class Access:
 
 
 async def _discard(receive: Receive, most_bytes: int) -> None:
-    """Reads a request's body, or the first `most_bytes` of it, and forgets it."""
+    """Reads a request's body, or the first `most_bytes` of it, and forgets it. Stops when no more comes for a while."""
     received, more = 0, True
-    while more and received < most_bytes:
-        message = await receive()
-        received += len(message.get("body", b""))
-        more = message["type"] == "http.request" and message.get("more_body", False)
+    with contextlib.suppress(TimeoutError):
+        while more and received < most_bytes:
+            async with asyncio.timeout(_SILENCE_S):
+                message = await receive()
+            received += len(message.get("body", b""))
+            more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 class _Rate:

@@ -203,7 +203,7 @@ class Gateway:
         pending, new = self.answers.open((run_id, number), run_id.partition(":")[0])
         if new:
             client.turns.put(number, lambda: call(client), pending)
-            self.database.touch(run_id)
+            self.database.touch(client.run)
         return pending
 
     def _begin(
