@@ -1,9 +1,10 @@
 """Keeps the heap of a trainer that computes on the CPU from growing with every step.
 
 With the settings of `rl.hardware.cpu_malloc_env`, glibc keeps freed memory. Rows have ever different lengths, so that
-tensors leave holes into which later ones do not fit, and the heap reaches further with each step. Handing all of it
-back after each step would cost a quarter of a small model's time, because the kernel clears every page that it gives
-out. So it is handed back only once the process has grown.
+tensors leave holes into which later ones do not fit, and the heap reaches further with each step. Handing it back is
+dear, because the kernel has to find and clear every page again: on a virtual machine whose host takes unused memory
+away, the next step of a model of 135 million parameters takes twice its time. So it is handed back only once the
+process has grown beyond what several steps needed.
 """
 
 import resource
@@ -12,13 +13,15 @@ from pathlib import Path
 
 from rl.hardware import hand_back_memory
 
-_GROWTH = 1.05
+_GROWTH = 1.02
+_STEPS_TO_SETTLE = 4
 
 
 class Heap:
-    """Hands freed memory back to the kernel once the process has grown by 5 % since the first step after the last time.
+    """Hands freed memory back to the kernel once the process has grown by 2 % beyond the steps after the last time.
 
-    The measure is taken anew each time, so that longer rows, which need more memory, are not taken for growth for ever.
+    The measure is taken anew each time, as the most of four steps: rows differ in length, and what a process holds
+    after its first step is not yet what it needs.
     """
 
     def __init__(
@@ -27,16 +30,17 @@ class Heap:
         """The functions tell what the process holds, and hand back what it has freed; by default glibc's."""
         self._resident_bytes = resident_bytes or _resident_bytes
         self._hand_back = hand_back or hand_back_memory
-        self._settled: int | None = None
+        self._settled, self._steps = 0, 0
 
     def after_step(self) -> None:
         """To be called after each optimizer step."""
         resident = self._resident_bytes()
-        if self._settled is None:
-            self._settled = resident
+        if self._steps < _STEPS_TO_SETTLE:
+            self._settled = max(self._settled, resident)
+            self._steps += 1
         elif resident > _GROWTH * self._settled:
             self._hand_back()
-            self._settled = None
+            self._settled, self._steps = 0, 0
 
 
 def _resident_bytes() -> int:

@@ -9,19 +9,22 @@ from trainer.heap import Heap
 
 
 def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
-    sizes, handed_back = iter([1000, 1030, 1050, 1051, 2000, 2100, 2101]), list[int]()
+    settling, again = [500, 1000, 900, 950], [1500, 2000, 1800, 1900]
+    sizes = [*settling, 1020, 1021, *again, 2040, 2041]
+    left, handed_back = iter(sizes), list[int]()
     seen = list[int]()
-    heap = Heap(lambda: seen.append(next(sizes)) or seen[-1], lambda: handed_back.append(seen[-1]))
-    for _ in range(7):
+    heap = Heap(lambda: seen.append(next(left)) or seen[-1], lambda: handed_back.append(seen[-1]))
+    for _ in sizes:
         heap.after_step()
-    assert handed_back == [1051, 2101]  # 5 % above 1000, and then above 2000
+    assert handed_back == [1021, 2041]  # 2 % above the most of four steps, 1000 and then 2000
 
 
 HOLES = """
 import torch
 from trainer.heap import Heap, _resident_bytes
 heap = Heap()
-heap.after_step()
+for _ in range(4):
+    heap.after_step()
 kept, held = [], []
 for _ in range(64):  # 256 MB that are freed, in holes between what is kept
     held.append(torch.ones(1 << 20))
