@@ -261,4 +261,5 @@ class OptimStepOutput:
     """Whether the gradient held a NaN or an infinity. It was then cleared, and nothing else changed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """`memory_peak_bytes_VERB_max` for `optim_step` and every verb called since the previous step: the peak memory of
-    the rank that used most. On a GPU this counts tensors, on the CPU the whole process."""
+    the rank that used most. On a GPU this counts tensors, on the CPU the whole process. `push_bytes_per_s` of the last
+    push, if there was one: bytes of the published tensors, in the generator's dtype, over the seconds of the call."""

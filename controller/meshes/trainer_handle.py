@@ -5,6 +5,7 @@ Calls reach the ranks in the order in which they were issued, whatever their pol
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ class TrainerHandle:
         self.policy = policy
         self._trainer = trainer
         self._dropped = False
+        self._push_bytes_per_s: float | None = None
         self._collecting: asyncio.Task[None] | None = None  # what the ranks write in the background
 
     async def stop(self) -> None:
@@ -88,7 +90,10 @@ class TrainerHandle:
         outputs = await self._trainer.gather(
             "optim_step", [rank.optim_step.call_one(self.policy, params, grad_scale) for rank in self._ranks]
         )
-        return replace(outputs[0], metrics=merge_metrics([output.metrics for output in outputs]))
+        metrics = merge_metrics([output.metrics for output in outputs])
+        if self._push_bytes_per_s is not None:
+            metrics["push_bytes_per_s"] = self._push_bytes_per_s
+        return replace(outputs[0], metrics=metrics)
 
     async def zero_grad(self) -> None:
         """Drops the accumulated gradient."""
@@ -125,9 +130,11 @@ class TrainerHandle:
             raise ValueError(
                 "push_model_state_dict: the base is frozen, so generators have it from its directory; push an adapter"
             )
+        start = time.perf_counter()
         calls = [rank.push_model_state_dict.call_one(self.policy) for rank in self._ranks]
         record = (await self.mesh.answers(calls, "push_model_state_dict", needs=self._trainer.pushes_to()))[0]
         assert record is not None
+        self._push_bytes_per_s = sum(spec.nbytes for spec in record.manifest) / (time.perf_counter() - start)
         self._trainer.version_records.add(record)
         return record.version
 

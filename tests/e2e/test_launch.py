@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from controller.commands.processes import descendants
 from controller.meshes.errors import MeshError
@@ -38,6 +39,7 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
     config = TrainerConfig(compute_dtype="float32")
     generating = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=4)
     before = descendants()
+    num_bytes = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
 
     async def main() -> None:
         async with Launcher(logs) as launcher:
@@ -52,7 +54,9 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
             await trainer.optim_step(AdamParams(learning_rate=0.1))
             new, old = await asyncio.gather(trainer.forward([_datum()]), reference.forward([_datum()]))
             assert np.abs(new.logprobs[0] - old.logprobs[0]).max() > 0.1
+            start = time.perf_counter()
             assert await trainer.push_model_state_dict() == 1
+            elapsed = time.perf_counter() - start
             await generator.pull_model_state_dict(1)
             sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
             (completion,) = await generator.generate(TOKENS.tolist(), sampling)
@@ -63,6 +67,9 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
                 await generator.pull_model_state_dict(7)
             with pytest.raises(ValueError, match="push_model_state_dict: 'reference' was started without a generator"):
                 await reference.push_model_state_dict()
+            await trainer.forward_backward([_datum()], "cross_entropy")
+            update = await trainer.optim_step(AdamParams(learning_rate=0.1))
+            assert num_bytes <= update.metrics["push_bytes_per_s"] * elapsed < 10 * num_bytes
             await reference.export_hf(tmp_path / "exported")
             assert (tmp_path / "exported" / "config.json").exists()
             names = {file.name for file in logs.iterdir()}
