@@ -20,6 +20,7 @@ from monarch.actor import Actor
 
 from controller.meshes.mesh import Mesh
 from controller.meshes.store import WeightStore
+from controller.meshes.weight_receivers import WeightReceivers
 from generator.actor import VLLMGenerator
 from tests.stores import FakeStore
 
@@ -67,6 +68,7 @@ class InProcessStore:
     def __init__(self) -> None:
         """Its mesh has no processes that could die."""
         self.mesh = Mesh("store", None, None, (), ())
+        self.receivers = WeightReceivers(Path(), tuple)  # on no hosts
 
     async def stop(self) -> None:
         """Nothing runs."""

@@ -26,6 +26,9 @@ from rl.losses import LossInputs
 from rl.protocols import Trainer
 from rl.types import AdamParams, ForwardBackwardOutput
 
+_OURS = ("memory_", "seconds_", "model_flops", "peak_flops")
+"""Metrics of the trainer that say nothing about a client's batch."""
+
 
 class TrainingClient:
     """An adapter that a client trains."""
@@ -105,7 +108,7 @@ class TrainingClient:
             num_tokens = sum(len(datum.tokens) for datum in batch.data)
             self.num_tokens += num_tokens
             self.model.throughput.add("trained", num_tokens)
-        metrics = {name: value for name, value in metrics.items() if not name.startswith(("memory_", "seconds_"))}
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(_OURS)}
         return Answer.protobuf(await asyncio.to_thread(encode_output, batch, output.logprobs, metrics))
 
     async def optim_step(self, params: types.OptimParams) -> Answer:
