@@ -8,6 +8,16 @@ from rl.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
+# Two solved examples, because a small model continues a pattern better than it follows an instruction.
+_TEMPLATE = """Question: Sam has 7 nuts. Sam eats 2 and then finds 6. How many nuts does Sam have now?
+Answer: 7 - 2 = 5, 5 + 6 = 11. The answer is 11.
+
+Question: Ann has 3 bags with 4 nuts each. How many nuts does Ann have?
+Answer: 3 * 4 = 12. The answer is 12.
+
+Question: {question}
+Answer:"""
+
 
 def recipe() -> GRPOConfig:
     """Trainer and generator take turns, so each may use both cores."""
@@ -15,19 +25,17 @@ def recipe() -> GRPOConfig:
     return GRPOConfig(
         model="smollm2-135m-instruct",
         env=MathProblems(
-            dataset=str(word_problems_file()),
-            template="{question} Work it out in one short line and end with the number.",
-            answer_form="anywhere",
+            dataset=str(word_problems_file()), template=_TEMPLATE, chat=False, answer_form="anywhere", stop=("\n",)
         ),
         trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
         generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=128),
-        sampling=SamplingParams(max_tokens=48),
-        num_steps=30,
+        sampling=SamplingParams(max_tokens=28),
+        num_steps=40,
         prompts_per_step=16,
         group_size=8,
         learning_rate=2e-5,
         lora_learning_rate=2e-4,
         num_eval=200,
         evaluate_every=10,
-        checkpoint_every=15,
+        checkpoint_every=20,
     )

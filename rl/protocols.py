@@ -185,7 +185,11 @@ class Episode(Protocol):
 
 
 class Problem(Protocol):
-    """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation."""
+    """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation.
+
+    A problem may have one more attribute, `tools: Sequence[Mapping[str, Any]]`: JSON schemas of functions, which the
+    model's chat template shows it together with the prompt (`rl.envs.tools`).
+    """
 
     @property
     def id(self) -> str:

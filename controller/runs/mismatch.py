@@ -98,7 +98,7 @@ async def recipe_parity(config: Any) -> ParityReport:
 
     model = resolve_model(config.model)
     renderer = Renderer(model)
-    prompts = [renderer.encode(problem.prompt) for problem in config.env.eval_problems(_NUM_PROMPTS)]
+    prompts = [renderer.encode_problem(problem) for problem in config.env.eval_problems(_NUM_PROMPTS)]
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
         return await measure_parity(
             (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs)

@@ -34,7 +34,7 @@ def check_prompts_fit(
     """Raises ValueError for the first prompt that leaves no room for its completion in the generator's context."""
     room = generator.max_model_len - sampling.max_tokens
     for problem in problems:
-        length = len(renderer.encode(problem.prompt))
+        length = len(renderer.encode_problem(problem))
         if length > room:
             raise ValueError(
                 f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "

@@ -51,7 +51,7 @@ async def eval_kl(
     """
 
     async def answer(index: int, problem: Problem) -> Datum:
-        prompt = renderer.encode(problem.prompt)
+        prompt = renderer.encode_problem(problem)
         seeded = replace(sampling, seed=(sampling.seed or 0) + index)  # another seed for every problem
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")

@@ -113,6 +113,12 @@ async def _awaited(reward: Awaitable[float]) -> Done:
     return Done(reward=await reward)
 
 
+def no_reward(prompt: Prompt, completion: str, **fields: Any) -> float:
+    """0 for any answer: the reward of an environment that a judge scores (`rl.envs.judged`)."""
+    del prompt, completion, fields
+    return 0.0
+
+
 @functools.lru_cache(maxsize=8)  # a loop asks for problems at every step
 def _read(
     file: Path, prompt_field: str, fields: tuple[str, ...]

@@ -68,7 +68,7 @@ async def rollout_group(
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
         prompt = problem.prompt
-        tokens = renderer.encode(prompt)
+        tokens = renderer.encode_problem(problem)
         if player.room(len(tokens)) < sampling.max_tokens:
             raise ValueError(
                 f"its prompt of {len(tokens)} tokens leaves no room for max_tokens {sampling.max_tokens} in a context "

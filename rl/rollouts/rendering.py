@@ -1,10 +1,10 @@
 """Renders prompts and replies to tokens with the model's own tokenizer. Sampled tokens are never tokenised again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.protocols import Prompt
+from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import load_tokenizer
 
 _MARK = "ownloop-marks-an-answer"  # stands for the model's answer in a rendered chat
@@ -24,11 +24,27 @@ class Renderer:
         """Whether prompts may be chats."""
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The tokens of a prompt. Raises ValueError for a chat if the model has no chat template."""
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """The tokens of a prompt, in which the chat template shows these tools, given as JSON schemas.
+
+        Raises ValueError for a chat if the model has no chat template, and for tools if the template shows none.
+        """
         if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
-        return tuple(self._apply_template(prompt, tokenize=True, return_dict=False))
+        plain = tuple(self._apply_template(prompt, tokenize=True, return_dict=False))
+        if not tools:
+            return plain
+        shown = tuple(self._apply_template(prompt, tokenize=True, return_dict=False, tools=[*tools]))
+        if shown == plain:
+            raise ValueError(
+                "the model's chat template shows no tools; ToolEnv.show_tools 'system' describes them in a message"
+            )
+        return shown
+
+    def encode_problem(self, problem: Problem) -> tuple[int, ...]:
+        """The tokens of a problem's prompt, with its tools if it has any."""
+        tools: Sequence[Mapping[str, Any]] = getattr(problem, "tools", ())
+        return self.encode(problem.prompt, tools)
 
     def encode_reply(self, reply: Prompt, answer_tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the model's answer, which ends in `answer_tokens`, and its next answer.

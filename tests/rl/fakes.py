@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from rl.lora import LivePolicy, Policy
+from rl.protocols import Problem
 from rl.types import Completion, PullMode, Rollout, SamplingParams, Turn
 
 
@@ -17,6 +18,10 @@ class WordRenderer:
     def encode(self, prompt: object) -> tuple[int, ...]:
         """One token per word."""
         return tuple(len(word) for word in str(prompt).split())
+
+    def encode_problem(self, problem: Problem) -> tuple[int, ...]:
+        """One token per word of the prompt."""
+        return self.encode(problem.prompt)
 
     def encode_reply(self, reply: object, answer_tokens: Sequence[int]) -> tuple[int, ...]:
         """One token per word."""

@@ -1,0 +1,258 @@
+"""Rewards by a judge: another model, anywhere behind an API that speaks OpenAI's chat completions.
+
+    JudgedEnv(env=..., judge=Judge(base_url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B"))
+
+The environment plays its episodes as always; at the end of each, the judge reads the conversation, and its score takes
+the place of the environment's reward. A judge that fails costs a rollout, never the run.
+"""
+
+import asyncio
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rl.checks import check_above_zero, check_at_least
+from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply
+from rl.rollouts.guard import call_environment, time_limit_of
+from rl.rollouts.rendering import prompt_text
+
+_TEMPLATE = """Rate the answer to the question below from {lowest} (useless) to {highest} (excellent).
+
+Question:
+{prompt}
+
+Answer:
+{answer}
+
+Reply with the number alone."""
+_LONGEST_WAIT_S = 3600.0  # in which the judgements that wait for their turn count too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """Where the judge is, what it is asked, and what happens when it fails."""
+
+    base_url: str
+    """The server's address up to and with the version, such as "http://127.0.0.1:8000/v1"."""
+    model: str
+    """The judge's name on that server."""
+    api_key_variable: str = ""
+    """The environment variable that holds the key, such as "OPENAI_API_KEY". Empty for a server that needs none."""
+    template: str = _TEMPLATE
+    """What the judge is asked. `{prompt}` and `{answer}` stand for the conversation, `{lowest}` and `{highest}` for the
+    scale."""
+    score_pattern: str = r"-?\d+(?:\.\d+)?"
+    """A regular expression: its last match in the judge's answer is the score, its first group if it has one."""
+    lowest: float = 0.0
+    """The score that becomes reward 0."""
+    highest: float = 10.0
+    """The score that becomes reward 1."""
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 16})
+    """Further fields of the request, by OpenAI's names."""
+    max_concurrent: int = 16
+    """Most requests at a time. Others wait, which does not count towards `time_limit_s`."""
+    max_retries: int = 4
+    """How often a request is made again after 408, 409, 429, 5xx, a lost connection or a time-out, with growing pauses
+    or those that the server asks for."""
+    request_timeout_s: float = 60.0
+    """Most seconds for one request."""
+    time_limit_s: float = 180.0
+    """Most seconds for one judgement with all its retries."""
+    failure_reward: float | None = None
+    """The reward where the judge fails or says nothing that holds a score. None leaves the rollout out of the batch;
+    it then counts in `env_failures`."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        for name in ("{prompt}", "{answer}"):
+            if name not in self.template:
+                raise ValueError(f"Judge.template is {self.template!r:.80}; it must contain {name}")
+        if not self.lowest < self.highest:
+            raise ValueError(f"Judge.highest is {self.highest}; it must be above Judge.lowest, {self.lowest}")
+        try:
+            re.compile(self.score_pattern)
+        except re.error as error:
+            raise ValueError(f"Judge.score_pattern is {self.score_pattern!r}: {error}") from None
+        check_at_least(1, **{"Judge.max_concurrent": self.max_concurrent})
+        check_at_least(0, **{"Judge.max_retries": self.max_retries})
+        limits = {"request_timeout_s": self.request_timeout_s, "time_limit_s": self.time_limit_s}
+        check_above_zero(**{f"Judge.{name}": value for name, value in limits.items()})
+
+    def check_key(self) -> None:
+        """Raises ValueError if the environment variable of the key is not set."""
+        if self.api_key_variable and not os.environ.get(self.api_key_variable):
+            raise ValueError(
+                f"Judge.api_key_variable is {self.api_key_variable!r}, and no such environment variable is set"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedEnv:
+    """An environment whose rewards a judge gives, between 0 and 1. Its own reward becomes `own_reward` in the metrics.
+
+    Further metrics, each a mean over rollouts: `judge_prompt_tokens` and `judge_completion_tokens`, as the server
+    counted them, `judge_retries`, and `judge_failures` (with `failure_reward` only).
+    """
+
+    env: Env
+    judge: Judge
+
+    @property
+    def name(self) -> str:
+        """The environment's name, and the judge's."""
+        return f"{self.env.name}, judged by {self.judge.model}"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The environment's."""
+        return self.env.stop
+
+    @property
+    def call_time_limit_s(self) -> float:
+        """See `rl.protocols.Env`. The judge and the environment have their own, shorter limits."""
+        return _LONGEST_WAIT_S + self.judge.time_limit_s + time_limit_of(self.env)
+
+    def train_problems(self, seed: int, start: int, count: int) -> list["JudgedProblem"]:
+        """The environment's."""
+        return self._judged(self.env.train_problems(seed, start, count))
+
+    def eval_problems(self, count: int) -> list["JudgedProblem"]:
+        """The environment's. Raises ValueError, before a run starts any process, if the judge's key is missing."""
+        self.judge.check_key()
+        return self._judged(self.env.eval_problems(count))
+
+    def _judged(self, problems: Sequence[Problem]) -> list["JudgedProblem"]:
+        limit = time_limit_of(self.env)
+        return [JudgedProblem(problem=problem, judge=self.judge, time_limit_s=limit) for problem in problems]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedProblem:
+    """A problem of the environment."""
+
+    problem: Problem
+    judge: Judge
+    time_limit_s: float
+
+    @property
+    def id(self) -> str:
+        """The problem's."""
+        return self.problem.id
+
+    @property
+    def prompt(self) -> Prompt:
+        """The problem's."""
+        return self.problem.prompt
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The problem's."""
+        return getattr(self.problem, "tools", ())
+
+    async def start(self) -> "JudgedEpisode":
+        """Starts the environment's own episode."""
+        episode = await call_environment(self.problem.start, time_limit_s=self.time_limit_s)
+        return JudgedEpisode(self, episode)
+
+
+class JudgedEpisode:
+    """An episode of the environment, judged at its end."""
+
+    def __init__(self, problem: JudgedProblem, episode: Episode) -> None:
+        """`episode` has just been started."""
+        self._problem = problem
+        self._episode = episode
+        self._said: list[str] = []
+
+    async def reply(self, completion: str) -> Reply:
+        """The environment's reply; at the end of the episode, the judge's reward with the environment's metrics.
+
+        Raises RuntimeError if the judge fails and there is no `failure_reward`.
+        """
+        reply = await call_environment(self._episode.reply, completion, time_limit_s=self._problem.time_limit_s)
+        self._said.append(completion)
+        if not isinstance(reply, Done):
+            self._said.append(prompt_text(reply.messages))
+            return reply
+        judge = self._problem.judge
+        score, metrics = await _score(judge, prompt_text(self._problem.prompt), "\n".join(self._said))
+        if score is None:
+            score = judge.failure_reward
+        return Done(reward=score or 0.0, metrics={**reply.metrics, "own_reward": float(reply.reward), **metrics})
+
+
+async def _score(judge: Judge, prompt: str, answer: str) -> tuple[float | None, dict[str, float]]:
+    """The reward, None if the judge failed, and what the judgement cost. Raises RuntimeError if failures are errors."""
+    names = {"{prompt}": prompt, "{answer}": answer, "{lowest}": f"{judge.lowest:g}", "{highest}": f"{judge.highest:g}"}
+    # All names at once: the model's answer may contain one of them.
+    question = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], judge.template)
+    usage: dict[str, float] = {}
+    try:
+        said, usage = await _ask(judge, question)
+        return _reward(judge, said), {**usage, "judge_failures": 0.0}
+    except Exception as error:  # of the network, the server, or what the judge said
+        message = "it took too long" if isinstance(error, TimeoutError) else f"{error}".strip() or type(error).__name__
+        if judge.failure_reward is None:
+            raise RuntimeError(f"the judge {judge.model!r} failed: {message:.300}") from error
+        return None, {**usage, "judge_failures": 1.0}
+
+
+def _reward(judge: Judge, said: str) -> float:
+    """The score on the scale of rewards. Raises ValueError for an answer without a score, and for one off the scale."""
+    found = list(re.finditer(judge.score_pattern, said))
+    if not found:
+        raise ValueError(f"its answer {said!r:.80} holds no score")
+    score = float(found[-1][1] if found[-1].re.groups else found[-1][0])
+    if not judge.lowest <= score <= judge.highest:
+        raise ValueError(f"its score {score:g} is not between {judge.lowest:g} and {judge.highest:g}")
+    return (score - judge.lowest) / (judge.highest - judge.lowest)
+
+
+async def _ask(judge: Judge, question: str) -> tuple[str, dict[str, float]]:
+    """What the judge says, and what it cost."""
+    client, turns = _connection(judge)
+    async with turns, asyncio.timeout(judge.time_limit_s):
+        raw = await client.chat.completions.with_raw_response.create(
+            model=judge.model, messages=[{"role": "user", "content": question}], **judge.options
+        )
+        answer = raw.parse()
+    usage = {
+        "judge_prompt_tokens": float(answer.usage.prompt_tokens if answer.usage else 0),
+        "judge_completion_tokens": float(answer.usage.completion_tokens if answer.usage else 0),
+        "judge_retries": float(raw.retries_taken),
+    }
+    return answer.choices[0].message.content or "", usage
+
+
+_connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, tuple[Any, asyncio.Semaphore]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _connection(judge: Judge) -> tuple[Any, asyncio.Semaphore]:
+    """The client and the turns of this judge, shared by all episodes of an event loop."""
+    mine = _connections.setdefault(asyncio.get_running_loop(), {})
+    if repr(judge) not in mine:
+        mine[repr(judge)] = _client_of(judge), asyncio.Semaphore(judge.max_concurrent)
+    return mine[repr(judge)]
+
+
+def _client_of(judge: Judge) -> Any:
+    key = os.environ.get(judge.api_key_variable, "") if judge.api_key_variable else ""
+    return _openai().AsyncOpenAI(
+        base_url=judge.base_url,
+        api_key=key or "none",
+        max_retries=judge.max_retries,
+        timeout=judge.request_timeout_s,
+    )
+
+
+@functools.cache
+def _openai() -> Any:
+    import openai  # importing it takes a second, which `--help` should not
+
+    return openai

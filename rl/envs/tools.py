@@ -1,0 +1,194 @@
+"""Functions as tools that a model calls in its own format, over several turns, before it answers.
+
+    ToolEnv(env=MathProblems(...), tools=("rl.envs.calculator:calculate",))
+
+The functions' type hints and docstrings become JSON schemas, which the model's chat template shows. A message with tool
+calls is answered with their results, one without is the answer, which the environment scores. A call that is malformed,
+raises or takes too long is answered with the error, so that the model can learn from it.
+
+A tool runs in a thread of this process. One that runs code of the model's belongs in a sandbox (`rl.envs.sandbox`).
+"""
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from rl.checks import check_above_zero, check_at_least, check_known
+from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
+from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
+
+ShowTools = Literal["template", "system"]
+_MAX_RESULT_CHARACTERS = 4000
+# The words of Qwen2.5's chat template.
+_SYSTEM = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolEnv:
+    """A single-turn environment whose questions the model may answer with the help of tools."""
+
+    env: Env
+    """The source of questions, whose prompts are chats, and of the reward for the last message."""
+    tools: tuple[str, ...]
+    """Functions as "module:function", with type hints and a docstring that describes every argument under `Args:`."""
+    tool_format: ToolFormat = "hermes"
+    """How the model writes calls: "hermes" (Qwen2.5, Qwen3, Hermes) or "llama3_json"."""
+    show_tools: ShowTools = "template"
+    """How the model is told of the tools: by its chat template, or, for a template that knows no tools, by a system
+    message in Hermes' format."""
+    max_turns: int = 4
+    """Most messages of the model. The last one is the answer, whatever it holds."""
+    tool_time_limit_s: float = 10.0
+    """Most seconds for one call of a tool."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_known("ToolEnv.tool_format", self.tool_format, get_args(ToolFormat))
+        check_known("ToolEnv.show_tools", self.show_tools, get_args(ShowTools))
+        if self.show_tools == "system" and self.tool_format != "hermes":
+            raise ValueError(f"ToolEnv.tool_format is {self.tool_format!r}; show_tools 'system' needs 'hermes'")
+        check_at_least(1, **{"ToolEnv.max_turns": self.max_turns, "the number of ToolEnv.tools": len(self.tools)})
+        check_above_zero(**{"ToolEnv.tool_time_limit_s": self.tool_time_limit_s})
+        names = [_tool(path)[0]["function"]["name"] for path in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"ToolEnv.tools has two functions of one name: {', '.join(names)}")
+
+    @property
+    def name(self) -> str:
+        """The environment's, and the tools'."""
+        return f"{self.env.name} with {', '.join(path.partition(':')[2] for path in self.tools)}"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The environment's."""
+        return self.env.stop
+
+    @property
+    def call_time_limit_s(self) -> float:
+        """See `rl.protocols.Env`. A message may hold several calls, which run at the same time."""
+        return time_limit_of(self.env) + self.tool_time_limit_s
+
+    def train_problems(self, seed: int, start: int, count: int) -> list["ToolProblem"]:
+        """The environment's, with tools."""
+        return [self._with_tools(problem) for problem in self.env.train_problems(seed, start, count)]
+
+    def eval_problems(self, count: int) -> list["ToolProblem"]:
+        """The environment's, with tools."""
+        return [self._with_tools(problem) for problem in self.env.eval_problems(count)]
+
+    def _with_tools(self, problem: Problem) -> "ToolProblem":
+        """Raises ValueError for a prompt that is no chat."""
+        prompt = problem.prompt
+        if isinstance(prompt, str):
+            raise ValueError(f"{self.env.name} has prompts of text; ToolEnv.env needs prompts that are chats")
+        schemas = tuple(_tool(path)[0] for path in self.tools)
+        if self.show_tools == "system":
+            text = _SYSTEM.format(tools="\n".join(json.dumps(schema) for schema in schemas))
+            has_system = prompt[0]["role"] == "system"
+            text = f"{prompt[0]['content']}\n\n{text}" if has_system else text
+            prompt, schemas = [{"role": "system", "content": text}, *prompt[has_system:]], ()
+        return ToolProblem(problem=problem, prompt=prompt, tools=schemas, settings=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolProblem:
+    """A question of the environment."""
+
+    problem: Problem
+    prompt: Prompt
+    tools: Sequence[Mapping[str, Any]]
+    """JSON schemas for the chat template; see `rl.protocols.Problem`."""
+    settings: ToolEnv
+
+    @property
+    def id(self) -> str:
+        """The question's."""
+        return self.problem.id
+
+    async def start(self) -> "ToolEpisode":
+        """Starts the environment's own episode."""
+        limit_s = time_limit_of(self.settings.env)
+        return ToolEpisode(self.settings, await call_environment(self.problem.start, time_limit_s=limit_s))
+
+
+class ToolEpisode:
+    """One attempt at a question."""
+
+    def __init__(self, settings: ToolEnv, episode: Episode) -> None:
+        """`episode` has just been started."""
+        self._settings = settings
+        self._episode = episode
+        self._functions = {schema["function"]["name"]: f for schema, f in map(_tool, settings.tools)}
+        self._num_turns = self._num_calls = self._num_errors = 0
+
+    async def reply(self, completion: str) -> Reply:
+        """The tools' results, or the environment's reward.
+
+        Raises TypeError if the environment asks for another turn itself.
+        """
+        self._num_turns += 1
+        calls = parse_tool_calls(completion, self._settings.tool_format)
+        if calls and self._num_turns < self._settings.max_turns:
+            return Observation(messages=[{"role": "tool", "content": await self._result(call)} for call in calls])
+        limit_s = time_limit_of(self._settings.env)
+        done = await call_environment(self._episode.reply, completion, time_limit_s=limit_s)
+        if not isinstance(done, Done):
+            raise TypeError(f"{self._settings.env.name} asks for several turns; ToolEnv.env needs single-turn problems")
+        metrics = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        return Done(reward=done.reward, metrics={**done.metrics, **metrics})
+
+    async def _result(self, call: ToolCall) -> str:
+        """What the tool returns, as text, or what went wrong."""
+        self._num_calls += 1
+        fault = call.fault or self._fault(call)
+        if not fault:
+            function = functools.partial(self._functions[call.name], **call.arguments)
+            try:
+                value: Any = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
+            except EnvironmentFailedError as error:
+                fault = str(error)
+            else:
+                text = value if isinstance(value, str) else json.dumps(value, default=str)
+                return text[:_MAX_RESULT_CHARACTERS]
+        self._num_errors += 1
+        return f"Error: {fault}"[:_MAX_RESULT_CHARACTERS]
+
+    def _fault(self, call: ToolCall) -> str:
+        """What is wrong with a call, in words for the model."""
+        if call.name not in self._functions:
+            return f"There is no tool {call.name!r}; there is {', '.join(map(repr, self._functions))}."
+        try:
+            inspect.signature(self._functions[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return f"{call.name}: {error}"
+        return ""
+
+
+@functools.cache
+def _tool(path: str) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """The JSON schema and the function. Raises ValueError if it cannot be imported or has no schema."""
+    from transformers.utils.chat_template_utils import get_json_schema  # a second, which `--help` should not take
+
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        return get_json_schema(function), function
+    except Exception as error:  # of the import, or of the docstring
+        raise ValueError(f"ToolEnv.tools holds {path!r}, which cannot be a tool: {error}") from error

@@ -1,0 +1,82 @@
+"""A server that speaks OpenAI's chat completions, and misbehaves as it is told."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class FaultyServer:
+    """`behave(question, attempt)` returns the text to answer with, a status, or seconds of silence (negative)."""
+
+    behave: Callable[[str, int], str | int | float]
+    url: str = ""
+    attempts: Counter[str] = field(default_factory=Counter[str])
+    requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    authorization: str | None = None
+    running: int = 0
+    most_running: int = 0
+
+
+@contextmanager
+def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[FaultyServer]:
+    """Listens on loopback until the block ends."""
+    state, lock = FaultyServer(behave), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = body["messages"][0]["content"]
+            with lock:
+                state.requests.append(body)
+                state.attempts[question] += 1
+                state.running += 1
+                state.most_running = max(state.running, state.most_running)
+                state.authorization = self.headers["Authorization"]
+                attempt = state.attempts[question]
+            try:
+                self._answer(behave(question, attempt))
+            finally:
+                with lock:
+                    state.running -= 1
+
+        def _answer(self, behaviour: str | int | float) -> None:
+            if isinstance(behaviour, float):
+                time.sleep(-behaviour)
+                return
+            status, content = (200, _completion(behaviour)) if isinstance(behaviour, str) else (behaviour, b"{}")
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Retry-After-Ms", "20")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}/v1"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _completion(text: str) -> bytes:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
+    answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    return json.dumps(answer).encode()

@@ -1,0 +1,139 @@
+"""Rewards by a judge behind OpenAI's API. The server is real, and faulty; see test_serving.py for a real vLLM."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rl.envs.guess_number import GuessNumber
+from rl.envs.judged import Judge, JudgedEnv
+from rl.envs.number_words import NumberWords
+from rl.rollouts.episodes import rollout_groups
+from rl.types import Group, SamplingParams
+from tests.rl.envs.faulty_server import FaultyServer, faulty_server
+from tests.rl.fakes import ScriptedGenerator, WordRenderer
+
+pytestmark = pytest.mark.seconds
+
+
+def _groups(env: Any, answer: Callable[[Any, int, Any], str], count: int = 1, samples: int = 2) -> list[Group]:
+    renderer: Any = WordRenderer()
+    problems = env.train_problems(0, 0, count)
+    rollouts = rollout_groups(
+        ScriptedGenerator(answer), renderer, problems, SamplingParams(max_tokens=4), samples, time_limit_s=60
+    )
+    return asyncio.run(rollouts)
+
+
+def _judged(behave: Callable[[str, int], str | int | float], **options: Any) -> tuple[Group, FaultyServer]:
+    """Two rollouts, which answer "good" and "bad"."""
+    with faulty_server(behave) as server:
+        judge = Judge(base_url=server.url, model="m", template="{prompt} A: {answer}", **options)
+        (group,) = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: ["good", "bad"][i])
+    return group, server
+
+
+def test_the_scores_of_the_judge_are_the_rewards() -> None:
+    group, server = _judged(lambda question, attempt: "Score: 8" if question.endswith("good") else "I say 2.5 of 10. 1")
+    assert group.rewards.tolist() == [0.8, 0.1]
+    costs = {"judge_prompt_tokens": 11, "judge_completion_tokens": 3, "judge_retries": 0, "judge_failures": 0}
+    assert [dict(r.metrics) for r in group.rollouts] == [{"own_reward": 0, **costs}] * 2
+    assert all(r["temperature"] == 0 and r["max_tokens"] == 16 and r["model"] == "m" for r in server.requests)
+
+
+def test_it_reads_the_whole_conversation() -> None:
+    seen: list[str] = []
+
+    def behave(question: str, attempt: int) -> str:
+        seen.append(question)
+        return "10"
+
+    with faulty_server(behave) as server:
+        judge = Judge(base_url=server.url, model="m", template="Q:{prompt} A:{answer} {lowest}-{highest}")
+        env = JudgedEnv(env=GuessNumber(max_turns=2), judge=judge)
+        (group,) = _groups(env, lambda prompt, i, seed: "{prompt}", samples=1)
+    assert [len(r.turns) for r in group.rollouts] == [2]
+    assert seen[0].endswith("A:{prompt}\nSay a number.\nGuess: \n{prompt} 0-10")
+    assert group.rollouts[0].metrics["guesses"] == 2  # the environment's own
+
+
+@pytest.mark.parametrize("trouble", [429, 503, -2.0], ids=["429", "503", "silence"])
+def test_trouble_that_passes_costs_retries_only(trouble: int | float) -> None:
+    group, server = _judged(lambda question, attempt: trouble if attempt == 1 else "7", request_timeout_s=0.5)
+    assert group.rewards.tolist() == [0.7, 0.7]
+    assert [r.metrics["judge_retries"] for r in group.rollouts] == [1, 1]
+    assert set(server.attempts.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "options", "message"),
+    [
+        ("what a lovely day", {}, "its answer 'what a lovely day' holds no score"),
+        ("11", {}, "its score 11 is not between 0 and 10"),
+        ("7", {"score_pattern": r"Score: (\d)"}, "its answer '7' holds no score"),
+        (429, {"max_retries": 2}, "429"),
+        (404, {}, "404"),
+        (-3.0, {"time_limit_s": 0.4}, "it took too long"),
+    ],
+)
+def test_a_judge_that_fails_costs_the_rollout_or_gives_the_chosen_reward(
+    behaviour: str | int | float, options: dict[str, Any], message: str
+) -> None:
+    def behave(question: str, attempt: int) -> str | int | float:
+        return behaviour if question.endswith("bad") else "Score: 6" if "score_pattern" in options else "6"
+
+    left_out, server = _judged(behave, **options)
+    assert left_out.rewards.tolist() == [0.6]
+    assert len(left_out.failures) == 1
+    assert "the judge 'm' failed: " in left_out.failures[0]
+    assert message in left_out.failures[0]
+    attempts = {question: count for question, count in server.attempts.items() if question.endswith("bad")}
+    assert list(attempts.values()) == [1 + options.get("max_retries", 0)]
+
+    chosen, _ = _judged(behave, failure_reward=0.25, **options)
+    assert chosen.rewards.tolist() == [0.6, 0.25]
+    assert [r.metrics["judge_failures"] for r in chosen.rollouts] == [0, 1]
+
+
+def test_no_more_requests_than_allowed_run_at_a_time() -> None:
+    def slowly(question: str, attempt: int) -> str:
+        time.sleep(0.02)
+        return "5"
+
+    with faulty_server(slowly) as server:
+        judge = Judge(base_url=server.url, model="m", max_concurrent=3, time_limit_s=5)
+        start = time.monotonic()
+        groups = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: f"{i}", count=4, samples=6)
+    assert all(group.rewards.tolist() == [0.5] * 6 for group in groups)
+    assert 1 < server.most_running <= 3
+    assert time.monotonic() - start < 5
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with faulty_server(lambda question, attempt: "5") as server:
+        judge = Judge(base_url=server.url, model="m", api_key_variable="JUDGE_KEY")
+        env = JudgedEnv(env=NumberWords(), judge=judge)
+        with pytest.raises(ValueError, match="api_key_variable is 'JUDGE_KEY', and no such environment variable"):
+            env.eval_problems(1)
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        assert len(env.eval_problems(1)) == 1
+        _groups(env, lambda prompt, i, seed: "1")
+    assert server.authorization == "Bearer secret"
+    assert "secret" not in repr(env)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": "{prompt}"}, r"template is '\{prompt\}'; it must contain \{answer\}"),
+        ({"lowest": 10}, "Judge.highest is 10.0; it must be above Judge.lowest, 10"),
+        ({"score_pattern": "("}, r"Judge.score_pattern is '\('"),
+        ({"max_concurrent": 0}, "Judge.max_concurrent is 0; it must be at least 1"),
+        ({"time_limit_s": 0}, "Judge.time_limit_s is 0; it must be above 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Judge(base_url="http://127.0.0.1:1/v1", model="m", **options)

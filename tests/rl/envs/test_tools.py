@@ -1,0 +1,181 @@
+"""Tools that a model calls in its own format. That calls are found as vLLM finds them is in tests/generator."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.envs.calculator import calculate
+from rl.envs.check import check_env
+from rl.envs.procedural import TextProblem, eval_set, train_stream
+from rl.envs.tools import ToolEnv
+from rl.protocols import Done, Observation, Reply
+from rl.rollouts.rendering import Renderer
+from rl.tiny_models import tiny_llama
+
+CALCULATE = "rl.envs.calculator:calculate"
+HERE = "tests.rl.envs.test_tools"
+
+
+def double(number: int) -> dict[str, int]:
+    """Doubles a number.
+
+    Args:
+        number: Any number.
+    """
+    return {"doubled": 2 * number}
+
+
+async def slow(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def undocumented(number: int) -> int:
+    return number
+
+
+class Sums:
+    """Questions with one right answer, "42"."""
+
+    name, stop = "sums", ()
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        return train_stream(self._problem, seed, start, count)
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        return eval_set(self._problem, count)
+
+    def _problem(self, number: int) -> TextProblem:
+        prompt = [{"role": "user", "content": f"Question {number}?"}]
+        return TextProblem(id=f"{number}", prompt=prompt, score=lambda answer: float(answer == "42"))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _play(env: ToolEnv, *said: str) -> list[Reply]:
+    async def play() -> list[Reply]:
+        episode = await env.train_problems(0, 0, 1)[0].start()
+        return [await episode.reply(text) for text in said]
+
+    return asyncio.run(play())
+
+
+def _results(env: ToolEnv, said: str) -> list[str]:
+    """What the tools answered to one message."""
+    (reply,) = _play(env, said)
+    assert isinstance(reply, Observation)
+    assert {m["role"] for m in reply.messages if not isinstance(m, str)} == {"tool"}
+    return [m["content"] for m in reply.messages if not isinstance(m, str)]
+
+
+def test_tools_are_called_until_there_is_an_answer() -> None:
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, f"{HERE}:double"))
+    both = f"Let me see. {call('calculate', expression='6*7')}\n{call('double', number=4)}"
+    *observations, done = _play(env, both, call("double", number=1), "42")
+    assert [o.messages for o in observations if isinstance(o, Observation)] == [
+        [{"role": "tool", "content": "42"}, {"role": "tool", "content": '{"doubled": 8}'}],
+        [{"role": "tool", "content": '{"doubled": 2}'}],
+    ]
+    assert done == Done(reward=1.0, metrics={"tool_calls": 3, "tool_errors": 0})
+    assert check_env(env) == []
+
+
+def test_the_last_message_is_the_answer_whatever_it_holds() -> None:
+    env = ToolEnv(env=Sums(), tools=(CALCULATE,), max_turns=2)
+    first, last = _play(env, call("calculate", expression="1"), call("calculate", expression="2"))
+    assert isinstance(first, Observation)
+    assert last == Done(reward=0.0, metrics={"tool_calls": 1, "tool_errors": 0})
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("<tool_call>{calculate</tool_call>", "Error: The tool call is not valid JSON: "),
+        ('<tool_call>{"name": "calculate"}</tool_call>', 'Error: A tool call needs a "name" and "arguments"'),
+        ("<tool_call>[1]</tool_call>", 'Error: A tool call needs a "name" and "arguments"'),
+        (call("calculator"), "Error: There is no tool 'calculator'; there is 'calculate', 'slow'."),
+        (call("calculate", sum="1"), "Error: calculate: missing a required argument: 'expression'"),
+        (call("calculate", expression="1/0"), "Error: ZeroDivisionError: division by zero"),
+        (call("calculate", expression=7), "Error: TypeError: "),
+        (call("calculate", expression="__import__('os')"), "Error: ValueError: \"__import__('os')\" is not arithmetic"),
+        (call("slow", seconds=60), "Error: it did not answer within 0.2 s"),
+    ],
+)
+def test_errors_go_back_to_the_model(said: str, error: str) -> None:
+    start = time.monotonic()
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, f"{HERE}:slow"), tool_time_limit_s=0.2)
+    (result,) = _results(env, said)
+    assert result.startswith(error)
+    assert time.monotonic() - start < 5
+    *_, done = _play(env, said, "42")
+    assert done == Done(reward=1.0, metrics={"tool_calls": 1, "tool_errors": 1})
+
+
+def test_llama_calls_are_bare_objects() -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:double",), tool_format="llama3_json")
+    assert _results(env, '{"name": "double", "parameters": {"number": 3}}') == ['{"doubled": 6}']
+    assert _play(env, 'So it is {"value": {}} {"unfinished') == [
+        Done(reward=0.0, metrics={"tool_calls": 0, "tool_errors": 0})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("(12 + 7) * -3", "-57"), ("7 / 2", "3.5"), (" 2*3 ", "6"), ("0.1 + 0.2", "0.3"), ("7 // 2 % 2", "1")],
+)
+def test_the_calculator(expression: str, result: str) -> None:
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize("expression", ["9**9**9", "True + 1", "a", "1" * 201, "1 +", "'a' * 9"])
+def test_the_calculator_refuses_what_is_not_arithmetic(expression: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        calculate(expression)
+
+
+def test_the_template_or_a_system_message_shows_the_tools(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    (model / "chat_template.jinja").write_text("{% for t in tools or [] %}{{ t | tojson }} {% endfor %}" + template)
+    (shown,) = ToolEnv(env=Sums(), tools=(CALCULATE,)).eval_problems(1)
+    assert shown.tools[0]["function"]["parameters"]["required"] == ["expression"]
+    renderer = Renderer(model)
+    text = json.dumps(shown.tools[0])
+    assert len(renderer.encode_problem(shown)) == len(renderer.encode(shown.prompt)) + len(text.split())
+
+    (model / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=r"chat template shows no tools; ToolEnv.show_tools 'system'"):
+        Renderer(model).encode_problem(shown)
+    (told,) = ToolEnv(env=Sums(), tools=(CALCULATE,), show_tools="system").eval_problems(1)
+    assert text in str(told.prompt[0]["content"])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert told.prompt[1:] == shown.prompt
+    assert Renderer(model).encode_problem(told)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": ()}, "the number of ToolEnv.tools is 0; it must be at least 1"),
+        ({"tools": ("rl.envs.calculator:add",)}, "holds 'rl.envs.calculator:add', which cannot be a tool: .*'add'"),
+        ({"tools": (f"{HERE}:undocumented",)}, "cannot be a tool: .*no docstring"),
+        ({"tools": (CALCULATE, CALCULATE)}, "two functions of one name: calculate, calculate"),
+        ({"tool_format": "herms"}, "tool_format is 'herms', which is not known; did you mean 'hermes'"),
+        ({"tool_format": "llama3_json", "show_tools": "system"}, "show_tools 'system' needs 'hermes'"),
+        ({"max_turns": 0}, "ToolEnv.max_turns is 0; it must be at least 1"),
+        ({"tool_time_limit_s": 0}, "ToolEnv.tool_time_limit_s is 0; it must be above 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ToolEnv(**{"env": Sums(), "tools": (CALCULATE,), **options})
