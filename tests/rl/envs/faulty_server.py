@@ -31,6 +31,7 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # headers and content in one packet; the client's kernel would delay its ACK of the first
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

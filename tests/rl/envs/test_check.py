@@ -23,8 +23,12 @@ from rl.protocols import Done, Env, Observation
 from rl.rollouts.guard import time_limit_of
 from tests.rl.envs.sandbox.here import need
 
-MODULES = {"check", "check_episodes", "findings", "procedural"}  # modules of rl/envs without environment
-ELSEWHERE = {"verifiers_env"}  # tested where its package is installed
+# Modules of rl/envs without environment.
+MODULES = {"check", "check_episodes", "findings", "procedural", "math_answers", "math_process", "word_problems"} | {
+    *("tool_calls", "calculator"),
+}
+# These need an optional package, a server or another environment, and have tests of their own.
+ELSEWHERE = {"verifiers_env", "math_problems", "judged", "tools"}
 
 
 def _jsonl(folder: Path) -> JsonlReward:
