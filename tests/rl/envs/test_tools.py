@@ -177,5 +177,6 @@ def test_the_template_or_a_system_message_shows_the_tools(tmp_path: Path) -> Non
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    options.setdefault("tools", (CALCULATE,))
     with pytest.raises(ValueError, match=message):
-        ToolEnv(**{"env": Sums(), "tools": (CALCULATE,), **options})
+        ToolEnv(env=Sums(), **options)
