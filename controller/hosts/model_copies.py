@@ -1,10 +1,25 @@
-"""Checks that a host can run what it is about to be given. They run on that host, in its agent."""
+"""Models on hosts: whether a host has the one that it is about to be given, and a copy for a host that has none.
+
+A copy goes from the controller to the host over a connection of its own, which the host opens and proves with a token.
+It appears in its place once it is whole.
+"""
 
 import hashlib
-from collections.abc import Mapping
+import hmac
+import json
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _SMALL_FILE = 1 << 20
+_TOKEN_BYTES = 32
+_BLOCK = 1 << 24
+_STALLED_S = 60.0
 
 
 def model_files(model: Path) -> Mapping[str, str]:
@@ -22,6 +37,100 @@ def check_same_model(model: Path, expected: Mapping[str, str]) -> None:
     wrong = [name for name, content in expected.items() if found.get(name) != content]
     if wrong:
         raise ValueError(f"the model in {model} is another one than the controller's: {', '.join(wrong)} differ")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOffer:
+    """Where a host fetches a model."""
+
+    model: Path
+    """Where it is here, and will be there."""
+    num_bytes: int
+    address: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+class ModelServer:
+    """Gives a model to one host, which `offer` is sent to."""
+
+    def __init__(self, model: Path, address: str) -> None:
+        """Listens at an address of this host, and serves in a thread until `close` is called or the model was sent."""
+        self._files = [(file, file.stat().st_size) for file in sorted(model.iterdir()) if file.is_file()]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family)
+        num_bytes, port = sum(size for _, size in self._files), int(self._server.getsockname()[1])
+        self.offer = ModelOffer(model, num_bytes, address, port, secrets.token_bytes(_TOKEN_BYTES))
+        self.sent_bytes = 0
+        threading.Thread(target=self._serve, name="model-copy", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.close()
+
+    def _serve(self) -> None:
+        try:
+            with self._server:
+                self._server.settimeout(_STALLED_S)
+                while not self._send_to(self._server.accept()[0]):
+                    pass
+        except OSError:
+            pass  # the host says what is wrong
+
+    def _send_to(self, connection: socket.socket) -> bool:
+        """Whether it was the host that the model is for."""
+        with connection:
+            connection.settimeout(_STALLED_S)
+            token = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            if not hmac.compare_digest(token, self.offer.token):
+                return False
+            table = [(file.name, size) for file, size in self._files]
+            connection.sendall(json.dumps(table).encode() + b"\n")
+            for path, size in self._files:
+                with path.open("rb") as file:
+                    for start in range(0, size, _BLOCK):
+                        self.sent_bytes += connection.sendfile(file, start, min(_BLOCK, size - start))
+        return True
+
+
+def receive_model(offer: ModelOffer) -> None:
+    """Fetches a model to its place on this host. Raises ValueError if it has no room, or the copy was interrupted."""
+    parent = offer.model.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(parent).free) < offer.num_bytes:
+            raise ValueError(
+                f"there is no model in {offer.model}, and no room for one: it takes {offer.num_bytes / 1e9:.1f} GB, "
+                f"and {free / 1e9:.1f} GB are free"
+            )
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".model-") as copy:
+            whole = Path(copy) / "model"
+            whole.mkdir()
+            _receive(offer, whole)
+            if not offer.model.is_dir():  # another host that shares this filesystem may have been faster
+                whole.replace(offer.model)
+    except OSError as error:
+        raise ValueError(f"there is no model in {offer.model}, and none could be copied there: {error}") from None
+
+
+def _receive(offer: ModelOffer, folder: Path) -> None:
+    with socket.create_connection((offer.address, offer.port), timeout=_STALLED_S) as connection:
+        connection.sendall(offer.token)
+        with connection.makefile("rb", buffering=1 << 20) as stream:
+            if not (table := stream.readline()):
+                raise ConnectionError("the controller closed the connection")
+            for name, size in json.loads(table):
+                with (folder / Path(name).name).open("wb") as file:
+                    _copy(stream.read, file.write, size)
+
+
+def _copy(read: Callable[[int], bytes], write: Callable[[bytes], object], size: int) -> None:
+    while size:
+        data = read(min(size, _BLOCK))
+        if not data:
+            raise ConnectionError("the controller closed the connection")
+        write(data)
+        size -= len(data)
 
 
 def _print_of(file: Path) -> str:

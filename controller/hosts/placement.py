@@ -10,8 +10,10 @@ from typing import Any
 
 from monarch.actor import attach_to_workers
 
+from controller.hosts.allocations import teller
 from controller.hosts.host_agent import CONTROLLER_VARIABLE
-from controller.hosts.model_copies import check_same_model, model_files
+from controller.hosts.host_models import ensure_model
+from controller.hosts.model_copies import model_files
 from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
 from controller.hosts.settings import forwarded_env
@@ -104,16 +106,30 @@ class Placement:
         return first.facts.address, await first.ask(free_port, first.facts.address)
 
     async def check_model_directory(self, model: Path) -> None:
-        """Raises ValueError, with the host's name, unless every host has this model in the same place."""
-        await self.check_there(check_same_model, model, model_files(model))
+        """Copies this model to the hosts that have none in the same place.
+
+        Raises ValueError, with the host's name, if a host has another one there, or cannot take it.
+        """
+        files, tell = await asyncio.to_thread(model_files, model), teller()
+        await self._on_each(lambda host: ensure_model(host, model, files, tell))
 
     async def check_there(self, check: Callable[..., object], *args: Any) -> None:
         """Runs a check on every host. Raises its ValueError, with the host's name."""
-        for host in dict.fromkeys(self.hosts):
+        await self._on_each(lambda host: host.ask(check, *args))
+
+    async def _on_each(self, work: Callable[[Host], Awaitable[object]]) -> None:
+        """Does it for every host at the same time."""
+
+        async def on(host: Host) -> None:
             try:
-                await host.ask(check, *args)
+                await work(host)
             except ValueError as error:
                 raise ValueError(f"on host {host.name}: {error}") from None
+
+        done = await asyncio.gather(*map(on, dict.fromkeys(self.hosts)), return_exceptions=True)
+        for error in done:
+            if error is not None:
+                raise error
 
     async def release(self, host_mesh: Any) -> None:
         """Detaches from the hosts."""

@@ -44,6 +44,8 @@ class Host:
         self.facts: HostFacts
         self.states: Mapping[str, RankStates] = {}
         """By mesh, the processes on this host as they were a second ago."""
+        self.models = asyncio.Lock()
+        """Held while a model of this host is looked at or copied."""
         self.copies: dict[Path, Path] = {}
         """Logs on this host, and the files here that their lines are copied to."""
         self._hosts = hosts

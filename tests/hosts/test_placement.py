@@ -10,7 +10,6 @@ from controller.hosts.addresses import Address
 from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import Cluster, different_versions
 from controller.hosts.host_groups import WorkerHosts
-from controller.hosts.model_copies import check_same_model, model_files
 from controller.hosts.remote_host import Host, HostError
 from controller.meshes.errors import HostLostError
 from controller.meshes.seats import Seats
@@ -143,19 +142,6 @@ def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkey
 def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "versions_here", lambda: {"torch": "3"})
     assert different_versions([fake_host("n1")]) == ["n1 has torch 2, and the controller 3"]
-
-
-def test_another_model_in_the_same_place_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    with pytest.raises(ValueError, match="there is no model in"):
-        check_same_model(model, {"config.json": "x"})
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    expected = model_files(model)
-    check_same_model(model, expected)
-    (model / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"another one than the controller's: config\.json differ"):
-        check_same_model(model, expected)
 
 
 def test_bandwidth_counts_what_arrives() -> None:
