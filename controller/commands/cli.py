@@ -19,6 +19,7 @@ from controller.commands import (
     doctor,
     eval_run,
     export_run,
+    host_manifests,
     key,
     list_runs,
     model,
@@ -105,6 +106,7 @@ def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentP
         serve,
         worker,
         doctor,
+        host_manifests,
         key,
         certs,
     ):

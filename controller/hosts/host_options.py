@@ -3,6 +3,7 @@
     --hosts trainer=n1:26600,n2:26600 generator=n3:26600
     --hosts ssh trainer=n1,n2 generator=n3 port=26700
     --hosts slurm trainer=4 generator=4 partition=gpu gpus_per_node=8
+    --hosts kubernetes trainer=2 generator=1 image=registry/ownloop:1
 
 Options are the fields of the class that the first word names.
 """
@@ -13,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from controller.hosts.host_groups import Hosts, parse_groups
+from controller.hosts.kubernetes_hosts import KubernetesHosts
 from controller.hosts.slurm_hosts import SlurmHosts
 from controller.hosts.ssh_hosts import SshHosts
 from rl.checks import did_you_mean
 
-METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... [OPTION=VALUE ...] | slurm ROLE=NODES ... [OPTION=VALUE ...]"
+METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE"
 _KINDS: Mapping[str, tuple[type[Any], Callable[[str, str], Any]]] = {
     "ssh": (SshHosts, lambda _, text: tuple(text.split(","))),
     "slurm": (SlurmHosts, lambda role, text: int(_number(f"--hosts slurm {role}", text, int))),
+    "kubernetes": (KubernetesHosts, lambda role, text: int(_number(f"--hosts kubernetes {role}", text, int))),
 }
 
 
@@ -53,6 +56,9 @@ def _with_options(kind: type[Any], parse_group: Callable[[str, str], Any], words
             groups[key] = parse_group(key, text)
     if not groups:
         raise ValueError(f"--hosts {name} names no role; write for example trainer=... generator=...")
+    needed = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in options]:
+        raise ValueError(f"--hosts {name} needs {missing[0]}=...")
     return kind(groups, **options)
 
 

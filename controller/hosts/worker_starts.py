@@ -53,13 +53,13 @@ class WorkerOutput:
 
 
 def worker_command(
-    address: Address, lifeline: str, lost_after_s: float, *, python: str = "", certs: str = "-"
+    address: Address, lifeline: str | None, lost_after_s: float, *, python: str = "", certs: str = "-"
 ) -> list[str]:
     """The command that is a worker. `lifeline` and `certs` are words of a shell; the others are quoted for it."""
     command = [
         *(shlex.quote(word) for word in (python or sys.executable, "-m", "controller.commands.cli", "worker")),
         *("--listen", str(address) if address.scheme == "tcp" else f"{address.host}:{address.port}"),
-        *("--lifeline", lifeline, "--lost-after", f"{lost_after_s:g}"),
+        *(() if lifeline is None else ("--lifeline", lifeline, "--lost-after", f"{lost_after_s:g}")),
     ]
     return [*command, *(("--insecure",) if address.scheme == "tcp" else ("--certs", certs))]
 
