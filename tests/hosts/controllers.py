@@ -110,7 +110,17 @@ async def blip(logs: Path, groups: list[str]) -> None:
         await mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0)
 
 
+async def copy(model: Path, groups: list[str]) -> None:
+    """Hosts get a model that they lack, which only this host has."""
+    async with connected(groups) as cluster:
+        hosts = cluster.groups["trainer"]
+        place = cluster.place("trainer", hosts, len(hosts))
+        started = time.monotonic()
+        await asyncio.gather(*(place.check_model_directory(model) for _ in range(2)))
+        say("copied", f"{time.monotonic() - started:.2f}")
+
+
 if __name__ == "__main__":
     what, folder, *hosts = sys.argv[1:]
-    asyncio.run({"reduce": reduce, "lose": lose, "blip": blip}[what](Path(folder), hosts))
+    asyncio.run({"reduce": reduce, "lose": lose, "blip": blip, "copy": copy}[what](Path(folder), hosts))
     say("end")
