@@ -135,9 +135,9 @@ def wait_until(condition: Callable[[], bool], limit_s: float, every_s: float = 0
     return True
 
 
-def left_alone(cell: Cell) -> Path:
+def left_alone(cell: Cell, options: Sequence[str] = ()) -> Path:
     """The folder of a run without a fault. Raises RuntimeError if it fails."""
-    if cell.start().wait(RUN_LIMIT_S) != 0:
+    if cell.start(options=options).wait(RUN_LIMIT_S) != 0:
         raise RuntimeError(f"a run without a fault failed:\n{cell.output()}")
     return cell.run
 
@@ -167,8 +167,12 @@ def finish(
     *,
     exact: bool = True,
     before_resume: Callable[[], None] | None = None,
+    keep: bool = False,
 ) -> Outcome:
-    """Waits for the end of a run that was hurt at `begin`, resumes it if it is not done, and judges both."""
+    """Waits for the end of a run that was hurt at `begin`, resumes it if it is not done, and judges both.
+
+    Removes the cell's folder if nothing was wrong, unless `keep` is set.
+    """
     ended = wait_until(lambda: process.poll() is not None, RUN_LIMIT_S)
     outcome.seconds = time.monotonic() - begin
     if ended:
@@ -178,7 +182,7 @@ def finish(
     outcome.processes_left += cell.end()
     if not outcome.hung:
         compare(outcome, cell.run, whole, exact=exact)
-    if outcome.ok:
+    if outcome.ok and not keep:
         shutil.rmtree(cell.folder, ignore_errors=True)
     return outcome
 

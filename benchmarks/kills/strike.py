@@ -5,6 +5,7 @@ a file that it finds when the call arrives; so the fault strikes in the middle o
 sends the signal itself, before the call. An exception always needs an order, which the victim follows in its next call.
 """
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -32,6 +33,11 @@ _CALLS: dict[tuple[type[Any], str], Phase] = {
     (generator_handle.GeneratorHandle, "pull_model_state_dict"): "pull",
 }
 _CHECKPOINT_S = 60.0
+HOST_PHASE = "KILLS_HOST_PHASE"
+"""Set in a run whose fault is struck from outside: the phase, or "idle"."""
+WAIT = "wait"
+"""An order to be busy for `IN_FLIGHT_S` seconds."""
+IN_FLIGHT_S = 3.0
 _TRAINER_PHASES: Collection[Phase] = ("forward_backward", "optim_step", "push", "save")
 
 
@@ -45,7 +51,7 @@ def with_fault(train: Loop) -> Loop:
     async def faulty(config: Any, folder: Any, console: Any) -> None:
         found = fault_from_environment()
         if found is not None and not Strike.installed:
-            Strike(*found).install()
+            (HostStrike if HOST_PHASE in os.environ else Strike)(*found).install()
         if "KILLS_CLOCK" in os.environ:
             _let_clock_jump()
         await train(config, folder, console)
@@ -100,17 +106,20 @@ class Strike:
 
     def _watched(self, call: Any, phase: Phase) -> Any:
         async def watched(handle: Any, *arguments: Any, **options: Any) -> Any:
-            self._reach("evaluate" if phase == "generate" and self._evaluating else phase)
+            await self._reach("evaluate" if phase == "generate" and self._evaluating else phase)
             return await call(handle, *arguments, **options)
 
         return watched
 
-    def _reach(self, phase: Phase) -> None:
+    async def _reach(self, phase: Phase) -> None:
         """Strikes if this is the call to strike in."""
         if self._struck or phase != self._fault.phase or self._step < STRIKE_STEP:
             return
         self._struck = True
         (self._folder / "struck").write_text(str(time.time()))
+        await self._strike(phase)
+
+    async def _strike(self, phase: Phase) -> None:
         victim, kind = self._fault.victim, self._fault.kind
         if victim == "controller":
             follow(kind)
@@ -121,6 +130,17 @@ class Strike:
             (self._folder / f"{name}.order").write_text(kind)
         else:
             os.kill(process_of(self._log_dir / f"{name}.log"), signal.Signals[kind])
+
+
+class HostStrike(Strike):
+    """Says when the call to strike in is reached, and makes it last. The host is hurt from outside; see on_hosts.py."""
+
+    async def _strike(self, phase: Phase) -> None:
+        if os.environ[HOST_PHASE] == "idle":
+            await asyncio.sleep(IN_FLIGHT_S)
+        else:
+            victim = "trainer-0" if phase in _TRAINER_PHASES else "generator-0"
+            (self._folder / f"{victim}.order").write_text(WAIT)
 
 
 def process_of(log: Path) -> int:
@@ -134,6 +154,9 @@ def process_of(log: Path) -> int:
 
 def follow(kind: str) -> None:
     """Does to this process what an order says."""
+    if kind == WAIT:
+        time.sleep(IN_FLIGHT_S)
+        return
     if kind == "exception":
         raise InjectedError("the fault that this run was told to strike")
     os.kill(os.getpid(), signal.Signals[kind])

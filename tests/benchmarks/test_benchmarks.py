@@ -41,7 +41,7 @@ def test_smallest_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--smoke"]
-    if name == "hosts" and (reason := why_not()) is not None:
+    if name in ("hosts", "host_failures") and (reason := why_not()) is not None:
         pytest.skip(reason)
     if name == "sandbox":
         need("auto")

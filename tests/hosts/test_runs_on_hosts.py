@@ -15,6 +15,8 @@ from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+CLI = [sys.executable, "-m", "controller.commands.cli"]
+RECIPE = ROOT / "tests" / "e2e" / "tiny_recipe.py"
 HOSTS = ("h1", "h2", "h3")
 OVER_HOSTS = ("--hosts", "trainer=tcp://h1,tcp://h2", "--hosts", "generator=tcp://h3")
 
@@ -40,16 +42,15 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(net: Hosts, folder: Path, name: str, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """Starts a run of two trainer ranks and a generator, of four steps with a checkpoint after each."""
-    recipe = str(ROOT / "tests" / "e2e" / "tiny_recipe.py")
     fixed = ["--runs", str(folder), "--name", name, "--num-steps", "4", "--checkpoint-every", "1"]
     layout = ["--trainer.data-parallel-shard", "2"]
-    return ownloop_run(net, folder, name, recipe, *fixed, *layout, *options)
+    return ownloop_run(net, folder, name, str(RECIPE), *fixed, *layout, *options)
 
 
-def ownloop_run(net: Hosts, folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+def ownloop_run(net: Hosts, folder: Path, name: str, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
     """Starts `ownloop run` in the host `ctl`. What it prints is in `<name>.txt`."""
-    command = [sys.executable, "-m", "controller.commands.cli", "run", *arguments]
-    return net.popen("ctl", command, {"OWNLOOP_TINY_MODEL": str(folder / "model")}, folder / f"{name}.txt")
+    env |= {"OWNLOOP_TINY_MODEL": str(folder / "model")}
+    return net.popen("ctl", [*CLI, "run", *arguments], env, folder / f"{name}.txt")
 
 
 def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int, printed: Path) -> None:
@@ -95,9 +96,39 @@ def test_a_run_without_a_shared_folder_collects_its_checkpoints_and_resumes(on_o
         saved = sorted((folder / "checkpoints").glob("step-*/policy"))[-1]
         assert {file.name for file in saved.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
         assert ownloop_run(net, tmp_path, "again", "--resume", str(runs / "apart")).wait(timeout=300) == 0
-        printed = (tmp_path / "apart.txt").read_text()
+        printed = (folder / "logs" / "controller.log").read_text()
         assert "is not shared with h1, h2; the controller collects what they write" in printed
         assert metric_rows(folder) == metric_rows(on_one_host)
         assert model_hash(folder) == model_hash(on_one_host)
         for host in ("h1", "h2"):
             assert [file for file in of_host[host].rglob("*") if file.is_file()] == []
+
+
+def test_a_run_over_tls(tmp_path: Path) -> None:
+    with hosts_on_one_machine("ctl", "h1", "h2") as net:
+        lab = net.folder / "lab"
+        net.run("ctl", [*CLI, "certs", "ctl", "h1", "h2", "--to", str(lab)])
+        for host in ("h1", "h2"):
+            net.start_worker(host, "--listen", f"{host}:26600", "--certs", str(lab / host))
+        fixed = (str(RECIPE), "--runs", str(tmp_path), "--name", "tls", "--num-steps", "2")
+        hosts = ("--hosts", "trainer=h1", "--hosts", "generator=h2")
+        run = ownloop_run(net, tmp_path, "tls", *fixed, *hosts, OWNLOOP_CERTS=str(lab / "ctl"))
+        assert run.wait(timeout=200) == 0, (tmp_path / "tls.txt").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "tls" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_two_replicas_on_two_hosts_sample_what_they_sample_on_one(net: Hosts, tmp_path: Path) -> None:
+    fixed = (str(RECIPE), "--runs", str(tmp_path), "--num-steps", "3", "--generator.num-replicas", "2")
+    for name, hosts in (
+        ("one", ()),
+        ("two", ("--hosts", "trainer=tcp://h1", "--hosts", "generator=tcp://h2,tcp://h3")),
+    ):
+        run = ownloop_run(net, tmp_path, name, *fixed, "--name", name, *hosts)
+        assert run.wait(timeout=200) == 0, (tmp_path / f"{name}.txt").read_text()
+    one, two = (metric_rows(tmp_path / name) for name in ("one", "two"))
+    assert [row.keys() for row in one] == [row.keys() for row in two]
+    for ours, theirs in zip(one, two, strict=True):
+        # A replica computes what arrives together in one batch, whose float32 sums are rounded differently.
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5, nan_ok=True)
+    for index, host in enumerate(("h2", "h3")):
+        assert f"on host {host}: " in (tmp_path / "two" / "logs" / f"generator-{index}-0.log").read_text()

@@ -1,0 +1,67 @@
+"""Hurts one of several hosts of a run in every phase of a step, and looks at what becomes of the run.
+
+    python -m benchmarks.host_failures [--quick | --smoke] [--cells N-M] [--only TEXT]
+
+Needs root: the hosts are simulated, as in `hosts`. A cell is one run of `grpo` on a tiny model with one fault: a host
+is cut off for good or for ten seconds, its worker is killed, all of its processes are stopped, or the controller is
+killed; while a call to it is in flight, or between two calls. Ten cells cover every kind of fault twice, every phase
+twice, and trainer's and generator's hosts. `--cells 1-4` runs some of them.
+
+A run may go on by itself on the hosts that are left, or end within 30 s of the fault with an error that names the host,
+and then resume. Either way its metrics are those of a run without the fault, to 1e-5. Ten seconds of interruption go
+unnoticed. What ran on a host has ended 30 s later. Bars: nothing hangs, is left, or is unequal.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness import Bar, parser, print_result
+from benchmarks.kills.cell import Outcome
+from benchmarks.kills.on_hosts import covering_host_faults, hurt_host, whole_run
+from rl.tiny_models import SERVABLE, tiny_llama
+
+
+def main() -> None:
+    """Runs the benchmark and prints its result."""
+    options_parser = parser(__doc__, quick="two cells")
+    options_parser.add_argument("--cells", default="", help="run only these, such as 1-4")
+    options_parser.add_argument("--only", default="", help="run the cells whose name contains this text")
+    options_parser.add_argument("--keep", type=Path, help="keep the runs of cells that went wrong in this folder")
+    options = options_parser.parse_args()
+    faults = covering_host_faults()
+    faults = faults[:1] if options.smoke else faults[1:3] if options.quick else faults
+    if options.cells:
+        first, _, last = str(options.cells).partition("-")
+        faults = faults[int(first) - 1 : int(last or first)]
+    faults = [fault for fault in faults if options.only in str(fault)]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = tiny_llama(folder / "model", **SERVABLE)
+        whole = whole_run(folder / "whole", model)
+        outcomes: list[Outcome] = []
+        for index, fault in enumerate(faults):
+            outcomes.append(hurt_host(fault, folder / f"cell-{index + 1:02d}", model, whole))
+            print(outcomes[-1], flush=True)
+    ended = [outcome for outcome in outcomes if outcome.what != "goes on"]
+    print_result(
+        "host_failures",
+        [
+            Bar(name="hangs", value=sum(outcome.hung for outcome in outcomes), limit=0),
+            Bar(name="processes_left", value=sum(outcome.processes_left for outcome in outcomes), limit=0),
+            Bar(name="unequal_resumes", value=sum(outcome.unequal for outcome in outcomes), limit=0),
+        ],
+        {
+            "cells": len(outcomes),
+            "go_on_by_themselves": len(outcomes) - len(ended),
+            "seconds_to_error_max": max((outcome.seconds for outcome in ended), default=0.0),
+            "minutes": (time.monotonic() - begin) / 60,
+            **{outcome.name: outcome.what for outcome in outcomes},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

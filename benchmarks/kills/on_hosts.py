@@ -1,0 +1,161 @@
+"""Runs over three simulated hosts, one of which is hurt from outside while a call to it is in flight.
+
+The trainer has a rank on h1 and one on h2, the generator is on h3, and the controller on a host of its own.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.kills.cell import RUN_LIMIT_S, Cell, Outcome, finish, left_alone, wait_until
+from benchmarks.kills.fault import Fault, Phase
+from benchmarks.kills.strike import HOST_PHASE
+from controller.hosts.simulated import Hosts, simulated_hosts
+
+HostKind = Literal["cut", "blip", "worker killed", "controller killed", "stopped"]
+HostPhase = Literal["idle", "generate", "forward_backward", "push", "pull"]
+_HOSTS = ("h1", "h2", "h3")
+_OPTIONS = ("--hosts", "trainer=tcp://h1,tcp://h2", "--hosts", "generator=tcp://h3")
+_LAYOUT = Fault("trainer rank 1 of 2", "SIGSTOP", "generate", "grpo")
+_BLIP_S = 10.0
+_GONE_S = 30.0
+_UNDERWAY_S = 0.5
+_WORKER = (" worker --listen ", " controller.hosts.worker_process ")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFault:
+    """Something that happens to a host in a phase of a step."""
+
+    kind: HostKind
+    phase: HostPhase
+    host: str
+    """Of a killed controller this is "ctl"."""
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.kind} in {self.phase}"
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What tells a run when to strike, and processes on hosts to be busy then."""
+        phase: Phase = "generate" if self.phase == "idle" else self.phase
+        return {**Fault("trainer", "SIGSTOP", phase, "grpo").environment(folder), HOST_PHASE: self.phase}
+
+
+def covering_host_faults() -> list[HostFault]:
+    """Ten in which every kind meets two phases, every phase two kinds, and every kind but one both roles."""
+    phases: Sequence[HostPhase] = ("forward_backward", "idle", "push", "generate", "pull")
+    kinds: Sequence[HostKind] = ("cut", "blip", "worker killed", "controller killed", "stopped")
+    chosen: list[HostFault] = []
+    for index, kind in enumerate(kinds):
+        for host, offset in (("h1", 0), ("h3", 3)):
+            phase = phases[(index + offset) % len(phases)]
+            chosen.append(HostFault(kind, phase, "ctl" if kind == "controller killed" else host))
+    return chosen
+
+
+class HostCell:
+    """A run over hosts, which live as long as the block."""
+
+    def __init__(self, folder: Path, model: Path, fault: HostFault | None, stack: ExitStack) -> None:
+        """Makes the hosts and starts their workers."""
+        folder.mkdir(parents=True)
+        environment = {} if fault is None else fault.environment(folder)
+        self.hosts: Hosts = stack.enter_context(simulated_hosts("ctl", *_HOSTS))
+        for host in _HOSTS:
+            self.hosts.start_worker(host, env=environment)
+        shell = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh"]
+        self.cell = Cell(folder, model, _LAYOUT, self.hosts.command("ctl", shell))
+        self.environment = environment
+
+    def strike(self, fault: HostFault) -> None:
+        """Hurts the host. A blip is over when this returns."""
+        match fault.kind:
+            case "cut":
+                self.hosts.cut(fault.host)
+            case "blip":
+                self.hosts.cut(fault.host)
+                time.sleep(_BLIP_S)
+                self.hosts.heal(fault.host)
+            case "worker killed":
+                self.hosts.kill_worker(fault.host)
+            case "controller killed":
+                self.hosts.signal("ctl", signal.SIGKILL)
+            case "stopped":
+                self.hosts.signal(fault.host, signal.SIGSTOP)
+
+    def mend(self, fault: HostFault) -> None:
+        """Undoes it, for a run that is to be resumed."""
+        match fault.kind:
+            case "cut":
+                self.hosts.heal(fault.host)
+            case "worker killed":
+                self.hosts.start_worker(fault.host)
+            case "stopped":
+                self.hosts.signal(fault.host, signal.SIGCONT)
+            case _:
+                pass
+
+    def num_left(self) -> int:
+        """Processes on hosts, workers aside, that do not end by themselves in time. They are killed."""
+        wait_until(lambda: not self._left(), _GONE_S)
+        left = self._left()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+    def _left(self) -> list[int]:
+        workers = {pid for host in _HOSTS for words in _WORKER for pid in self.hosts.processes(host, words)}
+        return [pid for host in _HOSTS for pid in self.hosts.processes(host) if pid not in workers]
+
+
+def whole_run(folder: Path, model: Path) -> Path:
+    """The folder of a run over hosts that nobody hurts."""
+    with ExitStack() as stack:
+        hurt = HostCell(folder, model, None, stack)
+        return left_alone(hurt.cell, _OPTIONS)
+
+
+def hurt_host(fault: HostFault, folder: Path, model: Path, whole: Path) -> Outcome:
+    """Hurts a host of a run, resumes the run if it does not go on by itself, and compares it with a `whole` one."""
+    outcome, struck = Outcome(str(fault)), folder / "struck"
+    with ExitStack() as stack:
+        hurt = HostCell(folder, model, fault, stack)
+        process = hurt.cell.start(extra=hurt.environment, options=_OPTIONS)
+        wait_until(lambda: struck.exists() or process.poll() is not None, RUN_LIMIT_S, every_s=0.02)
+        if not struck.exists():
+            outcome.hung, outcome.what = True, "the fault never struck"
+            return outcome
+        time.sleep(_UNDERWAY_S)
+        begin = time.monotonic()
+        hurt.strike(fault)
+        mended: list[int] = []
+
+        def mend() -> None:
+            if not mended:
+                hurt.mend(fault)
+            mended.append(hurt.num_left())
+
+        finish(hurt.cell, outcome, process, begin, whole, before_resume=mend, keep=True)
+        mend()
+        outcome.processes_left += sum(mended)
+        _judge(outcome, fault, hurt.cell.output())
+    if outcome.ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def _judge(outcome: Outcome, fault: HostFault, printed: str) -> None:
+    """Notes an error that does not name its host, and a short interruption that was noticed."""
+    lost = [line for line in printed.splitlines() if f"host {fault.host} is lost" in line]
+    if fault.kind in ("cut", "worker killed", "stopped") and not lost:
+        outcome.hung = True
+        outcome.notes.append("no error names the host")
+    if fault.kind == "blip" and (lost or outcome.what != "goes on"):
+        outcome.hung = True
+        outcome.notes.append("a short interruption was not survived")
