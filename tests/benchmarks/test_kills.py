@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.kills.cell import Outcome, compare
 from benchmarks.kills.fault import NUM_STEPS, Fault, Kind, LoopName, Phase, Victim, covering_faults, few_faults
+from benchmarks.kills.on_hosts import HostKind, HostPhase, covering_host_faults
 from controller.runs import RunFolder
 from rl.runs.folder import read_metrics
 from rl.types import Group
@@ -40,6 +41,15 @@ def test_the_quick_cells_have_every_kind_loop_and_process_and_an_adapter() -> No
         assert {getattr(cell, field) for cell in cells} == set(choices)
     assert {cell.victim for cell in cells} >= {"trainer", "engine thread", "store", "controller"}
     assert all(cell.possible for cell in cells)
+
+
+def test_the_faults_of_hosts_have_every_kind_and_phase_twice_and_hosts_of_both_roles() -> None:
+    cells = covering_host_faults()
+    for field, choices in (("kind", get_args(HostKind)), ("phase", get_args(HostPhase))):
+        assert sorted(getattr(cell, field) for cell in cells) == sorted(2 * choices)
+    for kind in get_args(HostKind):
+        hosts = {cell.host for cell in cells if cell.kind == kind}
+        assert hosts == ({"ctl"} if kind == "controller killed" else {"h1", "h3"})
 
 
 def test_a_fault_reaches_the_run_that_is_told_to_strike_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
