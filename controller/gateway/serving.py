@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Generator, Mapping
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import uvicorn
@@ -17,6 +18,10 @@ from controller.gateway.hosting import Say, host
 from controller.gateway.keys import Keys, needs_keys
 from controller.gateway.monitoring import log
 
+LOG_BYTES = 64 * 2**20
+"""The size at which another file of request lines is begun."""
+NUM_OLD_LOGS = 2
+
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
     """Serves until it is cancelled. `say` is told where, and who trains what.
@@ -26,7 +31,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
     """
     keys = Keys(config.folder)
     needs_key = needs_keys(config, keys)
-    with listen(config.host, config.port) as listener, _request_log(config.folder / "logs" / "requests.log"):
+    with listen(config.host, config.port) as listener, request_log(config.folder / "logs" / "requests.log"):
         async with contextlib.AsyncExitStack() as stack:
             gateway = Gateway(await host(stack, config, models, say), config.folder, say)
             say(f"serving {', '.join(gateway.models.names)}; checkpoints and logs go to {config.folder}")
@@ -73,9 +78,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _request_log(file: Path) -> Generator[None]:
-    """Within the block, `monitoring` writes its lines to this file."""
-    handler = logging.FileHandler(file)
+def request_log(file: Path) -> Generator[None]:
+    """Within the block, `monitoring` writes its lines to this file, and older ones are in `<file>.1` and so on."""
+    handler = RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
