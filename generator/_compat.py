@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from generator._cpu_kv_cache import patch_kv_cache
 from generator.options import CPU_KERNELS
 
 _PACKS = "ownloop_packs_weight"
@@ -38,6 +39,7 @@ def patch_cpu() -> None:
         expert_method.select_unquantized_moe_backend = _ExpertsWithoutAdapters(select)
     CPUAttentionBackend.get_supported_kernel_block_sizes = _blocks_of_16
     _register_norms()
+    patch_kv_cache()
     # See `_cpu_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
 
