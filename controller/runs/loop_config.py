@@ -68,8 +68,8 @@ class LoopConfig:
     log: tuple[str, ...] = ()
     """Where metrics and samples go beside the run's folder: "tensorboard", "wandb", "trackio". See `docs/report.md`."""
     hosts: Hosts | None = None
-    """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`. None: this host. See
-    `docs/hosts.md`."""
+    """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
+    `slurm ...`, `kubernetes ...`. None: this host. See `docs/hosts.md`."""
     seed: int = 0
     """Seed of the training data's order and of sampling."""
 

@@ -10,16 +10,16 @@ from controller.commands import serve
 from controller.commands.recipes import find_recipe, load_recipe, override
 from tests.docs.pages import ROOT
 
-_OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
+_OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
 """Programs whose arguments are not checked."""
 _RUNS = "runs/"  # how the path of a run begins
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """The words of each command of a bash block, without comments and variables set in front."""
+    """The words of each command of a bash block, without comments, variables in front and a file for the output."""
     lines = text.replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines]
-    return [_without_variables(words) for words in commands if words]
+    return [_without_variables(words[: (*words, ">").index(">")]) for words in commands if words]
 
 
 def is_cheap(words: Sequence[str]) -> bool:
