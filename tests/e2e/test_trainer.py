@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from controller.hosts import files
+from controller.meshes.run_files import RunFiles
 from controller.meshes.trainer_handle import TrainerHandle
 from controller.meshes.trainer_mesh import TrainerMesh
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
+from tests.controller.meshes.other_hosts import ForgetfulHost, files_of
 from tests.meshes_in_process import meshes_in_process
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -27,8 +31,11 @@ PARAMS = AdamParams(learning_rate=1e-3)
 
 
 @asynccontextmanager
-async def launched(config: TrainerConfig, log_dir: Path) -> AsyncGenerator[TrainerHandle]:
-    trainer = TrainerHandle(await TrainerMesh.launch(config, "float32", log_dir))
+async def launched(
+    config: TrainerConfig, log_dir: Path, of_hosts: RunFiles | None = None
+) -> AsyncGenerator[TrainerHandle]:
+    mesh = await TrainerMesh.launch(config, "float32", log_dir)
+    trainer = TrainerHandle(mesh if of_hosts is None else replace(mesh, files=of_hosts))
     try:
         yield trainer
     finally:
@@ -115,6 +122,36 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     uninterrupted, resumed = state(config, tmp_path / "uninterrupted"), state(config, tmp_path / "resumed")
     assert uninterrupted.keys() == resumed.keys()
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in resumed)
+
+
+def test_checkpoints_of_a_host_with_files_of_its_own_are_collected_while_training_goes_on(tmp_path: Path) -> None:
+    config, host = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=40), ForgetfulHost()
+    batch, runs = random_batch(LENGTHS), tmp_path / "runs"
+
+    async def controller() -> None:
+        async with launched(config, tmp_path / "logs", files_of(host)) as trainer:
+            for step in (1, 2):
+                await trainer.forward_backward(batch, "ppo")
+                await trainer.optim_step(PARAMS)
+                await trainer.save_checkpoint(runs / f"step-{step}", asynchronous=True, keep_last=1)
+                assert not (runs / f"step-{step}").exists()  # and the trainer is free for the next call
+            await trainer.wait_for_checkpoint()
+            await trainer.export_hf(runs / "model")
+            assert sorted(path.name for path in runs.iterdir()) == ["model", "step-2"]
+            host.fails_at = "read_piece"
+            await trainer.save_checkpoint(runs / "step-3", asynchronous=True)
+            with pytest.raises(ConnectionError, match="host h1 is lost"):
+                await trainer.wait_for_checkpoint()
+            await trainer.wait_for_checkpoint()  # an error is raised once
+            assert not (runs / "step-3").exists()
+            assert await trainer.load_checkpoint(runs / "step-2") == 2
+            assert host.asked.count("write_piece") > 0
+
+    with meshes_in_process():
+        asyncio.run(controller())
+    files.remove_unfinished()
+    assert sorted(path.name for path in runs.iterdir()) == [".step-3.partial", "model", "step-2"]
+    assert load_engine(config).load_checkpoint(runs / "step-2") == 2
 
 
 def state(config: TrainerConfig, path: Path) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Checkpoints of hosts that do not share a folder become whole on the controller's, or stay invisible."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from controller.hosts import files
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.run_files import RunFiles
+from tests.controller.meshes.other_hosts import OtherHost, files_of
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointInfo
 
@@ -17,47 +16,11 @@ SHARDS = {".metadata": b"m" * 10, "__0_0.distcp": b"zero" * 1000, "__1_0.distcp"
 INFO = CheckpointInfo(kind="checkpoint", policy_version=3, model={"layers": 2}, num_ranks=2)
 
 
-class OtherHost:
-    """A host whose files are below a folder of this one."""
-
-    def __init__(self, name: str, root: Path) -> None:
-        self.name, self.root = name, root
-        self.asked: list[str] = []
-        self.in_flight = self.most_in_flight = 0
-        self.fails_at = ""  # the name of a question
-
-    async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        self.asked.append(question.__name__)
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(0.001)
-        self.in_flight -= 1
-        if question.__name__ == self.fails_at:
-            raise ConnectionError(f"host {self.name} is lost")
-        return question(*(self.below(arg) if isinstance(arg, Path) else arg for arg in args))
-
-    def below(self, path: Path) -> Path:
-        """Where this host has a path."""
-        return self.root / path.relative_to("/")
-
-
-class Hosts:
-    """A place on two hosts."""
-
-    def __init__(self, *hosts: OtherHost) -> None:
-        self.other_hosts = hosts
-
-
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[OtherHost, OtherHost]:
     """Two hosts with files of their own."""
     monkeypatch.setattr(files, "_PIECE_BYTES", 100)
     return OtherHost("h1", tmp_path / "h1"), OtherHost("h2", tmp_path / "h2")
-
-
-def run_files(*hosts: OtherHost) -> RunFiles:
-    """Of a mesh with one rank on each host."""
-    return RunFiles(cast("Place", Hosts(*hosts)), len(hosts))
 
 
 def write_shards(there: Path, hosts: tuple[OtherHost, OtherHost]) -> None:
@@ -77,7 +40,7 @@ def checkpoint_folder(path: Path) -> Path:
 
 async def save(path: Path, hosts: tuple[OtherHost, OtherHost]) -> None:
     """Writes and collects."""
-    of_run = run_files(*hosts)
+    of_run = files_of(*hosts)
     there = await of_run.to_write(path)
     assert there != path
     write_shards(there, hosts)
@@ -116,11 +79,11 @@ def test_what_is_no_checkpoint_and_a_host_that_cannot_write_are_refused_before_r
 ) -> None:
     (tmp_path / "thesis").mkdir()
     with pytest.raises(ValueError, match="exists and is not an ownloop checkpoint"):
-        asyncio.run(run_files(*hosts).to_write(tmp_path / "thesis"))
+        asyncio.run(files_of(*hosts).to_write(tmp_path / "thesis"))
     hosts[1].below(tmp_path).parent.mkdir(parents=True)
     hosts[1].below(tmp_path).touch()
     with pytest.raises(ValueError, match=r"on host h2: .*run cannot be written: Not a directory.*\(--runs\)"):
-        asyncio.run(run_files(*hosts).to_write(tmp_path / "run" / "step-1"))
+        asyncio.run(files_of(*hosts).to_write(tmp_path / "run" / "step-1"))
 
 
 def test_what_a_host_lacks_is_sent_to_it_and_removed(tmp_path: Path, hosts: tuple[OtherHost, OtherHost]) -> None:
@@ -129,7 +92,7 @@ def test_what_a_host_lacks_is_sent_to_it_and_removed(tmp_path: Path, hosts: tupl
     sharing = OtherHost("h1", Path("/"))
 
     async def load() -> None:
-        async with run_files(sharing, hosts[1]).to_read(path) as paths:
+        async with files_of(sharing, hosts[1]).to_read(path) as paths:
             assert paths[0] == path
             there = hosts[1].below(paths[1])
             assert checkpoint.read_info(there) == INFO
@@ -142,7 +105,7 @@ def test_what_a_host_lacks_is_sent_to_it_and_removed(tmp_path: Path, hosts: tupl
 
 def test_a_shared_folder_is_tried_once_and_written_directly(tmp_path: Path) -> None:
     host = OtherHost("h1", Path("/"))
-    of_run = run_files(host)
+    of_run = files_of(host)
     for step in (1, 2):
         path = tmp_path / "runs" / f"step-{step}"
         assert asyncio.run(of_run.to_write(path)) == path
