@@ -1,11 +1,15 @@
-"""`ownloop compare RUN_A RUN_B`: two runs side by side, step by step."""
+"""`ownloop compare RUN RUN ...`: two runs step by step; several, over their seeds; with `--plot`, as a picture."""
 
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controller.commands.command import Commands, add_runs_option, refuse
+
+if TYPE_CHECKING:  # the import would load NumPy
+    from rl.runs.significance import Configuration
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 12
@@ -13,21 +17,55 @@ _WIDTH = 12
 
 def add_parser(commands: Commands) -> None:
     """Adds the command."""
-    parser = commands.add_parser("compare", help="print two runs side by side, step by step", allow_abbrev=False)
-    parser.add_argument("run_a", metavar="RUN_A", help="a run's folder, or its name within --runs")
-    parser.add_argument("run_b", metavar="RUN_B")
+    parser = commands.add_parser(
+        "compare", help="compare runs: two of them step by step, and final rewards over seeds", allow_abbrev=False
+    )
+    parser.add_argument("run_names", nargs="+", metavar="RUN", help="a run's folder, or its name within --runs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the held-out rewards over the steps")
     add_runs_option(parser)
     parser.set_defaults(command=compare)
 
 
 def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the comparison."""
+    """Prints the comparison, and draws it if asked to."""
+    from controller.commands.compare_seeds import configurations_of, judgement
     from controller.commands.resume import find_run
 
     refuse(overrides)
-    for line in comparison(find_run(options.run_a, options.runs), find_run(options.run_b, options.runs)):
-        print(line)
+    runs = [find_run(name, options.runs) for name in options.run_names]
+    if len(runs) < 2:
+        raise ValueError("compare was given one run; it needs at least two")
+    if options.plot is not None and options.plot.suffix != ".png":
+        raise ValueError(f"--plot is {options.plot}; the file's name must end in .png")
+    if len(runs) == 2:
+        for line in comparison(*runs):
+            print(line)
+    if len(runs) > 2 or options.plot or all(map(_is_evaluated, runs)):
+        configurations = configurations_of(runs)
+        for line in judgement(configurations):
+            print(line)
+        if options.plot is not None:
+            draw_comparison(configurations, options.plot)
+            print(f"drawn in {options.plot}")
     return 0
+
+
+def _is_evaluated(run: Path) -> bool:
+    from rl.runs.folder import read_metrics
+
+    return any("eval_reward" in row for row in read_metrics(run / "metrics.jsonl"))
+
+
+def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> None:
+    """Draws the held-out reward of all runs over the steps."""
+    from rl.runs.folder import read_metrics
+    from rl.runs.plot_comparison import plot_comparison  # loads matplotlib
+
+    curves = {
+        configuration.name: [read_metrics(Path(run.run) / "metrics.jsonl") for run in configuration.runs]
+        for configuration in configurations
+    }
+    plot_comparison(curves, file)
 
 
 def comparison(run_a: Path, run_b: Path) -> Iterable[str]:

@@ -30,7 +30,7 @@ def plot_curve(
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    trained = _columns(metrics, "step", training)
+    trained = columns(metrics, "step", training)
     if trained.size:
         steps, mean = trained
         window = max(1, min(len(steps) // 4, 5))
@@ -39,7 +39,7 @@ def plot_curve(
         if window > 1:
             label = f"training, mean of {window} steps"
             axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
-    eval_data = _columns(metrics, "step", *(f"eval_{name}{end}" for end in ("", "_low", "_high")))
+    eval_data = columns(metrics, "step", *(f"eval_{name}{end}" for end in ("", "_low", "_high")))
     if eval_data.size:
         steps, mean, low, high = eval_data
         axes.errorbar(
@@ -54,13 +54,13 @@ def plot_curve(
             label="held-out, 95 % interval",
             zorder=3,
         )
-    _style(axes, title, name.replace("_", " "))
+    style(axes, title, name.replace("_", " "))
     if trained.size or eval_data.size:
         axes.legend(frameon=False, fontsize=9, loc="best")
     canvas.print_png(str(file))
 
 
-def _style(axes: Axes, title: str, label: str) -> None:
+def style(axes: Axes, title: str, label: str) -> None:
     """Labels the axes and removes frame lines."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
@@ -72,7 +72,7 @@ def _style(axes: Axes, title: str, label: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
+def columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
     """[len(names), rows]: the columns `names` of the rows in which all of them are finite."""
     rows = [
         [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)

@@ -1,5 +1,10 @@
 from pathlib import Path
 
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from controller.commands import cli
 from controller.commands.compare import comparison
 from rl.runs.folder import RunFolder
 from tests.controller.commands.old_runs import old_run
@@ -48,3 +53,68 @@ def test_an_old_run_is_compared_under_the_names_of_today(tmp_path: Path) -> None
     assert lines[3].split() == ["step", "reward_mean", "A", "B", "eval_reward", "A", "B"]
     assert lines[4].split() == ["0", "-", "-", "0.25", "0.25"]
     assert lines[-1].startswith("The runs first differ at step 2: logprob_mismatch_mean 0.125 and 0.25.")
+
+
+def _evaluated(path: Path, seed: int, *rewards: float, rate: float = 1e-5, steps: int = 10) -> str:
+    folder = RunFolder(path, {"seed": seed, "learning_rate": rate, "env": {"count": 4}})
+    for number, reward in enumerate(rewards):
+        folder.log_metrics({"step": float(number * steps), "eval_reward": reward})
+    return str(folder.path)
+
+
+def _compare(*arguments: str) -> object:
+    """The exit status."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", *arguments])
+    return ended.value.code
+
+
+def test_seeds_are_put_together_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [_evaluated(tmp_path / f"s{i}", i, 0.3, end) for i, end in enumerate((0.50, 0.55, 0.47))]
+    fast = [_evaluated(tmp_path / f"f{i}", i, 0.3, end, rate=2e-5) for i, end in enumerate((0.61, 0.64, 0.58))]
+    file = tmp_path / "both.png"
+    assert _compare(*slow, *fast, "--plot", str(file)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("A  s0: mean 0.507, n = 3: 0.500 (seed 0, step 10), 0.550 (seed 1, step 10), ")
+    assert lines[2].startswith("B  learning_rate 2e-05: mean 0.610, n = 3: ")
+    assert lines[3] == (
+        "B - A: +0.103, 95 % interval [+0.020, +0.187], p = 0.0271 (Welch's t-test over 3 and 3 seeds): significant at "
+        "5 %."
+    )
+    pixels = plt.imread(file)
+    assert pixels.shape[:2] == (672, 1152)
+    for colour in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)):  # both configurations are in the picture
+        assert (np.abs(pixels[..., :3] * 255 - colour).max(axis=-1) < 2).sum() > 100
+
+
+def test_nothing_is_claimed_from_one_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = _evaluated(tmp_path / "one", 0, 0.3, 0.5)
+    others = [_evaluated(tmp_path / f"other{i}", i, 0.3, 0.9, rate=2e-5, steps=20) for i in range(2)]
+    assert _compare(one, *others) == 0
+    assert _compare(one, others[0]) == 0
+    out = capsys.readouterr().out
+    assert "B - A: nothing can be claimed from 2 and 1 seeds, since each side needs at least two; `ownloop sweep" in out
+    assert "nothing can be claimed from 1 and 1 seeds" in out
+    assert "The last evaluations are after different numbers of steps, 10 to 20." in out
+    assert "significant" not in out
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a",), "compare was given one run; it needs at least two"),
+        (("a", "b", "again"), "have the same configuration and the same seed, 0; a comparison over seeds"),
+        (("a", "b", "new"), "new has no evaluation of the held-out reward yet"),
+        (("a", "b", "--plot", "out.pdf"), "--plot is out.pdf; the file's name must end in .png"),
+        (("a", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], message: str
+) -> None:
+    for seed, name in enumerate(("a", "b")):
+        _evaluated(tmp_path / name, seed, 0.3, 0.5)
+    _evaluated(tmp_path / "again", 0, 0.3, 0.6)
+    _evaluated(tmp_path / "new", 7)
+    assert _compare("--runs", str(tmp_path), *names) == 2
+    assert message in capsys.readouterr().err

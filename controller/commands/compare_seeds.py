@@ -1,0 +1,80 @@
+"""The part of `ownloop compare` that judges over seeds: a table of final rewards, and what can be claimed."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.runs.significance import Configuration, FinalReward, final_reward, named_differences, same_configuration, welch
+
+_SIGNIFICANT = 0.05
+
+
+def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
+    """The runs, put together where they differ in their seeds only, in the order given.
+
+    A configuration is named by the fields in which it differs from the first. Raises ValueError for a run without an
+    evaluation, and for two runs of one configuration with the same seed: they say no more than one.
+    """
+    from rl.runs.folder import CONFIG_FILE, read_metrics
+    from rl.runs.schema import current_fields
+
+    configs: list[Mapping[str, Any]] = []
+    members: list[list[FinalReward]] = []
+    for run in runs:
+        config = current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
+        place = next((i for i, known in enumerate(configs) if same_configuration(known, config)), len(configs))
+        if place == len(configs):
+            configs.append(config)
+            members.append([])
+        result = final_reward(str(run), config, read_metrics(run / "metrics.jsonl"))
+        if same := [other.run for other in members[place] if other.seed == result.seed]:
+            raise ValueError(
+                f"{run} and {same[0]} have the same configuration and the same seed, {result.seed}; a comparison over "
+                "seeds needs different ones"
+            )
+        members[place].append(result)
+    pairs = zip(configs, members, strict=True)
+    return [Configuration(name=_name(configs[0], config, results[0]), runs=tuple(results)) for config, results in pairs]
+
+
+def _name(first: Mapping[str, Any], config: Mapping[str, Any], result: FinalReward) -> str:
+    """The fields in which a configuration differs from the first one; of the first, the name of its first run."""
+    fields = named_differences(first, config)
+    return ", ".join(f"{field} {ours!r}" for field, (_, ours) in fields.items()) or Path(result.run).name
+
+
+def judgement(configurations: Sequence[Configuration]) -> Iterable[str]:
+    """The lines to print: each configuration's final rewards, and how each differs from the first."""
+    yield "final held-out reward:"
+    for letter, configuration in zip(_letters(), configurations, strict=False):
+        rewards = configuration.rewards
+        values = ", ".join(f"{run.reward:.3f} (seed {run.seed}, step {run.step})" for run in configuration.runs)
+        yield f"{letter}  {configuration.name}: mean {sum(rewards) / len(rewards):.3f}, n = {len(rewards)}: {values}"
+    steps = {run.step for configuration in configurations for run in configuration.runs}
+    if len(steps) > 1:
+        yield f"The last evaluations are after different numbers of steps, {min(steps)} to {max(steps)}."
+    first, *others = configurations
+    for letter, other in zip(_letters()[1:], others, strict=False):
+        yield _claim(letter, other, first)
+
+
+def _letters() -> str:
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _claim(letter: str, other: Configuration, first: Configuration) -> str:
+    """What can be said about the difference between a configuration and the first."""
+    counts = len(other.runs), len(first.runs)
+    if min(counts) < 2:
+        return (
+            f"{letter} - A: nothing can be claimed from {counts[0]} and {counts[1]} seeds, since each side needs at "
+            "least two; `ownloop sweep RECIPE --seed 0 1 2` runs several."
+        )
+    difference = welch(other.rewards, first.rewards)
+    interval = difference.interval
+    significant = "significant" if difference.p_value < _SIGNIFICANT else "not significant"
+    return (
+        f"{letter} - A: {interval.mean:+.3f}, 95 % interval [{interval.low:+.3f}, {interval.high:+.3f}], "
+        f"p = {difference.p_value:.3g} (Welch's t-test over {counts[0]} and {counts[1]} seeds): {significant} at 5 %."
+    )

@@ -1,0 +1,94 @@
+"""The wheel: what it holds, and that it runs without the checkout that it was built from."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
+
+RECIPE = '''"""One CPU core: a random model learns to say even words."""
+
+import sys
+from pathlib import Path
+
+import controller
+from controller.loops.grpo import GRPOConfig
+from generator.config import GeneratorConfig
+from rl.envs.even_words import EvenWords
+from rl.tiny_models import SERVABLE, tiny_llama
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+assert Path(controller.__file__).is_relative_to(sys.prefix), controller.__file__
+
+
+def recipe() -> GRPOConfig:
+    return GRPOConfig(
+        model=str(tiny_llama(Path("model").absolute(), **SERVABLE)),
+        env=EvenWords(),
+        trainer=TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512),
+        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=16),
+        sampling=SamplingParams(max_tokens=8),
+        num_steps=2,
+        prompts_per_step=4,
+        group_size=4,
+        learning_rate=3e-3,
+        num_eval=16,
+    )
+'''
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    expected = {name for name in listed.splitlines() if (ROOT / name).exists()}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert {"controller/gateway/status.html", "rl/runs/report/page.html", "configs/grpo_smollm2_cpu.py"} <= expected
+    assert expected <= held
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_lists_recipes_and_trains(wheel: Path, tmp_path: Path) -> None:
+    """The packages that ownloop depends on are those of the tests' environment; ownloop's own come from the wheel."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*install, str(wheel)], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "words.py").write_text(RECIPE)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def ownloop(*arguments: str) -> str:
+        command = [str(tmp_path / "env" / "bin" / "python"), "-P", "-m", "controller.commands.cli", *arguments]
+        ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    listed = {line.partition(" ")[0] for line in ownloop("list").splitlines()}
+    assert listed == {file.stem for file in (ROOT / "configs").glob("*.py")} - {"__init__"}
+    ownloop("run", "words.py", "--name", "first")
+    folder = elsewhere / "runs" / "first"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["policy_version"] for row in rows if "grad_norm" in row] == [1, 2]
+    assert (folder / "model" / "model.safetensors").exists()
+    assert "<html" in (folder / "report.html").read_text()  # made from a file that is not a module
