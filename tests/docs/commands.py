@@ -10,7 +10,9 @@ from controller.commands import serve
 from controller.commands.recipes import find_recipe, load_recipe, override
 from tests.docs.pages import ROOT
 
-_OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"}
+_OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {
+    *("pip", "uv", "python3.11"),
+}
 """Programs whose arguments are not checked."""
 _RUNS = "runs/"  # how the path of a run begins
 
