@@ -121,6 +121,23 @@ def test_a_job_that_ended_begins_again_when_the_run_restarts(cluster: Path, port
     assert {path.name for path in cluster.glob("*.cancelled")} == {"job-1.cancelled", "job-2.cancelled"}
 
 
+def test_a_wait_that_is_interrupted_cancels_the_job(cluster: Path) -> None:
+    (cluster / "pending").write_text("1000")
+    told: list[str] = []
+
+    async def run() -> None:
+        waiting = asyncio.create_task(fake_hosts(cluster).allocation(told.append).workers())
+        while not told:
+            await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())
+    assert (cluster / "job-1.cancelled").exists()
+    assert not list((cluster / "shared").iterdir())
+
+
 def test_the_allocation_of_this_process_is_used(cluster: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(NODES))
