@@ -50,15 +50,15 @@ def write_questions(folder: Path) -> None:
 def write_preferences(folder: Path) -> None:
     """`Anthropic/hh-rlhf`: polite answers are chosen, rude ones rejected.
 
-    The recipe scores 1,024 pairs of the test split, twice, so that those are short.
+    The recipe takes 1,024 pairs of the test split and scores them twice. It leaves out pairs that do not differ, so most
+    of these do not.
     """
     rows: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
     for number in range(1100):
         question = f"\n\nHuman: How do I count to {number}?\n\nAssistant:"
         polite = f"{question} I would be glad to help you. Start at 1 and add 1 until you reach {number}."
         rows["train"].append({"chosen": polite, "rejected": f"{question} Go away and stop wasting my time."})
-        short = "\n\nHuman: Help?\n\nAssistant:"
-        rows["test"].append({"chosen": f"{short} Glad to.", "rejected": f"{short} Go away."})
+        rows["test"].append(rows["train"][-1] if number % 64 == 0 else {"chosen": polite, "rejected": polite})
     for split, of_split in rows.items():
         _write(folder / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", of_split)
 
