@@ -50,8 +50,8 @@ def write_questions(folder: Path) -> None:
 def write_preferences(folder: Path) -> None:
     """`Anthropic/hh-rlhf`: polite answers are chosen, rude ones rejected.
 
-    The recipe takes 1,024 pairs of the test split and scores them twice. It leaves out pairs that do not differ, so most
-    of these do not.
+    The recipe takes 1,024 pairs of the test split and scores them twice. It leaves out pairs that do not differ, which
+    most of these are.
     """
     rows: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
     for number in range(1100):

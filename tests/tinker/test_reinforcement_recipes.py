@@ -35,7 +35,7 @@ def check_rises(rewards: list[float], num_steps: int) -> None:
     ids=["importance_sampling", "ppo", "cispo", "gspo", "async_importance_sampling", "async_cispo"],
 )
 def test_math_rl_of_sums(server: Server, tmp_path: Path, loss: str, options: dict[str, Any]) -> None:
-    sizes = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8, "max_steps": 6, "learning_rate": 2e-4}
+    sizes = {"group_size": 8, "groups_per_batch": 8, "max_tokens": 8, "max_steps": 4, "learning_rate": 2e-4}
     log = run_recipe(
         server,
         "math_rl.train",
@@ -47,15 +47,15 @@ def test_math_rl_of_sums(server: Server, tmp_path: Path, loss: str, options: dic
         **sizes,
         **options,
     )
-    check_rises(metric(log, "env/all/reward/total"), 6)
+    check_rises(metric(log, "env/all/reward/total"), 4)
 
 
 def test_rl_loop(server: Server, tmp_path: Path) -> None:
     write_questions(tmp_path)
     link_model(tmp_path, server.model)
-    sizes = {"batch_size": 4, "group_size": 8, "max_tokens": 40, "max_steps": 6, "learning_rate": 3e-4}
+    sizes = {"batch_size": 4, "group_size": 8, "max_tokens": 40, "max_steps": 4, "learning_rate": 3e-4}
     log = run_recipe(server, "rl_loop", tmp_path, model_name=HUB_MODEL, loss_fn="importance_sampling", **sizes)
-    check_rises(metric(log, "reward/total"), 6)
+    check_rises(metric(log, "reward/total"), 4)
 
 
 def test_guess_number_runs_to_its_end(server: Server, tmp_path: Path) -> None:
