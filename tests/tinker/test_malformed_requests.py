@@ -21,10 +21,11 @@ def test_3000_malformed_requests_to_real_processes(tmp_path: Path) -> None:
     with served(model, tmp_path, *FLOAT32, "--generator.max-model-len", "64", "--max-rank", "8") as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
         training = service.create_lora_training_client(str(model), rank=4).result()
-        base = service.create_sampling_client(base_model=str(model)).result()
         rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
         session = training.model_id.partition(":")[0]
+        service.create_sampling_client(base_model=str(model)).result()
         (sampler,) = rest.get_session(session).result().sampler_ids
+        base = service.create_sampling_client(base_model=str(model)).result()  # whose numbers nobody else uses
         # Numbers that jump are waited for for five minutes here, so training calls name a client that does not exist.
         known = Known(session=session, run="no:train:0", sampler=sampler, model=str(model))
 

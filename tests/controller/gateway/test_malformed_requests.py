@@ -13,9 +13,10 @@ def check(server: RunningServer, count: int) -> None:
     """Sends so many requests to a server of the toy model."""
     victim, good = new_client(server), new_client(server)
     server.gateway.training[victim.model_id].turns.gap_s = 0.02  # numbers that jump are most of what is sent
-    base = server.client().create_sampling_client(base_model="toy").result()
     session = victim.model_id.partition(":")[0]
+    server.client().create_sampling_client(base_model="toy").result()
     (sampler,) = [name for each in server.gateway.sessions for name in server.gateway.samplers.of_session(each)]
+    base = server.client().create_sampling_client(base_model="toy").result()  # whose numbers nobody else uses
     known = Known(session=session, run=victim.model_id, sampler=sampler, model="toy")
 
     def good_call() -> None:
