@@ -51,14 +51,16 @@ def send_messages(
     messages: Sequence[Message],
     manifest: Manifest,
     source: Callable[[Part], torch.Tensor],
+    room: Sequence[torch.Tensor],
     progress: Progress | None = None,
 ) -> None:
     """Sends the messages in their order. `source` returns the values of a part, in any dtype and on any device.
 
-    With `progress`, a message is sent when it has arrived. Raises `LinkError`.
+    `room` is what `room_to_send` returned for these messages. With `progress`, a message is sent when it has arrived.
+    Raises `LinkError`.
     """
     pending: deque[Pending] = deque()
-    own = (messages, manifest, source)
+    own = (messages, manifest, source, room)
     with closing(_cast_ahead(*own) if progress is None else _arrived(*own, progress)) as prepared:
         for data in prepared:
             if len(pending) == _IN_FLIGHT:
@@ -69,16 +71,17 @@ def send_messages(
 
 
 def _cast_ahead(
-    messages: Sequence[Message], manifest: Manifest, source: Callable[[Part], torch.Tensor]
+    messages: Sequence[Message],
+    manifest: Manifest,
+    source: Callable[[Part], torch.Tensor],
+    room: Sequence[torch.Tensor],
 ) -> Generator[torch.Tensor]:
     """The bytes of each message. A thread casts the next few while the caller sends."""
-    # The last of them may be sent still, and the next one is being waited for, while others are cast.
-    slots = _slots(messages, _IN_FLIGHT + _CAST_AHEAD + 1)
     casts: deque[Future[torch.Tensor]] = deque()
     with ThreadPoolExecutor(1, "cast", initializer=torch.set_grad_enabled, initargs=(False,)) as thread:
         try:
             for index, message in enumerate(messages):
-                casts.append(thread.submit(as_bytes, message, manifest, source, slots[index % len(slots)]))
+                casts.append(thread.submit(as_bytes, message, manifest, source, room[index % len(room)]))
                 if len(casts) > _CAST_AHEAD:
                     yield casts.popleft().result()
             while casts:
@@ -88,13 +91,22 @@ def _cast_ahead(
 
 
 def _arrived(
-    messages: Sequence[Message], manifest: Manifest, source: Callable[[Part], torch.Tensor], progress: Progress
+    messages: Sequence[Message],
+    manifest: Manifest,
+    source: Callable[[Part], torch.Tensor],
+    room: Sequence[torch.Tensor],
+    progress: Progress,
 ) -> Generator[torch.Tensor]:
     """The bytes of each message, once it has arrived. They lie in the buffer, so next to nothing is copied."""
-    slots = _slots(messages, _IN_FLIGHT + 1)
     for index, message in enumerate(messages):
         progress.wait_for(index)
-        yield as_bytes(message, manifest, source, slots[index % len(slots)])
+        yield as_bytes(message, manifest, source, room[index % len(room)])
+
+
+def room_to_send(messages: Sequence[Message]) -> list[torch.Tensor]:
+    """Memory to cast messages in. It is kept from push to push, because touching new pages takes time."""
+    # The last of those in flight may be sent still, and the next one is being waited for, while others are cast.
+    return _slots(messages, _IN_FLIGHT + _CAST_AHEAD + 1)
 
 
 def receive_messages(

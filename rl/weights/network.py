@@ -20,7 +20,7 @@ from rl.weights.checksums import add_up, element_sum
 from rl.weights.host import host_identity
 from rl.weights.links import Link, LinkAddress, connect, rank_link
 from rl.weights.manifest import Manifest, UnknownVersionError, VersionRecord, WeightsError, buffer_size
-from rl.weights.message_streams import send_messages
+from rl.weights.message_streams import room_to_send, send_messages
 from rl.weights.messages import Message, Part, plan_messages, shard_part
 from rl.weights.network_push import PushDirector
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
@@ -65,6 +65,7 @@ class NetworkSender:
         self._tensors: dict[str, int] = {}  # the index of each tensor in the manifest
         self._of_ranks: list[tuple[Part, ...]] = []  # what each rank holds
         self._messages: tuple[Message, ...] = ()
+        self._room: list[torch.Tensor] = []
         self._link: tuple[LinkAddress, Link] | None = None
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -128,6 +129,7 @@ class NetworkSender:
             self._of_ranks = [old if new is None else new for old, new in zip(before, changed, strict=True)]
             planned = plan_messages(self._manifest, self._of_ranks)  # raises on every rank alike
             self._messages = tuple(message for message in planned if message.sender == self._rank)
+            self._room = room_to_send(self._messages)
         return own
 
     async def _attempt(self, address: LinkAddress, own: "_OwnShards", *, sums_wanted: bool) -> None:
@@ -156,7 +158,7 @@ class NetworkSender:
         if self._link is None or self._link[0] != address:
             self._close_link()
             self._link = address, connect(address)
-        send_messages(self._link[1], self._messages, self._manifest, lambda part: own.value(part, sums))
+        send_messages(self._link[1], self._messages, self._manifest, lambda part: own.value(part, sums), self._room)
 
     def _close_link(self) -> None:
         if self._link is not None:

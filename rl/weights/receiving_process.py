@@ -15,7 +15,7 @@ from rl.weights.checksums import element_sum
 from rl.weights.host import available_memory_bytes
 from rl.weights.links import LINK_TIMEOUT_S, Link, LinkAddress, Rendezvous, connect
 from rl.weights.manifest import Manifest, VersionRecord, WeightsError, corrupted
-from rl.weights.message_streams import Progress, receive_messages, send_messages
+from rl.weights.message_streams import Progress, receive_messages, room_to_send, send_messages
 from rl.weights.messages import Part, plan_messages
 from rl.weights.receivers import Received, Transfer, decode_shards
 
@@ -248,7 +248,8 @@ class _Incoming:
         try:
             link = known.get(address) or connect(address)
             known[address] = link
-            send_messages(link, self._messages, self._manifest, self._value, self._progress)
+            room = room_to_send(self._messages)
+            send_messages(link, self._messages, self._manifest, self._value, room, self._progress)
         except Exception as error:  # the version may still be complete here
             self._not_forwarded = str(error)
         self._forwarding_ended.set()

@@ -7,7 +7,7 @@ import torch
 
 from rl.weights.links import Link
 from rl.weights.manifest import build_manifest
-from rl.weights.message_streams import send_messages
+from rl.weights.message_streams import room_to_send, send_messages
 from rl.weights.messages import Message, Part
 
 ROWS = 40
@@ -35,7 +35,7 @@ class SlowLink:
 
 def test_no_message_is_overwritten_before_it_is_sent() -> None:
     link = SlowLink()
-    send_messages(cast("Link", link), MESSAGES, MANIFEST, lambda part: WEIGHTS[part.slices])
+    send_messages(cast("Link", link), MESSAGES, MANIFEST, lambda part: WEIGHTS[part.slices], room_to_send(MESSAGES))
     assert torch.equal(torch.cat(link.taken).view(torch.bfloat16).view(ROWS, 64), WEIGHTS.to(torch.bfloat16))
 
 
@@ -47,4 +47,4 @@ def test_an_error_while_casting_reaches_the_sender(at: int) -> None:
         return WEIGHTS[part.slices]
 
     with pytest.raises(RuntimeError, match="the device is gone"):
-        send_messages(cast("Link", SlowLink()), MESSAGES, MANIFEST, source)
+        send_messages(cast("Link", SlowLink()), MESSAGES, MANIFEST, source, room_to_send(MESSAGES))
