@@ -48,10 +48,10 @@ class Network:
         return NetworkReceiver()
 
     def current(self, record: VersionRecord) -> VersionRecord | None:
-        """The record, while this host has the version."""
+        """The version that this host has where the record says; None while there is no whole one."""
         location = _location_here(record)
         held = None if location is None else held_version(location)
-        return record if held == (record.push_index, record.version) else None
+        return None if held is None else replace(record, push_index=held[0], version=held[1])
 
 
 class NetworkSender:

@@ -10,9 +10,11 @@ import os
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
+from rl.weights.buffer import BufferLocation
 from rl.weights.host import host_identity
 from rl.weights.links import LinkAddress, rank_link, resolve
 from rl.weights.manifest import LIVING_VERSIONS, VersionRecord, WeightsError, buffer_size
@@ -47,6 +49,8 @@ class PushDirector:
         self._linked: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # for which the links were made
         self._addresses: list[LinkAddress] = []
         self._id = ""
+        # As many as the index keeps: those of the versions that can still be pulled.
+        self._introduced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
         self._reached: dict[str, Received] = {}  # by the host's identity, and so are the next two
         self._refused: dict[str, None] = {}
         self._reasons: dict[str, str] = {}
@@ -195,7 +199,7 @@ class PushDirector:
             raise WeightsError(f"version {self._record.version} is corrupted: hosts received different bytes")
         locations = {identity: each.location for identity, each in self._reached.items()}
         record = replace(self._record, location=locations)
-        await self._index.announce(record)
+        await self._introduce(record)
         self._published, self.unchanged = record, first.unchanged
         if lost:
             warnings.warn(
@@ -204,6 +208,13 @@ class PushDirector:
                 stacklevel=2,
             )
         return record, first.checksums
+
+    async def _introduce(self, record: VersionRecord) -> None:
+        """Tells TorchStore of buffers. From then on their headers say which version they hold."""
+        places = frozenset(record.location.items())
+        if places not in self._introduced:
+            await self._index.announce(record)
+            self._introduced.append(places)
 
     async def close(self, policies: Iterable[str | None]) -> None:
         """Has every host free the memory of these policies."""
