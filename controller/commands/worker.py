@@ -55,7 +55,8 @@ def worker(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             certs = _sent_certificates(stack) if options.certs == _SENT else certificates_folder(options.certs)
             from controller.hosts.certificates import own_certificates
 
-            apply(tls_settings(own_certificates(certs, address.host)))
+            # sbatch passes the controller's environment on, with the controller's own certificate.
+            apply(tls_settings(own_certificates(certs, address.host)), override=options.certs is not None)
         elif not is_loopback(resolve(address.host)):
             if not options.insecure:
                 raise ValueError(

@@ -137,4 +137,5 @@ def prepare(hosts: Hosts) -> None:
     if hosts.uses_tls:
         from controller.hosts.certificates import own_certificates
 
-        apply(tls_settings(own_certificates(certificates_folder(hosts.certs))))
+        settings = tls_settings(own_certificates(certificates_folder(hosts.certs)))
+        apply(settings, override=hosts.certs is not None)

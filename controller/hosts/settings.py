@@ -32,7 +32,8 @@ def forwarded_env() -> Mapping[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
 
 
-def apply(settings: Mapping[str, str]) -> None:
-    """Sets variables for this process and those that it starts. What the user has set stays."""
+def apply(settings: Mapping[str, str], *, override: bool = False) -> None:
+    """Sets variables for this process and those that it starts. Without `override`, what the user has set stays."""
     for name, value in settings.items():
-        os.environ.setdefault(name, value)
+        if override or name not in os.environ:
+            os.environ[name] = value

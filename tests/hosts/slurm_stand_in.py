@@ -9,6 +9,7 @@ machine, unless a `node_server` listens there; then its commands run behind that
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -113,7 +114,8 @@ def srun(*arguments: str) -> int:
 def _on(node: str, command: list[str]) -> list[str]:
     with socket.socket() as probe:
         if probe.connect_ex((node, PORT)) == 0:
-            return run_there(node, f"SLURMD_NODENAME={node} {' '.join(command)}")
+            passed_on = [f"{name}={shlex.quote(value)}" for name, value in os.environ.items() if "HYPERACTOR" in name]
+            return run_there(node, f"env {' '.join(passed_on)} SLURMD_NODENAME={node} {' '.join(command)}")
     return command
 
 

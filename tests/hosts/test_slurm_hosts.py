@@ -72,7 +72,9 @@ def running(words: str) -> list[int]:
 
 
 @pytest.mark.seconds
-def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path) -> None:
+def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CERT", "KEY", "CA"):  # sbatch passes the controller's environment on
+        monkeypatch.setenv(f"HYPERACTOR_TLS_{name}", "/of/the/controller")
     (cluster / "pending").write_text("2")
     (cluster / "busy").touch()
     told: list[str] = []
@@ -84,6 +86,9 @@ def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path) -> 
             (at,) = (await allocation.workers())["trainer"]
             assert at.scheme == "tls"
             assert accepts(at, 1.0)
+            (worker,) = running("--lifeline")
+            child = psutil.Process(worker).children()[0]
+            assert child.environ()["HYPERACTOR_TLS_CERT"].endswith(f"/certs/{NODES[0]}/cert.pem")
             assert await allocation.workers() == {"trainer": (at,)}
             (folder,) = (cluster / "shared").iterdir()
             assert folder.stat().st_mode & 0o77 == 0
