@@ -131,9 +131,15 @@ class Host:
     async def _beat(self) -> Beat:
         return await self.agent.beat.call_one({log: self._offsets.get(log, 0) for log in self.copies})
 
+    def _begin_beat(self) -> asyncio.Task[Beat]:
+        beat = asyncio.create_task(self._beat())
+        # One that is under way when the host is given up fails, and asyncio would print that nobody asked why.
+        beat.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return beat
+
     async def _watch(self) -> None:
         """Asks for signs of life until the host is lost."""
-        silent_s, beat, failure = 0.0, asyncio.create_task(self._beat()), ""
+        silent_s, beat, failure = 0.0, self._begin_beat(), ""
         while silent_s < self.lost_after_s:
             before = time.monotonic()
             await asyncio.wait({beat}, timeout=_BEAT_S)
@@ -145,7 +151,7 @@ class Host:
                 else:
                     failure = _first_lines(error)
                 await asyncio.sleep(_BEAT_S - min(time.monotonic() - before, _BEAT_S))
-                beat = asyncio.create_task(self._beat())
+                beat = self._begin_beat()
             if (silent_s > _SUSPICIOUS_S or failure) and (ended := await self._has_ended(failure)):
                 return self.lose(ended)
         self.lose(f"it has not answered for {silent_s:.0f} s")

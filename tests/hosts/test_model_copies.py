@@ -68,6 +68,7 @@ def test_of_a_copy_that_is_interrupted_nothing_is_left(tmp_path: Path) -> None:
 
         def send_half() -> None:
             with server.accept()[0] as connection:
+                connection.recv(32)  # the token; what is not read would reset the connection
                 connection.sendall(b'[["config.json", 10]]\n12345')
 
         threading.Thread(target=send_half).start()
