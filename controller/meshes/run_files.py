@@ -11,16 +11,16 @@ A folder is tried with a token before anything is written: the controller makes 
 import asyncio
 import shutil
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from controller.hosts import files
 from controller.hosts.files import OtherHost, Progress
 from controller.meshes.place import Place, ThisHost
 
 _POLL_S = 0.2
+_HOSTS_AT_ONCE = 8  # each has 16 MiB under way
 
 
 class RunFiles:
@@ -84,7 +84,7 @@ class RunFiles:
             for folder, name, size in of_host.get(host.name, ()):
                 await files.fetch(host, folder / name, target / name, size, progress)
 
-        await _all(*map(from_host, self._hosts))
+        await _for_each(self._hosts, from_host)
         await asyncio.to_thread(checkpoint.complete_collected, path)
         await asyncio.gather(*(host.ask(files.remove, staging) for host in self._hosts))
         if keep_last is not None:
@@ -128,7 +128,7 @@ class RunFiles:
             for name in sizes:
                 await files.send(host, path / name, sent / name, progress)
 
-        await _all(*map(to_host, hosts))
+        await _for_each(hosts, to_host)
 
     async def _hosts_apart(self, folder: Path) -> Sequence[OtherHost]:
         """The hosts that do not have this folder of the controller. Each folder is tried once."""
@@ -150,9 +150,15 @@ class RunFiles:
         return self._apart[folder]
 
 
-async def _all(*transfers: Coroutine[Any, Any, None]) -> None:
-    """Awaits all. If one fails, ends the others and raises its error."""
-    tasks = [asyncio.create_task(transfer) for transfer in transfers]
+async def _for_each(hosts: Sequence[OtherHost], transfer: Callable[[OtherHost], Awaitable[None]]) -> None:
+    """Transfers from or to all hosts, a few at a time. If one fails, ends the others and raises its error."""
+    limit = asyncio.Semaphore(_HOSTS_AT_ONCE)
+
+    async def in_turn(host: OtherHost) -> None:
+        async with limit:
+            await transfer(host)
+
+    tasks = [asyncio.create_task(in_turn(host)) for host in hosts]
     try:
         await asyncio.gather(*tasks)
     finally:
