@@ -168,6 +168,7 @@ def finish(
     exact: bool = True,
     before_resume: Callable[[], None] | None = None,
     keep: bool = False,
+    error_within_s: float = ERROR_WITHIN_S,
 ) -> Outcome:
     """Waits for the end of a run that was hurt at `begin`, resumes it if it is not done, and judges both.
 
@@ -176,7 +177,7 @@ def finish(
     ended = wait_until(lambda: process.poll() is not None, RUN_LIMIT_S)
     outcome.seconds = time.monotonic() - begin
     if ended:
-        settle(cell, outcome, process.returncode, before_resume)
+        settle(cell, outcome, process.returncode, before_resume, error_within_s)
     else:
         outcome.hung, outcome.what = True, "hangs"
     outcome.processes_left += cell.end()
@@ -187,7 +188,13 @@ def finish(
     return outcome
 
 
-def settle(cell: Cell, outcome: Outcome, status: int, before_resume: Callable[[], None] | None) -> None:
+def settle(
+    cell: Cell,
+    outcome: Outcome,
+    status: int,
+    before_resume: Callable[[], None] | None,
+    error_within_s: float = ERROR_WITHIN_S,
+) -> None:
     """Judges how the hurt process ended, and resumes the run if it did not come to its end."""
     if status == 0:
         outcome.what = "goes on"
@@ -196,7 +203,7 @@ def settle(cell: Cell, outcome: Outcome, status: int, before_resume: Callable[[]
     if status != -signal.SIGKILL and not said:
         outcome.hung, outcome.what = True, f"ends with status {status} and no error"
         return
-    if outcome.seconds > ERROR_WITHIN_S:
+    if outcome.seconds > error_within_s:
         outcome.hung, outcome.what = True, f"ends after {outcome.seconds:.0f} s: {said[-1] if said else 'killed'}"
         return
     error = said[-1].split(":")[1].strip() if said else "killed"

@@ -3,6 +3,7 @@
 The trainer has a rank on h1 and one on h2, the generator is on h3, and the controller on a host of its own.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.kills.cell import RUN_LIMIT_S, Cell, Outcome, finish, left_alone, wait_until
+from benchmarks.kills.cell import ERROR_WITHIN_S, RUN_LIMIT_S, Cell, Outcome, finish, left_alone, wait_until
 from benchmarks.kills.fault import Fault, Phase
 from benchmarks.kills.strike import HOST_PHASE
 from controller.hosts.simulated import Hosts, simulated_hosts
@@ -26,6 +27,7 @@ _LAYOUT = Fault("trainer rank 1 of 2", "SIGSTOP", "generate", "grpo")
 _BLIP_S = 10.0
 _GONE_S = 30.0
 _UNDERWAY_S = 0.5
+_ENDS_WITHIN_S = 60.0  # a run that names a lost host first tries to go on without it
 _WORKER = (" worker --listen ", " controller.hosts.worker_process ")
 
 
@@ -141,21 +143,28 @@ def hurt_host(fault: HostFault, folder: Path, model: Path, whole: Path) -> Outco
                 hurt.mend(fault)
             mended.append(hurt.num_left())
 
-        finish(hurt.cell, outcome, process, begin, whole, before_resume=mend, keep=True)
+        named = f"host {fault.host} is lost"
+        wait_until(lambda: named in hurt.cell.output() or process.poll() is not None, ERROR_WITHIN_S)
+        named_s = time.monotonic() - begin if named in hurt.cell.output() else math.inf
+        finish(
+            *(hurt.cell, outcome, process, begin, whole), before_resume=mend, keep=True, error_within_s=_ENDS_WITHIN_S
+        )
         mend()
         outcome.processes_left += sum(mended)
-        _judge(outcome, fault, hurt.cell.output())
+        _judge(outcome, fault, named_s)
     if outcome.ok:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
-def _judge(outcome: Outcome, fault: HostFault, printed: str) -> None:
-    """Notes an error that does not name its host, and a short interruption that was noticed."""
-    lost = [line for line in printed.splitlines() if f"host {fault.host} is lost" in line]
-    if fault.kind in ("cut", "worker killed", "stopped") and not lost:
-        outcome.hung = True
-        outcome.notes.append("no error names the host")
-    if fault.kind == "blip" and (lost or outcome.what != "goes on"):
+def _judge(outcome: Outcome, fault: HostFault, named_s: float) -> None:
+    """Notes an error that does not name its host in time, and a short interruption that was noticed."""
+    if fault.kind in ("cut", "worker killed", "stopped"):
+        if math.isinf(named_s):
+            outcome.hung = True
+            outcome.notes.append(f"no error names the host within {ERROR_WITHIN_S:.0f} s")
+        else:
+            outcome.what += f"; named after {named_s:.0f} s"
+    if fault.kind == "blip" and (math.isfinite(named_s) or outcome.what != "goes on"):
         outcome.hung = True
         outcome.notes.append("a short interruption was not survived")
