@@ -13,10 +13,15 @@ from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
-def check_rises(rewards: list[float], num_steps: int) -> None:
-    """The last half of the steps has a higher mean than the first step, which the untrained model plays."""
+def check_count(rewards: list[float], num_steps: int) -> None:
+    """All steps were made. Where one answer in thirty is right, a few of them show nothing else."""
     print("reward", [round(reward, 3) for reward in rewards])
     assert len(rewards) == num_steps
+
+
+def check_rises(rewards: list[float], num_steps: int) -> None:
+    """The last half of the steps has a higher mean than the first step, which the untrained model plays."""
+    check_count(rewards, num_steps)
     if learns():
         half = num_steps // 2
         assert sum(rewards[-half:]) / half > rewards[0]
@@ -50,12 +55,12 @@ def test_math_rl_of_sums(server: Server, tmp_path: Path, loss: str, options: dic
     check_rises(metric(log, "env/all/reward/total"), 4)
 
 
-def test_rl_loop(server: Server, tmp_path: Path) -> None:
+def test_rl_loop_runs_to_its_end(server: Server, tmp_path: Path) -> None:
     write_questions(tmp_path)
     link_model(tmp_path, server.model)
     sizes = {"batch_size": 4, "group_size": 8, "max_tokens": 40, "max_steps": 4, "learning_rate": 3e-4}
     log = run_recipe(server, "rl_loop", tmp_path, model_name=HUB_MODEL, loss_fn="importance_sampling", **sizes)
-    check_rises(metric(log, "reward/total"), 4)
+    check_count(metric(log, "reward/total"), 4)
 
 
 def test_guess_number_runs_to_its_end(server: Server, tmp_path: Path) -> None:
@@ -69,6 +74,4 @@ def test_guess_number_runs_to_its_end(server: Server, tmp_path: Path) -> None:
         renderer_name=CHAT_FORMAT,
         **sizes,
     )
-    rewards = metric(log, "env/all/reward/total")
-    print("reward", [round(reward, 3) for reward in rewards])
-    assert len(rewards) == 3  # too few for SmolLM2 to learn it
+    check_count(metric(log, "env/all/reward/total"), 3)
