@@ -16,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -53,6 +55,12 @@ def tiny_critic(path: Path) -> Path:
     options: dict[str, Any] = {**_shape(), "num_labels": 1}
     config = LlamaConfig(tie_word_embeddings=False, num_key_value_heads=2, **options)
     return _save(LlamaForSequenceClassification, config, path, torch.float32)
+
+
+def tiny_mistral(path: Path, *, tied: bool = True, **options: Any) -> Path:
+    """Writes a Mistral without a sliding window, of the same shape."""
+    shape: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": None, **_shape(), **options}
+    return _save(MistralForCausalLM, MistralConfig(tie_word_embeddings=tied, **shape), path, torch.float32)
 
 
 def tiny_qwen2(path: Path, *, tied: bool = True, **options: Any) -> Path:

@@ -19,7 +19,7 @@ from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
-from tests.generator.served_models import served_llama, served_qwen3
+from tests.generator.served_models import served_llama, served_mistral, served_qwen2, served_qwen3
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
@@ -33,6 +33,8 @@ def _cases() -> Iterator[Any]:
         for transport in TRANSPORTS:
             if transport != "network" or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
                 yield pytest.param(family, tied, dtype, transport, id=f"{family.__name__}-{tied}-{dtype}-{transport}")
+    for family, tied in ((served_qwen2, True), (served_mistral, False)):
+        yield pytest.param(family, tied, "bfloat16", "shared_memory", id=f"{family.__name__}-{tied}-bfloat16")
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "transport"), _cases())

@@ -96,7 +96,7 @@ def test_weights_that_were_cut_off(model: Path, keep: int) -> None:
 
 def test_unsupported_architecture_names_the_supported(model: Path) -> None:
     edit_config(model, architectures=["MambaForCausalLM"])
-    with pytest.raises(ValueError, match="MambaForCausalLM; supported are LlamaForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match="MambaForCausalLM; supported are LlamaForCausalLM, MistralForCausalLM"):
         inspect_model(model)
 
 

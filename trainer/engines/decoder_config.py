@@ -16,6 +16,7 @@ Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",  # the same layers, where no sliding window is set
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -145,6 +146,11 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if value is not None and value != supported:
             raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported")
+    if config.get("model_type") == "mistral" and config.get("sliding_window") is not None:
+        raise ValueError(
+            f"config.json: sliding_window is {config['sliding_window']!r}; only null is supported for Mistral (since "
+            "v0.2 its models have none). The engines 'fsdp2' and 'fsdp1' train such a model too"
+        )
     if config.get("quantization_config") is not None:
         raise ValueError("config.json: quantization_config is set; only unquantized weights can be trained")
 

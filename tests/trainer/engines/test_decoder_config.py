@@ -78,6 +78,10 @@ def test_experts_that_cannot_be_trained_are_refused(change: dict[str, Any], mess
         ({"attention_bias": True}, "attention_bias is True; only False"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
+        (
+            {"model_type": "mistral", "sliding_window": 4096},
+            "sliding_window is 4096; only null is supported for Mistral",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'; supported are"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
+from rl.tiny_models import random_batch, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from rl.types import Datum
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import ENGINE_PARAMS
@@ -35,6 +35,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 UNTIED: dict[str, Callable[[Path], Path]] = {
     "llama": lambda path: tiny_llama(path, tied=False),
+    "mistral": lambda path: tiny_mistral(path, tied=False),
+    "qwen2": lambda path: tiny_qwen2(path, tied=False),
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
 
@@ -71,7 +73,7 @@ def test_an_engine_keeps_its_state(check: Check, build_any: Build, tmp_path: Pat
     print(check(Subject(build_any, tmp_path / "tied", tmp_path)))
 
 
-@pytest.mark.parametrize("make", ["smollm2", "llama", "qwen3"])
+@pytest.mark.parametrize("make", ["smollm2", "llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("engine", ENGINE_PARAMS)
 def test_logits_equal_transformers(
     engine: str, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

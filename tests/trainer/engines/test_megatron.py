@@ -126,22 +126,12 @@ def test_options_and_a_provider_change_what_is_computed(tmp_path: Path) -> None:
 @needs_megatron
 @pytest.mark.parametrize(
     ("make", "name"),
-    [
-        *((tiny_qwen3_moe, name) for name in MODEL_CHECKS),
-        *((tiny_qwen2, name) for name in MODEL_CHECKS if "torchtitan" not in name),  # which has no biases
-    ],
+    [(make, name) for make in (tiny_qwen3_moe, tiny_qwen2) for name in MODEL_CHECKS],
 )
 def test_models_that_only_some_engines_have_keep_the_contract(name: str, make: Any, tmp_path: Path) -> None:
     model = make(tmp_path / "model")
     config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
     print(MODEL_CHECKS[name](Subject(lambda: load_engine(config), model, tmp_path)))
-
-
-def test_torchtitan_refuses_biases(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"'Qwen2ForCausalLM'\]; engine 'torchtitan' trains Llama, Qwen3 and Qwen3-MoE"
-    ):
-        check_model(TrainerConfig(model=tiny_qwen2(tmp_path / "model")))
 
 
 @needs_megatron

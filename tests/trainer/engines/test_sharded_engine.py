@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
     "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "tp2_biased": {"tensor_parallel": 2},
+    "pp2_fsdp2_biased": {"pipeline_parallel": 2, "data_parallel_shard": 2},
     "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "fsdp1_replicated2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2},
@@ -76,6 +78,8 @@ SLOW = {
     "fsdp1_hsdp2x2_untied",
     "hsdp2x2_untied",
     "pp2_fsdp2_untied",
+    "tp2_biased",
+    "pp2_fsdp2_biased",
     "fsdp2_tp2_untied",
     "fsdp2_tp2_ep2_moe",
     "cp2_tp2_untied",
@@ -113,8 +117,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             directory / "model", tied=False, num_hidden_layers=4 if request.param.endswith("_layers") else 2
         )
     lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
-    engine = "fsdp2" if request.param.endswith("_biased") else "torchtitan"
-    one = TrainerConfig(model=model, engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
+    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
     config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
     many, of_one = (
         run_layout(script, load_engine_or_adapter, c, directory / n) for c, n in ((config, "many"), (one, "one"))

@@ -12,11 +12,6 @@ from trainer.engines.model_check import ModelLimits
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
-    if decoder.family == "qwen2":
-        raise ValueError(
-            f"config.json: architectures is {hf_config['architectures']}; engine {config.engine!r} trains Llama, Qwen3 "
-            "and Qwen3-MoE. The engine 'megatron' has it"
-        )
     _check_tensor_parallel(config, decoder)
     _check_expert_parallel(config, decoder)
     _check_stages(config, decoder)

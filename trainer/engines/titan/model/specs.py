@@ -1,4 +1,4 @@
-"""torchtitan model specs for the Llama and Qwen3 families, laid out exactly like the Hugging Face checkpoints.
+"""torchtitan model specs for the Llama, Qwen2 and Qwen3 families, laid out exactly like the Hugging Face checkpoints.
 
 As in transformers, query, key and value projections are separate and rotary embeddings rotate halves. So every
 parameter is that of the checkpoint under another name, and nothing has to be fused, permuted or converted on load, push
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, RMSNorm
+from torchtitan.models.common import CosSinRoPE, Embedding, QKVLinear, RMSNorm
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.feed_forward import FeedForward
@@ -33,7 +33,8 @@ from trainer.engines.titan.model.experts import moe_config, split_experts
 from trainer.engines.titan.model.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
-_NO_INIT = {"weight": skip_param_init}
+_NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
+_WITHOUT_QK_NORM = ("llama", "qwen2")
 
 _HF_LAYER_NAMES = {
     "attention.qkv_linear.wq": "self_attn.q_proj",
@@ -84,7 +85,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         if head == "lm"
         else ValueHead.Config(in_features=config.dim, out_features=1, param_init=_NO_INIT)
     )
-    model_class = LlamaPolicy if config.family == "llama" else Qwen3Policy
+    model_class = LlamaPolicy if config.family in _WITHOUT_QK_NORM else Qwen3Policy
     model = model_class.Config(
         dim=config.dim,
         vocab_size=config.vocab_size,
@@ -100,7 +101,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         name=config.family,
         flavor="hf",
         model=model,
-        parallelize_fn=parallelize_llama if config.family == "llama" else parallelize_qwen3,
+        parallelize_fn=parallelize_llama if config.family in _WITHOUT_QK_NORM else parallelize_qwen3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
@@ -108,22 +109,26 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
 
 
 def _layer(config: DecoderConfig, inner_attention: Module.Config) -> TransformerBlock.Config:
-    block_class = Llama3TransformerBlock if config.family == "llama" else Qwen3TransformerBlock
+    has_norm = config.family not in _WITHOUT_QK_NORM
+    attention = make_gqa_config(
+        dim=config.dim,
+        n_heads=config.num_heads,
+        n_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        wqkv_param_init=_NO_INIT,
+        wo_param_init=_NO_INIT,
+        inner_attention=inner_attention,
+        fuse_qkv=False,
+        rope=_rope(config),
+        qk_norm=_norm(config, config.head_dim) if has_norm else None,
+    )
+    assert isinstance(attention.qkv_linear, QKVLinear.Config)
+    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = config.family == "qwen2"
+    block_class = Qwen3TransformerBlock if has_norm else Llama3TransformerBlock
     return block_class.Config(
         attention_norm=_norm(config, config.dim),
         ffn_norm=_norm(config, config.dim),
-        attention=make_gqa_config(
-            dim=config.dim,
-            n_heads=config.num_heads,
-            n_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            wqkv_param_init=_NO_INIT,
-            wo_param_init=_NO_INIT,
-            inner_attention=inner_attention,
-            fuse_qkv=False,
-            rope=_rope(config),
-            qk_norm=_norm(config, config.head_dim) if config.family != "llama" else None,
-        ),
+        attention=attention,
         feed_forward=_feed_forward(config) if config.moe is None else None,
         moe=moe_config(config) if config.moe is not None else None,
     )
@@ -162,8 +167,8 @@ def hf_name(name: str) -> str:
     name = name.replace("_checkpoint_wrapped_module.", "")
     if (match := re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)) is not None:
         return f"model.layers.{match[1]}.mlp.experts.{_HF_STACK_NAMES[match[2]]}.weight"
-    if (match := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)) is not None:
-        return f"model.layers.{match[1]}.{_HF_LAYER_NAMES[match[2]]}.weight"
+    if (match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)) is not None:
+        return f"model.layers.{match[1]}.{_HF_LAYER_NAMES[match[2]]}.{match[3]}"
     return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
 
 
