@@ -20,6 +20,7 @@ _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32
 _BLOCK = 1 << 24
 _STALLED_S = 60.0
+_TOKEN_S = 5.0  # others that connect do not keep the host waiting for longer
 
 
 def model_files(model: Path) -> Mapping[str, str]:
@@ -80,10 +81,9 @@ class ModelServer:
     def _send_to(self, connection: socket.socket) -> bool:
         """Whether it was the host that the model is for."""
         with connection:
-            connection.settimeout(_STALLED_S)
-            token = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
-            if not hmac.compare_digest(token, self.offer.token):
+            if not self._knows_token(connection):
                 return False
+            connection.settimeout(_STALLED_S)
             table = [(file.name, size) for file, size in self._files]
             connection.sendall(json.dumps(table).encode() + b"\n")
             for path, size in self._files:
@@ -91,6 +91,14 @@ class ModelServer:
                     for start in range(0, size, _BLOCK):
                         self.sent_bytes += connection.sendfile(file, start, min(_BLOCK, size - start))
         return True
+
+    def _knows_token(self, connection: socket.socket) -> bool:
+        connection.settimeout(_TOKEN_S)
+        try:
+            with connection.makefile("rb") as stream:
+                return hmac.compare_digest(stream.read(_TOKEN_BYTES), self.offer.token)
+        except OSError:
+            return False
 
 
 def receive_model(offer: ModelOffer) -> None:
