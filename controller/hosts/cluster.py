@@ -43,6 +43,7 @@ class Cluster:
         self._controller = controller
         self._lost_after_s = lost_after_s
         self._lease = lease
+        self._reviving = asyncio.Lock()
         self._gpus = {host: GPUPool(host.facts.gpus) for host in self.hosts}
 
     @property
@@ -119,10 +120,19 @@ class Cluster:
         return Placement(self._controller, tuple(hosts), tuple(taken))
 
     async def revive(self, group: str) -> None:
-        """Tries to reach the hosts of a group again if all of them are lost. Where that fails, they stay lost."""
-        if any(host.lost is None for host in self.groups[group]):
-            return
+        """Tries to reach the hosts of a group again if all of them are lost. Where that fails, they stay lost.
+
+        Raises `HostsOverError` if that can never succeed.
+        """
+        async with self._reviving:
+            if all(host.lost is not None for host in self.groups[group]):
+                await self._revive(group)
+
+    async def _revive(self, group: str) -> None:
+        groups = {} if self._lease is None else await self._lease.allocation.revived()
+        by_name = {address.host: address for address in groups.get(group, ())}
         for old in self.groups[group]:
+            self._addresses[old] = by_name.get(old.name, self._addresses[old])
             with contextlib.suppress(HostError):
                 new = await connect_host(self._addresses[old], self._controller, self._lost_after_s)
                 self._addresses[new], self._gpus[new] = self._addresses[old], GPUPool(new.facts.gpus)

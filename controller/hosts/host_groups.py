@@ -33,6 +33,13 @@ class Allocation(Protocol):
         """
         ...
 
+    async def revived(self) -> Groups:
+        """The workers of each group; those that have ended are started again on the hosts that the run still has.
+
+        Does not raise for hosts that stay lost. Raises `HostsOverError` if the run has no hosts any more.
+        """
+        ...
+
     async def stop(self) -> None:
         """Ends the workers that `workers` started, and gives the hosts back. Takes seconds. May be called again."""
         ...
@@ -101,6 +108,9 @@ class _RunningWorkers:
     groups: Groups
 
     async def workers(self) -> Groups:
+        return self.groups
+
+    async def revived(self) -> Groups:
         return self.groups
 
     async def stop(self) -> None:

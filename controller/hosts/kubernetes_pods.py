@@ -44,6 +44,11 @@ class Pods:
                 raise
         return self._groups
 
+    async def revived(self) -> Groups:
+        """See `Allocation.revived`: Kubernetes does that."""
+        assert self._groups is not None
+        return self._groups
+
     async def stop(self) -> None:
         """See `Allocation.stop`."""
         if self._lifeline is not None:

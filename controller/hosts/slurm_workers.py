@@ -34,6 +34,7 @@ from controller.hosts.slurm_jobs import (
     worker_script,
 )
 from controller.hosts.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
+from controller.meshes.errors import HostsOverError
 from rl.cache import cache_directory
 
 _POLL_S = 2.0
@@ -69,6 +70,13 @@ class SlurmWorkers:
         except BaseException:
             await self.stop()
             raise
+        return self._groups
+
+    async def revived(self) -> Groups:
+        """See `Allocation.revived`."""
+        assert self._groups is not None
+        if (over := await self._why_over()) is not None:
+            raise HostsOverError("hosts", over)
         return self._groups
 
     async def stop(self) -> None:

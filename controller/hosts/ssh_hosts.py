@@ -108,6 +108,9 @@ class _SshWorkers:
             name: tuple(self._running[host].address for host in group) for name, group in self._hosts.groups.items()
         }
 
+    async def revived(self) -> Groups:
+        return await self.workers()
+
     async def stop(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self._running.values()))
 

@@ -57,6 +57,10 @@ class HostLostError(MeshError):
     """
 
 
+class HostsOverError(HostLostError):
+    """All hosts of a run are gone, and none comes back before the run begins again: their job has ended."""
+
+
 class PolicyLostError(ValueError):
     """A frozen version that only a dead generator had. Its successor found it no longer published."""
 

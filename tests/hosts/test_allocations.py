@@ -10,6 +10,8 @@ from controller.hosts.addresses import Address
 from controller.hosts.allocations import kept_allocations, lease_of
 from controller.hosts.cluster import Cluster
 from controller.hosts.host_groups import Allocation, Groups, Tell
+from controller.hosts.remote_host import Host
+from tests.hosts.fake_hosts import fake_host
 
 GROUPS = {"trainer": (Address("tcp", "127.0.0.1", 9),)}
 
@@ -37,6 +39,10 @@ class _Counted:
     async def workers(self) -> Groups:
         self.events.append("workers")
         return GROUPS
+
+    async def revived(self) -> Groups:
+        self.events.append("revived")
+        return {"trainer": (Address("tcp", "n1", 10),)}
 
     async def stop(self) -> None:
         self.events.append("stop")
@@ -69,6 +75,30 @@ def test_a_run_keeps_its_allocation_until_it_ends_however_it_does() -> None:
         asyncio.run(run())
     assert hosts.events == ["allocation", "workers", "workers", "stop"]
     assert told == ["waiting"]
+
+
+def test_a_host_that_is_lost_is_connected_to_where_its_allocation_has_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, connected = CountedHosts(), list[Address]()
+
+    async def connect(address: Address, controller: str, lost_after_s: float) -> Host:
+        connected.append(address)
+        return fake_host(address.host, worker=address)
+
+    monkeypatch.setattr("controller.hosts.remote_host._STOP_S", 0.01)
+    monkeypatch.setattr("controller.hosts.cluster.connect_host", connect)
+
+    async def run() -> None:
+        old = fake_host("n1", worker=Address("tcp", "n1", 9))
+        cluster = Cluster({"trainer": (old,)}, {old: old.worker}, "c", 20.0, lease_of(hosts))
+        await cluster.revive("trainer")
+        assert not connected
+        old.lose("it was cut")
+        await asyncio.gather(cluster.revive("trainer"), cluster.revive("trainer"))  # for two replicas of a generator
+        assert [host.worker.port for host in cluster.groups["trainer"]] == [10]
+
+    asyncio.run(run())
+    assert connected == [Address("tcp", "n1", 10)]
+    assert hosts.events == ["allocation", "revived"]
 
 
 def test_hosts_that_cannot_be_used_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

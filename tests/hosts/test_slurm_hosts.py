@@ -12,6 +12,7 @@ from controller.hosts import slurm_jobs, slurm_workers
 from controller.hosts.addresses import Address, accepts
 from controller.hosts.host_groups import Groups
 from controller.hosts.slurm_hosts import SlurmHosts
+from controller.meshes.errors import HostsOverError
 from tests.hosts.slurm_stand_in import scripts
 from tests.hosts.stand_ins import install
 
@@ -115,8 +116,10 @@ def test_a_job_that_ended_begins_again_when_the_run_restarts(cluster: Path, port
     async def run() -> None:
         allocation = fake_hosts(cluster).allocation(told.append)
         try:
-            assert await allocation.workers() == groups(port)
+            assert await allocation.workers() == await allocation.revived() == groups(port)
             (cluster / "job-1.over").write_text("TIMEOUT")
+            with pytest.raises(HostsOverError, match="Slurm job 1 is TIMEOUT"):
+                await allocation.revived()
             assert await allocation.workers() == groups(port)
         finally:
             await allocation.stop()
