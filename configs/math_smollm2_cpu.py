@@ -1,4 +1,4 @@
-"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns word problems of one and two steps, in GSM8K's format."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct trains on word problems of one and two steps, in GSM8K's format."""
 
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig

@@ -43,7 +43,7 @@ class VerifiersEnv:
         if loaded.tool_defs:
             raise ValueError(
                 f"{self._which} has tools in the model's own call format ({len(loaded.tool_defs)} of them), which is "
-                "not supported; rl.envs.python_arithmetic shows a tool that the model calls in plain text"
+                "not supported; rl.envs.tools has the model call functions of yours in that format"
             )
         train_rows, eval_rows = self._split()
         if not train_rows or not eval_rows:

@@ -8,9 +8,11 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from rl.cache import cache_directory
+from rl.data.streams import content_id
 
 _NAMES = "Ada Ben Chen Dana Eli Fay Gus Hana Ivan Jo Kim Leo Mia Nora Omar Pia".split()
 _THINGS = "apples books coins pens stamps shells cards beads".split()
@@ -18,19 +20,28 @@ _THINGS = "apples books coins pens stamps shells cards beads".split()
 
 def word_problems_file(num_problems: int = 4000) -> Path:
     """The dataset in ownloop's cache, written there if it is not there yet. The same on every machine."""
-    file = cache_directory() / f"word-problems-{num_problems}.jsonl"
+    rows = _rows(num_problems, seed=0)
+    file = cache_directory() / f"word-problems-{content_id(rows)}.jsonl"  # another version writes another file
     if not file.exists():
-        write_word_problems(file, num_problems)
+        _write(file, rows)
     return file
 
 
 def write_word_problems(file: Path, num_problems: int, seed: int = 0) -> None:
     """Writes different problems as JSON lines. `file` appears only when it is complete."""
-    rng = random.Random(seed)
-    rows: dict[str, str] = {}
+    _write(file, _rows(num_problems, seed))
+
+
+def _rows(num_problems: int, seed: int) -> dict[str, str]:
+    """Question -> worked solution."""
+    rng, rows = random.Random(seed), dict[str, str]()
     while len(rows) < num_problems:
         question, answer = _problem(rng)
         rows.setdefault(question, answer)
+    return rows
+
+
+def _write(file: Path, rows: Mapping[str, str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
         part.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows.items())
@@ -40,24 +51,22 @@ def write_word_problems(file: Path, num_problems: int, seed: int = 0) -> None:
 def _problem(rng: random.Random) -> tuple[str, str]:
     """A question and its worked solution."""
     (name, other), thing = rng.sample(_NAMES, 2), rng.choice(_THINGS)
-    a, b, c = rng.randint(3, 20), rng.randint(2, 12), rng.randint(2, 9)
-    start = f"{name} has {a} {thing}."
+    a, b, c = rng.randint(3, 12), rng.randint(2, 9), rng.randint(2, 9)
     match rng.randrange(5):
         case 0:
-            return f"{start} {other} gives {name} {b} more. {_now(name, thing)}", _solved((a, "+", b))
+            start = f"{name} has {a} {thing}. {other} gives {name} {b} more."
+            return f"{start} {_now(name, thing)}", _solved((a, "+", b))
         case 1:
-            a += b
-            return f"{name} has {a} {thing}. {name} loses {b}. {_now(name, thing)}", _solved((a, "-", b))
+            return f"{name} has {a + b} {thing}. {name} loses {b}. {_now(name, thing)}", _solved((a + b, "-", b))
         case 2:
             question = f"{name} has {c} boxes with {b} {thing} each. How many {thing} does {name} have?"
             return question, _solved((c, "*", b))
         case 3:
-            question = f"{start} {other} has {b} more than {name}. How many {thing} do they have together?"
-            return question, _solved((a, "+", b), (a, "+", a + b))
+            start = f"{name} has {a + b} {thing}. {name} loses {b} and then finds {c}."
+            return f"{start} {_now(name, thing)}", _solved((a + b, "-", b), (a, "+", c))
         case _:
-            a += b
-            question = f"{name} has {a} {thing}. {name} gives {b} to {other} and then buys {c}. {_now(name, thing)}"
-            return question, _solved((a, "-", b), (a - b, "+", c))
+            start = f"{name} has {c} boxes with {b} {thing} each, and finds {a} more."
+            return f"{start} {_now(name, thing)}", _solved((c, "*", b), (c * b, "+", a))
 
 
 def _now(name: str, thing: str) -> str:
