@@ -91,7 +91,7 @@ async def measure_steps(server: Server, options: argparse.Namespace, size: Size,
     seconds: dict[str, list[float]] = {"gateway": [], "script": []}
     vocabulary = vocab_size(server.model)
     async with script(server.model, options.threads, folder / "script") as (trainer, generator):
-        client = new_client(server)
+        client = await asyncio.to_thread(new_client, server)
         for turn in range(1 + size.rounds):
             prompts = np.random.default_rng(turn).integers(0, vocabulary, (size.prompts, size.prompt_tokens)).tolist()
             for side in seconds if turn % 2 else reversed(seconds):
