@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controller.hosts.addresses import Address, own_address_towards, resolve
@@ -33,6 +33,7 @@ class Pods:
         self._lifeline: Lifeline | None = None
         self._made = False
         self._groups: Groups | None = None
+        self._failure: str | None = None
 
     async def workers(self) -> Groups:
         """See `Allocation.workers`. Kubernetes itself replaces pods that are lost, under their names."""
@@ -56,7 +57,7 @@ class Pods:
         if self._made:
             with contextlib.suppress(ValueError):  # pods end with the lifeline, and their Jobs are removed later
                 await self._kubectl("delete", _KINDS, "--selector", self._selector, "--wait=false", within_s=_DELETE_S)
-        self._groups = self._lifeline = None
+        self._groups = self._lifeline = self._failure = None
         self._made = False
 
     async def _start(self) -> Groups:
@@ -78,24 +79,27 @@ class Pods:
         end = time.monotonic() + hosts.start_within_s
         scheme = "tls" if hosts.tls else "tcp"
         found: dict[str, Address] = {}
-        for name in names:
-            own = Address(scheme, name, hosts.port)
-            try:
-                found[name] = await until_it_accepts(lambda own=own: _resolved(own), end, lambda: None)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}. Is this process in a pod of the cluster?") from None
+        watch = asyncio.create_task(self._watch())
+        try:
+            for name in names:
+                own = Address(scheme, name, hosts.port)
+                found[name] = await until_it_accepts(lambda own=own: _resolved(own), end, lambda: self._failure)
+        except ValueError as error:
+            if self._failure is not None:
+                raise
+            raise ValueError(f"{names[len(found)]}: {error}. Is this process in a pod of the cluster?") from None
+        finally:
+            watch.cancel()
         return {role: tuple(found[name] for name in names) for role, names in hosts.addresses.items()}
 
     async def _until_pods_run(self, count: int) -> None:
         """Waits for any time for nodes, and `start_within_s` for the rest. Raises ValueError if a pod fails."""
         told, end = "", 0.0
         while True:
-            listed = json.loads(await self._kubectl("get", "pods", "--selector", self._selector, "--output", "json"))
-            pods: list[dict[str, Any]] = listed["items"]
+            pods = await self._pods()
             waiting = {pod["metadata"]["name"]: why for pod in pods if (why := _why_waiting(pod)) is not None}
-            for pod in pods:
-                if pod["status"].get("phase") in ("Failed", "Succeeded"):
-                    raise ValueError(await self._last_words(pod["metadata"]["name"]))
+            if (failure := await self._failure_of(pods)) is not None:
+                raise ValueError(failure)
             if len(pods) >= count and not waiting:
                 return
             words = (
@@ -110,12 +114,26 @@ class Pods:
                 raise ValueError(f"pods have not started within {self._hosts.start_within_s:g} s: {words}")
             await asyncio.sleep(_POLL_S)
 
-    async def _last_words(self, pod: str) -> str:
-        try:
-            lines = (await self._kubectl("logs", pod, "--tail=8")).strip()
-        except ValueError as error:
-            lines = str(error)
-        return f"the pod {pod} has ended. The last lines of its worker:\n{lines}"
+    async def _watch(self) -> None:
+        """Notices that a pod ends while its worker starts."""
+        while self._failure is None:
+            await asyncio.sleep(_POLL_S)
+            self._failure = await self._failure_of(await self._pods())
+
+    async def _pods(self) -> list[dict[str, Any]]:
+        return json.loads(await self._kubectl("get", "pods", "--selector", self._selector, "--output", "json"))["items"]
+
+    async def _failure_of(self, pods: Sequence[Mapping[str, Any]]) -> str | None:
+        """What the first pod that has ended said last; None if none has."""
+        for pod in pods:
+            name = pod["metadata"]["name"]
+            if pod["status"].get("phase") in ("Failed", "Succeeded"):
+                try:
+                    lines = (await self._kubectl("logs", name, "--tail=8")).strip()
+                except ValueError as error:
+                    lines = str(error)
+                return f"the pod {name} has ended. The last lines of its worker:\n{lines}"
+        return None
 
     async def _kubectl(self, *arguments: str, text: str = "", within_s: float = 60.0) -> str:
         command = [*self._hosts.kubectl, "--namespace", self._hosts.namespace, *arguments]

@@ -140,7 +140,10 @@ def test_pods_are_waited_for_and_deleted(cluster: Path) -> None:
             pods(pod("t-0", "Pending", containerStatuses=[{"state": {"waiting": WAITING}}])),
             "pods have not started within 0.1 s: t-0: ImagePullBackOff no such image",
         ),
-        (pods(pod("t-0", "Running")), "no worker has begun to listen|cannot be reached there"),
+        (
+            pods(pod("t-0", "Running")),
+            "127.0.0.1: (no worker has begun to listen|its worker .* cannot be reached there)",
+        ),
     ],
 )
 def test_pods_that_do_not_start_are_named_and_deleted(listed: str, message: str, cluster: Path) -> None:
@@ -149,6 +152,13 @@ def test_pods_that_do_not_start_are_named_and_deleted(listed: str, message: str,
     with pytest.raises(ValueError, match=message):
         asyncio.run(hosts.allocation(lambda _: None).workers())
     assert (cluster / "deleted").exists()
+
+
+def test_a_pod_that_ends_while_its_worker_starts_is_named(cluster: Path) -> None:
+    (cluster / "pods").write_text(pods(pod("t-0", "Running")))
+    (cluster / "next").write_text(pods(pod("t-0", "Failed")))
+    with pytest.raises(ValueError, match=r"t-0 has ended\. The last lines of its worker:\nerror: host 'x' has"):
+        asyncio.run(KubernetesHosts({"trainer": 1}, image="x", port=9).allocation(print).workers())
 
 
 def test_hosts_of_another_run_are_left_alone(cluster: Path) -> None:
