@@ -84,7 +84,7 @@ def check_listens_here(address: Address) -> None:
 
 def _sent_certificates(stack: ExitStack) -> Path:
     """A folder with the certificates that were sent, which is removed with the worker."""
-    from controller.hosts.run_certificates import unpack
+    from controller.hosts.starting.run_certificates import unpack
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ownloop-certs-")))
     unpack(sys.stdin.buffer.read(), folder)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from controller.hosts.host_groups import Hosts, parse_groups
-from controller.hosts.kubernetes_hosts import KubernetesHosts
-from controller.hosts.slurm_hosts import SlurmHosts
-from controller.hosts.ssh_hosts import SshHosts
+from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
+from controller.hosts.starting.slurm_hosts import SlurmHosts
+from controller.hosts.starting.ssh_hosts import SshHosts
 from rl.checks import did_you_mean
 
 METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE"

@@ -4,7 +4,7 @@ import pytest
 
 from controller.hosts.host_groups import Hosts, WorkerHosts
 from controller.hosts.host_options import parse_hosts
-from controller.hosts.ssh_hosts import SshHosts
+from controller.hosts.starting.ssh_hosts import SshHosts
 
 
 @pytest.mark.parametrize(

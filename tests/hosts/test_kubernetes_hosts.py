@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from controller.commands.cli import main
-from controller.hosts import kubernetes_pods
 from controller.hosts.addresses import Address, accepts
 from controller.hosts.certificates import own_certificates
-from controller.hosts.kubernetes_hosts import KubernetesHosts
-from controller.hosts.kubernetes_manifests import as_yaml, manifests
-from controller.hosts.run_certificates import worker_certificates
+from controller.hosts.starting import kubernetes_pods
+from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
+from controller.hosts.starting.kubernetes_manifests import as_yaml, manifests
+from controller.hosts.starting.run_certificates import worker_certificates
 from tests.hosts.stand_ins import install
 
 KUBECTL = """

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controller.hosts import slurm_jobs, slurm_workers
 from controller.hosts.addresses import Address, accepts
 from controller.hosts.host_groups import Groups
-from controller.hosts.slurm_hosts import SlurmHosts
+from controller.hosts.starting import slurm_jobs, slurm_workers
+from controller.hosts.starting.slurm_hosts import SlurmHosts
 from controller.meshes.errors import HostsOverError
 from tests.hosts.slurm_stand_in import scripts
 from tests.hosts.stand_ins import install

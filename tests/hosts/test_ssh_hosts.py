@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from controller.hosts.addresses import accepts
-from controller.hosts.ssh_hosts import SshHosts
+from controller.hosts.starting.ssh_hosts import SshHosts
 from tests.hosts.stand_ins import SSH, install
 
 HERE = "127.0.0.1"
@@ -76,7 +76,7 @@ def test_every_host_that_fails_is_named_with_the_last_lines_of_its_ssh(
 
 def test_a_worker_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, ssh="echo $$ > $STAND_INS/pid; echo motd; exec sleep 60")
-    monkeypatch.setattr("controller.hosts.ssh_hosts._END_S", 0.1)
+    monkeypatch.setattr("controller.hosts.starting.ssh_hosts._END_S", 0.1)
     with pytest.raises(ValueError, match=r"127\.0\.0\.1: no worker has begun to listen in time.*\nmotd"):
         asyncio.run(SshHosts({"trainer": (HERE,)}, start_within_s=0.3).allocation(lambda _: None).workers())
     with pytest.raises(ProcessLookupError):

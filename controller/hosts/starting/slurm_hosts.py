@@ -19,7 +19,7 @@ from pathlib import Path
 
 from controller.hosts.addresses import DEFAULT_PORT, parse_address
 from controller.hosts.host_groups import Allocation, Tell
-from controller.hosts.run_certificates import controller_certificates
+from controller.hosts.starting.run_certificates import controller_certificates
 from rl.checks import check_above_zero, check_at_least
 
 
@@ -91,7 +91,7 @@ class SlurmHosts:
 
     def allocation(self, tell: Tell) -> Allocation:
         """The nodes of the allocation in which this process runs, or of a job; nothing is submitted yet."""
-        from controller.hosts.slurm_workers import NewJob, OwnAllocation
+        from controller.hosts.starting.slurm_workers import NewJob, OwnAllocation
 
         job = os.environ.get("SLURM_JOB_ID")
         return NewJob(self, tell) if job is None else OwnAllocation(self, tell, job)

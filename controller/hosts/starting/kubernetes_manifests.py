@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.hosts.addresses import Address
-from controller.hosts.kubernetes_hosts import KubernetesHosts
-from controller.hosts.worker_starts import worker_command
+from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
+from controller.hosts.starting.worker_starts import worker_command
 
 _MOUNT = "/etc/ownloop/certs"
 _FILES = ("ca.pem", "cert.pem", "key.pem")

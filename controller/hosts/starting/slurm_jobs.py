@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from controller.hosts.programs import output_of
+from controller.hosts.starting.programs import output_of
 
 _CANCEL_S = 3.0
 _TRIES = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from controller.hosts.addresses import DEFAULT_PORT, parse_address
 from controller.hosts.host_groups import Allocation, Tell
-from controller.hosts.run_certificates import controller_certificates
+from controller.hosts.starting.run_certificates import controller_certificates
 from rl.checks import check_above_zero, check_at_least
 
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
@@ -96,6 +96,6 @@ class KubernetesHosts:
 
     def allocation(self, tell: Tell) -> Allocation:
         """Makes nothing yet."""
-        from controller.hosts.kubernetes_pods import Pods
+        from controller.hosts.starting.kubernetes_pods import Pods
 
         return Pods(self, tell)

@@ -10,12 +10,12 @@ from typing import Any
 
 from controller.hosts.addresses import Address, own_address_towards, resolve
 from controller.hosts.host_groups import Groups, Tell
-from controller.hosts.kubernetes_hosts import KubernetesHosts
-from controller.hosts.kubernetes_manifests import LABEL, as_yaml, manifests
 from controller.hosts.lifeline import Lifeline
-from controller.hosts.programs import output_of
-from controller.hosts.run_certificates import worker_certificates
-from controller.hosts.worker_starts import until_it_accepts
+from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
+from controller.hosts.starting.kubernetes_manifests import LABEL, as_yaml, manifests
+from controller.hosts.starting.programs import output_of
+from controller.hosts.starting.run_certificates import worker_certificates
+from controller.hosts.starting.worker_starts import until_it_accepts
 
 _POLL_S = 2.0
 _DELETE_S = 3.0

@@ -21,8 +21,8 @@ from pathlib import Path
 from controller.hosts.addresses import DEFAULT_PORT, Address, own_address_towards, parse_address
 from controller.hosts.host_groups import Allocation, Groups, Tell
 from controller.hosts.lifeline import Lifeline
-from controller.hosts.run_certificates import controller_certificates, packed, worker_certificates
-from controller.hosts.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
+from controller.hosts.starting.run_certificates import controller_certificates, packed, worker_certificates
+from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
 from rl.checks import check_above_zero
 
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:[A-Za-z0-9][\w.-]*|[0-9a-fA-F:]+)")

@@ -16,9 +16,9 @@ from pathlib import Path
 from controller.hosts.addresses import Address, own_address_towards
 from controller.hosts.host_groups import Groups, Tell
 from controller.hosts.lifeline import Lifeline
-from controller.hosts.run_certificates import worker_certificates
-from controller.hosts.slurm_hosts import SlurmHosts
-from controller.hosts.slurm_jobs import (
+from controller.hosts.starting.run_certificates import worker_certificates
+from controller.hosts.starting.slurm_hosts import SlurmHosts
+from controller.hosts.starting.slurm_jobs import (
     CERTIFICATES,
     LIFELINE,
     OUTPUT,
@@ -33,7 +33,7 @@ from controller.hosts.slurm_jobs import (
     submit,
     worker_script,
 )
-from controller.hosts.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
+from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
 from controller.meshes.errors import HostsOverError
 from rl.cache import cache_directory
 
