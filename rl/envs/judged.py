@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -178,27 +178,46 @@ class JudgedEpisode:
         if not isinstance(reply, Done):
             self._said.append(prompt_text(reply.messages))
             return reply
-        judge = self._problem.judge
-        score, metrics = await _score(judge, prompt_text(self._problem.prompt), "\n".join(self._said))
-        if score is None:
-            score = judge.failure_reward
-        return Done(reward=score or 0.0, metrics={**reply.metrics, "own_reward": float(reply.reward), **metrics})
+        judgement = await _judge(self._problem.judge, prompt_text(self._problem.prompt), "\n".join(self._said))
+        return Done(
+            reward=judgement.reward,
+            metrics={
+                **reply.metrics,
+                "own_reward": float(reply.reward),
+                "judge_prompt_tokens": float(judgement.num_prompt_tokens),
+                "judge_completion_tokens": float(judgement.num_completion_tokens),
+                "judge_retries": float(judgement.num_retries),
+                "judge_failures": float(judgement.failed),
+            },
+        )
 
 
-async def _score(judge: Judge, prompt: str, answer: str) -> tuple[float | None, dict[str, float]]:
-    """The reward, None if the judge failed, and what the judgement cost. Raises RuntimeError if failures are errors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judgement:
+    """What the judge said, and what it cost."""
+
+    said: str = ""
+    reward: float = 0.0
+    failed: bool = False
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_retries: int = 0
+
+
+async def _judge(judge: Judge, prompt: str, answer: str) -> _Judgement:
+    """The judgement of one conversation. Raises RuntimeError if the judge fails and there is no `failure_reward`."""
     names = {"{prompt}": prompt, "{answer}": answer, "{lowest}": f"{judge.lowest:g}", "{highest}": f"{judge.highest:g}"}
     # All names at once: the model's answer may contain one of them.
     question = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], judge.template)
-    usage: dict[str, float] = {}
+    judgement = _Judgement()
     try:
-        said, usage = await _ask(judge, question)
-        return _reward(judge, said), {**usage, "judge_failures": 0.0}
+        judgement = await _ask(judge, question)
+        return replace(judgement, reward=_reward(judge, judgement.said))
     except Exception as error:  # of the network, the server, or what the judge said
         message = "it took too long" if isinstance(error, TimeoutError) else f"{error}".strip() or type(error).__name__
         if judge.failure_reward is None:
             raise RuntimeError(f"the judge {judge.model!r} failed: {message:.300}") from error
-        return None, {**usage, "judge_failures": 1.0}
+        return replace(judgement, reward=judge.failure_reward, failed=True)
 
 
 def _reward(judge: Judge, said: str) -> float:
@@ -212,20 +231,20 @@ def _reward(judge: Judge, said: str) -> float:
     return (score - judge.lowest) / (judge.highest - judge.lowest)
 
 
-async def _ask(judge: Judge, question: str) -> tuple[str, dict[str, float]]:
-    """What the judge says, and what it cost."""
+async def _ask(judge: Judge, question: str) -> _Judgement:
+    """What the judge says, not yet read."""
     client, turns = _connection(judge)
     async with turns, asyncio.timeout(judge.time_limit_s):
         raw = await client.chat.completions.with_raw_response.create(
             model=judge.model, messages=[{"role": "user", "content": question}], **judge.options
         )
         answer = raw.parse()
-    usage = {
-        "judge_prompt_tokens": float(answer.usage.prompt_tokens if answer.usage else 0),
-        "judge_completion_tokens": float(answer.usage.completion_tokens if answer.usage else 0),
-        "judge_retries": float(raw.retries_taken),
-    }
-    return answer.choices[0].message.content or "", usage
+    return _Judgement(
+        said=answer.choices[0].message.content or "",
+        num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
+        num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
+        num_retries=raw.retries_taken,
+    )
 
 
 _connections: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, tuple[Any, asyncio.Semaphore]]] = (

@@ -118,8 +118,10 @@ class MathProblem:
         """Compares the answer and ends the episode."""
         boxed = self.answer_form == "boxed"
         result = math_comparer().compare(self.expected, completion, boxed=boxed, time_limit_s=self.time_limit_s)
-        metrics = {"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)}
-        return Done(reward=float(result.right), metrics=metrics)
+        return Done(
+            reward=float(result.right),
+            metrics={"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)},
+        )
 
 
 def final_answer(text: str, marker: str) -> str:

@@ -151,8 +151,14 @@ class ToolEpisode:
         done = await call_environment(self._episode.reply, completion, time_limit_s=limit_s)
         if not isinstance(done, Done):
             raise TypeError(f"{self._settings.env.name} asks for several turns; ToolEnv.env needs single-turn problems")
-        metrics = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
-        return Done(reward=done.reward, metrics={**done.metrics, **metrics})
+        return Done(
+            reward=done.reward,
+            metrics={
+                **done.metrics,
+                "tool_calls": float(self._num_calls),
+                "tool_errors": float(self._num_errors),
+            },
+        )
 
     async def _result(self, call: ToolCall) -> str:
         """What the tool returns, as text, or what went wrong."""
