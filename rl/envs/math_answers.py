@@ -47,7 +47,7 @@ class MathComparer:
         process = self._idle.get()
         try:
             process = process or _Process()
-            found = process.ask((answer, completion, boxed), time_limit_s)
+            found = process.ask((answer, completion, boxed, time_limit_s), time_limit_s)
             if found is None:
                 process.kill()
                 process = None
@@ -81,7 +81,7 @@ class _Process:
                 f"answers cannot be compared ({failure or 'the process did not start'}); pip install math-verify"
             )
 
-    def ask(self, request: tuple[str, str, bool], time_limit_s: float) -> tuple[bool, bool] | None:
+    def ask(self, request: tuple[str, str, bool, float], time_limit_s: float) -> tuple[bool, bool] | None:
         """(found, right), or None if the process did not answer in time or died."""
         try:
             self._pipe.send(request)

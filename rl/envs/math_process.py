@@ -6,8 +6,10 @@ when the pipe is closed. It imports nothing of ownloop, which would cost each of
 
 import importlib
 import logging
+import math
 import resource
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +18,7 @@ _BOXED = "\\boxed{"
 
 
 def main() -> None:
-    """Serves requests `(answer, completion, boxed)` with `(found, right)`."""
+    """Serves requests `(answer, completion, boxed, time_limit_s)` with `(found, right)`."""
     pipe: Any = Connection(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     sys.set_int_max_str_digits(100_000)
@@ -30,9 +32,13 @@ def main() -> None:
     answers: dict[str, Any] = {}
     while True:
         try:
-            answer, completion, boxed = pipe.recv()
+            answer, completion, boxed, time_limit_s = pipe.recv()
         except EOFError:
             return
+        # Whoever asked ends this process at the limit. If it was killed itself, the kernel does, even in the middle of
+        # an operation that would never end.
+        seconds = math.ceil(time.process_time() + time_limit_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         try:
             if answer not in answers:
                 answers[answer] = _parse(math_verify, f"{_BOXED}{answer}}}")

@@ -1,12 +1,15 @@
 """Math problems from files, and comparison of answers by math-verify in processes of their own."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -80,6 +83,28 @@ def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
     assert results == [Comparison(timed_out=True)]
     assert time.monotonic() - start < 3
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right  # by a new process
+
+
+ENDLESS = """
+from rl.envs.math_answers import MathComparer
+comparer = MathComparer(1)
+comparer.compare("72", "72", boxed=False, time_limit_s=5)
+print("begins", flush=True)
+comparer.compare("72", "\\\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=1)
+"""
+
+
+def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> None:
+    controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    assert controller.stdout.readline() == "begins\n"
+    (comparing,) = psutil.Process(controller.pid).children()
+    before = comparing.cpu_times().user
+    while comparing.cpu_times().user < before + 0.2:  # until it computes
+        time.sleep(0.02)
+    controller.kill()
+    controller.wait()
+    assert psutil.wait_procs([comparing], timeout=20)[0] == [comparing]
 
 
 @pytest.mark.parametrize(
