@@ -63,9 +63,18 @@ class Cell:
     """Runs in a folder of their own, with the processes that belong to them."""
 
     def __init__(
-        self, folder: Path, model: Path, fault: Fault, prefix: Sequence[str] = (), root: Path = Path("/")
+        self,
+        folder: Path,
+        model: Path,
+        fault: Fault,
+        prefix: Sequence[str] = (),
+        root: Path = Path("/"),
+        deadline_s: float = 10.0,
     ) -> None:
-        """The run is that of the fault's loop and layout. `prefix` begins every command, which sees `root` as /."""
+        """The run is that of the fault's loop and layout. `prefix` begins every command, which sees `root` as /.
+
+        A process that does not answer for `deadline_s` is killed: a thread that sleeps is found so.
+        """
         self.folder = folder
         self._root = root
         self._id = uuid.uuid4().hex
@@ -81,6 +90,7 @@ class Cell:
             "KILLS_RANKS": str(fault.num_ranks),
             "KILLS_REPLICAS": str(fault.num_replicas),
             "KILLS_LORA": str(int(fault.lora)),
+            "KILLS_DEADLINE": str(deadline_s),
         }
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -27,6 +27,7 @@ _LAYOUT = Fault("trainer rank 1 of 2", "SIGSTOP", "generate", "grpo")
 _BLIP_S = 10.0
 _GONE_S = 30.0
 _UNDERWAY_S = 0.5
+_DEADLINE_S = 60.0  # so that a host is found lost, after 20 s, and not a call too slow
 _ENDS_WITHIN_S = 60.0  # a run that names a lost host first tries to go on without it
 _WORKER = (" worker --listen ", " controller.hosts.worker_process ")
 
@@ -72,7 +73,7 @@ class HostCell:
         for host in _HOSTS:
             self.hosts.start_worker(host, env=environment)
         shell = ["sh", "-c", f'cd "{folder}" && exec "$@"', "sh"]
-        self.cell = Cell(folder, model, _LAYOUT, self.hosts.command("ctl", shell))
+        self.cell = Cell(folder, model, _LAYOUT, self.hosts.command("ctl", shell), deadline_s=_DEADLINE_S)
         self.environment = environment
 
     def strike(self, fault: HostFault) -> None:
@@ -102,6 +103,12 @@ class HostCell:
                 self.hosts.signal(fault.host, signal.SIGCONT)
             case _:
                 pass
+
+    def names(self, host: str) -> bool:
+        """Whether the run has said, on its terminal or in its log, that a host is lost."""
+        log = self.cell.run / "logs" / "controller.log"
+        said = self.cell.output() + (log.read_text(errors="replace") if log.exists() else "")
+        return f"host {host} is lost" in said
 
     def num_left(self) -> int:
         """Processes on hosts, workers aside, that do not end by themselves in time. They are killed."""
@@ -143,9 +150,8 @@ def hurt_host(fault: HostFault, folder: Path, model: Path, whole: Path) -> Outco
                 hurt.mend(fault)
             mended.append(hurt.num_left())
 
-        named = f"host {fault.host} is lost"
-        wait_until(lambda: named in hurt.cell.output() or process.poll() is not None, ERROR_WITHIN_S)
-        named_s = time.monotonic() - begin if named in hurt.cell.output() else math.inf
+        wait_until(lambda: hurt.names(fault.host) or process.poll() is not None, ERROR_WITHIN_S)
+        named_s = time.monotonic() - begin if hurt.names(fault.host) else math.inf
         finish(
             *(hurt.cell, outcome, process, begin, whole), before_resume=mend, keep=True, error_within_s=_ENDS_WITHIN_S
         )

@@ -34,8 +34,8 @@ class FaultyGRPOAsyncConfig(grpo_async.GRPOAsyncConfig):
 
 
 def recipe() -> grpo.GRPOConfig:
-    """KILLS_MODEL is the model's directory; KILLS_LOOP, KILLS_RANKS, KILLS_REPLICAS and KILLS_LORA are the fault's."""
-    deadlines = Deadlines(first_s=90, at_least_s=10)  # a thread that sleeps is to be found within ERROR_WITHIN_S
+    """KILLS_MODEL is the model's directory; KILLS_LOOP, KILLS_RANKS, KILLS_REPLICAS, KILLS_LORA and KILLS_DEADLINE are a cell's."""
+    deadlines = Deadlines(first_s=90, at_least_s=float(os.environ["KILLS_DEADLINE"]))
     ranks, replicas = int(os.environ["KILLS_RANKS"]), int(os.environ["KILLS_REPLICAS"])
     fields: dict[str, Any] = {
         "model": str(Path(os.environ["KILLS_MODEL"])),
