@@ -34,7 +34,7 @@ class FaultyGRPOAsyncConfig(grpo_async.GRPOAsyncConfig):
 
 
 def recipe() -> grpo.GRPOConfig:
-    """KILLS_MODEL is the model's directory; KILLS_LOOP, KILLS_RANKS, KILLS_REPLICAS, KILLS_LORA and KILLS_DEADLINE are a cell's."""
+    """KILLS_MODEL is the model's directory; the other variables of that name are set by `Cell`."""
     deadlines = Deadlines(first_s=90, at_least_s=float(os.environ["KILLS_DEADLINE"]))
     ranks, replicas = int(os.environ["KILLS_RANKS"]), int(os.environ["KILLS_REPLICAS"])
     fields: dict[str, Any] = {
