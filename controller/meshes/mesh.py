@@ -31,6 +31,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from controller.meshes.calls import Calls, ProcessDiedError, Wait
 from controller.meshes.errors import DeadlineError
 from controller.meshes.place import Place, ThisHost
+from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses, answer_stack_signal
 from rl.deadlines import Deadlines
 
@@ -98,8 +99,8 @@ class _LastDeath:
 class Mesh:
     """The processes of one role, one actor in each.
 
-    `actors` is the Monarch actor mesh. Every call to it goes through `answer` or `answers`, which have a deadline and
-    turn Monarch's errors into ours:
+    `actors` is the Monarch actor mesh, and `rank` the actor of one process. Every call to them goes through `answer` or
+    `answers`, which have a deadline and turn Monarch's errors into ours:
 
         mesh = await Mesh.spawn("generator", VLLMGenerator, config, num_ranks=1, env={}, log_dir=run.logs)
         version = await mesh.answer(mesh.rank(0).version.call_one(), "version")
@@ -124,7 +125,7 @@ class Mesh:
         self.log_files = log_files
         self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
         self._procs = procs
-        self._ranks: dict[int, Any] = {}
+        self._ranks: dict[int, Rank] = {}
         self._stopped = False
 
     @classmethod
@@ -166,7 +167,7 @@ class Mesh:
             async with asyncio.timeout(deadlines.first_s):
                 mesh.calls = Calls(name, await place.processes(name, pids, log_files), deadlines)
                 await setup_torch_elastic_env_async(procs, *await place.master())
-            mesh.actors = procs.spawn(name, actor, *args)
+            mesh.actors = procs.spawn(name, answering(actor), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
             atexit.unregister(_LastDeath.wait_until_told)
             atexit.register(_LastDeath.wait_until_told)
@@ -190,10 +191,14 @@ class Mesh:
         return self.calls.processes.pids
 
     def rank(self, index: int) -> Any:
-        """The actor of one rank. Call its endpoints with `.call_one`."""
+        """The actor of one rank, a `Rank`. Call its endpoints with `.call_one`."""
         if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees what it makes for it
-            self._ranks[index] = self.actors.slice(**self.place.coordinates(index, self.num_ranks))
+            self._ranks[index] = Rank(self.actor(index))
         return self._ranks[index]
+
+    def actor(self, index: int) -> Any:
+        """Monarch's own handle of the actor of one rank, which other processes can be given."""
+        return self.actors.slice(**self.place.coordinates(index, self.num_ranks))
 
     async def answer(
         self,
@@ -235,6 +240,8 @@ class Mesh:
             await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
         self.kill()
         await self.calls.processes.ended(_GONE_S)
+        for rank in self._ranks.values():
+            rank.close()
         await self.place.release(self._host_mesh)
 
     def kill(self) -> None:

@@ -212,7 +212,7 @@ class WeightReceivers:
             port=port,
             link_timeout_s=link_timeout_s,
             process=f"{host.identity}/{mesh.pids[0]}",
-            control=ActorControl(mesh.rank(0)),
+            control=ActorControl(mesh.actor(0)),
         )
         return _Running(mesh, entry)
 

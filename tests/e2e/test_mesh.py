@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from controller.meshes.errors import DeadlineError, MeshError
@@ -64,12 +65,44 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
             await mesh.answer(mesh.rank(1).complain.call_one(3), "complain")
         assert "toy_actor.py" in "".join(caught.value.__notes__)
         assert await mesh.answer(mesh.rank(1).add.call_one(1), "add") == 6
+        await _check_that_answers_find_their_calls(mesh)
+        await _check_that_calls_keep_no_memory(mesh)
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     for rank in range(2):
         assert f"toy rank {rank} of 2 says hello" in (tmp_path / "logs" / f"toy-{rank}.log").read_text()
+
+
+async def _check_that_answers_find_their_calls(mesh: Mesh) -> None:
+    rank = mesh.rank(0)
+    late, blocked, dozing = rank.doze.call_one(0.3), rank.hang.call_one(0.1), rank.doze.call_one(0.2)
+    late.cancel()
+    assert await rank.add.call_one(2) == 7  # it waited for `hang`, which answers None, and not for `doze`
+    assert blocked.done()
+    assert not dozing.done()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        await mesh.answer(rank.lock.call_one(), "lock")
+    with pytest.raises(RuntimeError, match="TwoPartError: this and that") as caught:
+        await mesh.answer(rank.complain_in_two_parts.call_one(), "complain")
+    assert "toy_actor.py" in "".join(caught.value.__notes__)
+    assert await dozing == 0.2
+    assert await rank.add.call_one(3) == 8  # the answer to `late` comes meanwhile, and is dropped
+    await rank.hang.call_one(0.2)
+    assert await rank.add.call_one(4) == 9
+    with pytest.raises(AttributeError, match="wave"):
+        rank.wave.call_one()
+
+
+async def _check_that_calls_keep_no_memory(mesh: Mesh) -> None:
+    """Monarch's own calls keep 1.1 KB each."""
+    rank, process = mesh.rank(0), psutil.Process()
+    for num_calls in (300, 1500):
+        before = process.memory_info().rss
+        for value in range(num_calls):
+            assert await rank.add.call_one(value) == 5 + value
+    assert process.memory_info().rss - before < 400 * 1500
 
 
 def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:

@@ -1,12 +1,22 @@
 """An actor that does what a test of processes needs. In a module of its own: the processes import it."""
 
+import asyncio
 import errno
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
+
+
+class TwoPartError(Exception):
+    """Cannot be unpickled: that calls it with one argument."""
+
+    def __init__(self, first: str, second: str) -> None:
+        """Its text is both parts."""
+        super().__init__(f"{first} and {second}")
 
 
 class Toy(Actor):
@@ -28,6 +38,22 @@ class Toy(Actor):
     async def complain(self, value: int) -> None:
         """Raises the caller's mistake."""
         raise ValueError(f"value is {value}; it must be even")
+
+    @endpoint
+    async def complain_in_two_parts(self) -> None:
+        """Raises an error that cannot be sent."""
+        raise TwoPartError("this", "that")
+
+    @endpoint
+    async def lock(self) -> threading.Lock:
+        """Returns what cannot be sent."""
+        return threading.Lock()
+
+    @concurrent_endpoint
+    async def doze(self, seconds: float) -> float:
+        """Returns `seconds` after that time, and holds up no other call."""
+        await asyncio.sleep(seconds)
+        return seconds
 
     @endpoint
     async def hang(self, seconds: float) -> None:
