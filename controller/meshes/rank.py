@@ -1,9 +1,9 @@
 """`Rank`: the calls to one process's actor, whose answers come through a port that stays open.
 
 For each of its own calls, Monarch 0.7.0 opens a port for the answer and keeps about 1.1 KB in the caller for ever,
-which is 9 MB a minute in a run of short steps. Nobody keeps anything of a port among the arguments of a call, so a call
-here is a message that expects no answer from Monarch and carries such a port. Remove when Monarch's own calls keep
-nothing; `tests/e2e/test_mesh.py` measures what a call keeps.
+which is 9 MB a minute in a run of short steps. A call here is a message that has no port of its own. Its answer comes
+through a port that the actor was given once, as an argument. Remove when Monarch's own calls keep nothing;
+`tests/e2e/test_mesh.py` measures what a call keeps.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from traceback import format_exception
 from typing import Any, ClassVar
 
-import cloudpickle
 from monarch.actor import Actor, ActorError, Channel, Port, PortReceiver, endpoint
 
 from controller.meshes.calls import ProcessDiedError
@@ -23,31 +22,33 @@ from controller.meshes.calls import ProcessDiedError
 class Answering(Actor):
     """What every actor of a mesh has besides its own endpoints."""
 
+    _port: Port[Any]
     _running: ClassVar[set[asyncio.Task[None]]] = set()  # asyncio itself keeps no task alive
 
     @endpoint
-    async def is_made(self) -> None:
-        """Raises the error of a constructor that failed."""
+    async def open_port(self, port: Port[Any]) -> None:
+        """Answers go through `port` from now on. Raises the error of a constructor that failed."""
+        self._port = port
 
     @endpoint(explicit_response_port=True)
-    async def lives(self, port: Port[None]) -> None:
+    async def live(self, port: Port[None]) -> None:
         """Never answers, so its caller is told by Monarch when the actor dies."""
 
     @endpoint
-    async def answer_through(
-        self, port: Port[Any], call_id: int, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    async def answer_through_port(
+        self, call_id: int, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Runs the endpoint `verb` and sends `(call_id, result, error)` through `port`.
+        """Runs the endpoint `verb` and sends `(call_id, result, error)` through the open port.
 
         As in Monarch's own calls, later ones wait for an `@endpoint` and do not wait for a `@concurrent_endpoint`.
         """
         declared: Any = getattr(type(self), verb)
         if not declared._explicit_response_port:
-            await _answer(port, call_id, declared._method(self, *args, **kwargs))
+            await _answer(self._port, call_id, declared._method(self, *args, **kwargs))
             return
         # Monarch wraps a concurrent endpoint in a function that takes its response port.
-        answer = _answer(port, call_id, declared._method.__wrapped__(self, *args, **kwargs))
-        task = asyncio.create_task(answer)
+        result = declared._method.__wrapped__(self, *args, **kwargs)
+        task = asyncio.create_task(_answer(self._port, call_id, result))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -70,7 +71,7 @@ def _portable(error: BaseException) -> ActorError:
     """The error with its traceback as text; another one in its place if it does not survive pickling."""
     wrapped = ActorError(error)
     try:
-        pickle.loads(cloudpickle.dumps(wrapped))
+        pickle.loads(pickle.dumps(wrapped))
     except Exception:
         wrapped = ActorError(RuntimeError(f"{type(error).__name__}: {error}"))
         wrapped.exception_formatted = "".join(format_exception(error))
@@ -107,7 +108,6 @@ class Rank:
     def __init__(self, actor: Any) -> None:
         """`actor` is Monarch's handle of an `Answering` actor in one process."""
         self._actor = actor
-        self._port: Port[Any] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -127,7 +127,7 @@ class Rank:
         if self._end is not None:
             _fail(answer, self._end)
             return answer
-        self._actor.answer_through.broadcast(self._port, call_id, verb, args, kwargs)
+        self._actor.answer_through_port.broadcast(call_id, verb, args, kwargs)
         self._waiting[call_id] = answer
         answer.add_done_callback(lambda _: self._waiting.pop(call_id, None))
         return answer
@@ -138,11 +138,10 @@ class Rank:
             task.cancel()
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._port, receiver = Channel[Any].open()
+        port, receiver = Channel[Any].open()
         self._end = None
-        # Sent before any other call: an actor that was not made says why only in an answer of Monarch's own.
-        is_made = self._actor.is_made.call_one()
-        self._tasks = [loop.create_task(self._read(receiver)), loop.create_task(self._watch(is_made))]
+        opened = self._actor.open_port.call_one(port)
+        self._tasks = [loop.create_task(self._read(receiver)), loop.create_task(self._watch(opened))]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
@@ -157,9 +156,9 @@ class Rank:
             else:
                 answer.set_exception(error)
 
-    async def _watch(self, is_made: Awaitable[None]) -> None:
-        await is_made
-        await self._actor.lives.call_one()
+    async def _watch(self, opened: Awaitable[None]) -> None:
+        await opened
+        await self._actor.live.call_one()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Fails all calls with the reason why the first of the tasks ended."""
