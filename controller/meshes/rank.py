@@ -9,8 +9,9 @@ through a port that the actor was given once, as an argument. Remove when Monarc
 import asyncio
 import itertools
 import pickle
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from traceback import format_exception
 from typing import Any, ClassVar
 
@@ -44,11 +45,11 @@ class Answering(Actor):
         """
         declared: Any = getattr(type(self), verb)
         if not declared._explicit_response_port:
-            await _answer(self._port, call_id, declared._method(self, *args, **kwargs))
+            await _answer(self._port, call_id, partial(declared._method, self, *args, **kwargs))
             return
         # Monarch wraps a concurrent endpoint in a function that takes its response port.
-        result = declared._method.__wrapped__(self, *args, **kwargs)
-        task = asyncio.create_task(_answer(self._port, call_id, result))
+        call = partial(declared._method.__wrapped__, self, *args, **kwargs)
+        task = asyncio.create_task(_answer(self._port, call_id, call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -58,9 +59,9 @@ def answering(actor: type[Actor]) -> type[Actor]:
     return type(actor.__name__, (Answering, actor), {"__doc__": actor.__doc__, "__module__": __name__})
 
 
-async def _answer(port: Port[Any], call_id: int, result: Awaitable[Any]) -> None:
+async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
     try:
-        port.send((call_id, await result, None))
+        port.send((call_id, await call(), None))
     except BaseException as error:
         port.send((call_id, None, _portable(error)))
         if not isinstance(error, Exception):

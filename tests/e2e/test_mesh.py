@@ -65,33 +65,18 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
             await mesh.answer(mesh.rank(1).complain.call_one(3), "complain")
         assert "toy_actor.py" in "".join(caught.value.__notes__)
         assert await mesh.answer(mesh.rank(1).add.call_one(1), "add") == 6
-        await _check_that_answers_find_their_calls(mesh)
+        dozing, blocking = mesh.rank(0).doze.call_one(0.3), mesh.rank(0).hang.call_one(0.1)
+        assert await mesh.rank(0).add.call_one(2) == 7  # after the call that blocks, before the one that dozes
+        assert (blocking.done(), dozing.done()) == (True, False)
+        with pytest.raises(RuntimeError, match="TwoPartError: this and that"):
+            await mesh.answer(mesh.rank(0).complain_in_two_parts.call_one(), "complain")
+        assert await dozing == 0.3
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     for rank in range(2):
         assert f"toy rank {rank} of 2 says hello" in (tmp_path / "logs" / f"toy-{rank}.log").read_text()
-
-
-async def _check_that_answers_find_their_calls(mesh: Mesh) -> None:
-    rank = mesh.rank(0)
-    late, blocked, dozing = rank.doze.call_one(0.3), rank.hang.call_one(0.1), rank.doze.call_one(0.2)
-    late.cancel()
-    assert await rank.add.call_one(2) == 7  # it waited for `hang`, which answers None, and not for `doze`
-    assert blocked.done()
-    assert not dozing.done()
-    with pytest.raises(TypeError, match="cannot pickle"):
-        await mesh.answer(rank.lock.call_one(), "lock")
-    with pytest.raises(RuntimeError, match="TwoPartError: this and that") as caught:
-        await mesh.answer(rank.complain_in_two_parts.call_one(), "complain")
-    assert "toy_actor.py" in "".join(caught.value.__notes__)
-    assert await dozing == 0.2
-    assert await rank.add.call_one(3) == 8  # the answer to `late` comes meanwhile, and is dropped
-    await rank.hang.call_one(0.2)
-    assert await rank.add.call_one(4) == 9
-    with pytest.raises(AttributeError, match="wave"):
-        rank.wave.call_one()
 
 
 @pytest.mark.slow

@@ -1,0 +1,164 @@
+"""Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real."""
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from monarch.actor import Actor, ActorError
+
+from controller.meshes.calls import ProcessDiedError
+from controller.meshes.rank import Rank, Verb, answering
+from tests.e2e.toy_actor import Toy
+
+
+class Port:
+    """Both ends of a channel. What goes through it is pickled."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def send(self, message: Any) -> None:
+        """As Monarch's."""
+        self._messages.put_nowait(pickle.dumps(message))
+
+    async def recv(self) -> Any:
+        """As Monarch's."""
+        return pickle.loads(await self._messages.get())
+
+
+class Handle:
+    """Stands for Monarch's handle of an actor: messages reach it one after the other."""
+
+    def __init__(self, actor: type[Actor], *args: Any) -> None:
+        self._class = answering(actor)
+        self._args = args
+        self._messages: asyncio.Queue[tuple[str, tuple[Any, ...], asyncio.Future[Any]]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._work = asyncio.create_task(self._run())
+        self.death: asyncio.Future[None] = self._loop.create_future()
+        self.live = Verb(self, "live")  # pyright: ignore[reportArgumentType]
+
+    def __getattr__(self, name: str) -> Verb:
+        assert getattr(self._class, name)  # AttributeError for what the actor lacks
+        return Verb(self, name)  # pyright: ignore[reportArgumentType]
+
+    def call(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """Sends a message."""
+        assert not kwargs
+        if verb == "live":
+            return self.death
+        answer = self._loop.create_future()
+        self._messages.put_nowait((verb, args, answer))
+        return answer
+
+    async def _run(self) -> None:
+        instance: Any = None
+        while True:
+            verb, args, answer = await self._messages.get()
+            try:
+                instance = self._class(*self._args) if instance is None else instance
+                result = await getattr(self._class, verb)._method(instance, *args)
+                if not answer.cancelled():
+                    answer.set_result(result)
+            except Exception as error:
+                if answer.cancelled():
+                    self.death.set_exception(error)  # nobody awaits it: Monarch ends such an actor
+                    raise
+                answer.set_exception(error)
+
+
+@pytest.fixture(autouse=True)
+def _ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Channel:
+        def __class_getitem__(cls, _: object) -> type["Channel"]:
+            return cls
+
+        @staticmethod
+        def open() -> tuple[Port, Port]:
+            port = Port()
+            return port, port
+
+    monkeypatch.setattr("controller.meshes.rank.Channel", Channel)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TOY_GREETING", "hello")
+
+
+def _with_rank(test: Callable[[Rank, Handle], Awaitable[None]], *arguments: Any) -> None:
+    """Runs `test` with a rank of `Toy(*arguments)`."""
+
+    async def main() -> None:
+        handle = Handle(Toy, *arguments)
+        await asyncio.wait_for(test(Rank(handle), handle), 20)
+
+    asyncio.run(main())
+
+
+def test_answers_find_their_calls() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        late, dozing, blocked = rank.doze.call_one(0.1), rank.doze.call_one(0.05), rank.hang.call_one(0.01)
+        late.cancel()
+        assert await rank.add.call_one(2) == 7  # after `hang`, whose answer is None, and before those that doze
+        assert (blocked.done(), dozing.done()) == (True, False)
+        assert await dozing == 0.05
+        rank.complain.broadcast(3)  # what it raises is nobody's
+        await asyncio.sleep(0.1)  # the answer to the call that was given up comes
+        assert await rank.add.call_one(3) == 8
+        assert not rank._waiting  # pyright: ignore[reportPrivateUsage]
+
+    _with_rank(test, 5)
+
+
+def test_mistakes_arrive_and_the_actor_goes_on() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        mistakes = {
+            rank.complain.call_one(3): (ValueError, "value is 3; it must be even"),
+            rank.complain.call_one(): (TypeError, "missing 1 required"),
+            rank.complain_in_two_parts.call_one(): (RuntimeError, "TwoPartError: this and that"),
+            rank.lock.call_one(): (TypeError, "cannot pickle"),
+        }
+        for call, (kind, text) in mistakes.items():
+            with pytest.raises(ActorError, match=text) as caught:
+                await call
+            assert type(caught.value.exception) is kind
+            assert "rank.py" in caught.value.exception_formatted
+        with pytest.raises(AttributeError, match="wave"):
+            rank.wave.call_one()
+        assert await rank.add.call_one(1) == 6
+
+    _with_rank(test, 5)
+
+
+def test_a_death_ends_the_calls_under_way_and_all_later_ones() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        assert await rank.add.call_one(1) == 6
+        dozing = rank.doze.call_one(10)
+        handle.death.set_exception(RuntimeError("process exited"))
+        with pytest.raises(RuntimeError, match="process exited"):
+            await dozing
+        with pytest.raises(RuntimeError, match="process exited"):
+            await rank.add.call_one(1)
+
+    _with_rank(test, 5)
+
+
+def test_an_actor_that_cannot_be_made_says_why() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="missing 1 required positional argument: 'base'"):
+                await rank.add.call_one(1)
+
+    _with_rank(test)
+
+
+def test_a_mesh_that_is_stopped_ends_its_calls() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        dozing = rank.doze.call_one(10)
+        await asyncio.sleep(0)
+        rank.close()
+        with pytest.raises(ProcessDiedError, match="its mesh was stopped"):
+            await dozing
+
+    _with_rank(test, 5)
