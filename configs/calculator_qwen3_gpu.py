@@ -22,7 +22,7 @@ def recipe() -> GRPOConfig:
             tools=("rl.envs.calculator:calculate",),
             max_turns=8,
         ),
-        trainer=TrainerConfig(max_tokens_per_microbatch=16384, activation_checkpointing="selective"),
+        trainer=TrainerConfig(max_tokens_per_microbatch=16384, activation_checkpointing="selective", compile=True),
         generator=GeneratorConfig(max_model_len=4096, max_num_seqs=256, engine_args={"gpu_memory_utilization": 0.4}),
         sampling=SamplingParams(max_tokens=512),
         num_steps=100,

@@ -109,7 +109,7 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
     ownloop.parent.mkdir(parents=True)
     ownloop.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m controller.commands.cli "$@"\n')
     ownloop.chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{ownloop.parent}{os.pathsep}{os.environ['PATH']}"}
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", _script(block)],
         cwd=tmp_path,

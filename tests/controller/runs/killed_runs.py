@@ -1,5 +1,6 @@
 """Run folders as a run leaves them that is killed: copied in the midst of a call, while the run itself goes on."""
 
+import contextlib
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -31,8 +32,7 @@ def killed_after(step: int, run: Path) -> Generator[dict[str, Path]]:
             if any(row["step"] == step and "seconds_step" in row for row in read_metrics(run / "metrics.jsonl")):
                 copy = run.with_name(f"killed in {call}")
                 if call not in copies or (call == "save_checkpoint" and _same_save(copy, run)):
-                    shutil.rmtree(copy, ignore_errors=True)
-                    copies[call] = shutil.copytree(run, copy)
+                    copies[call] = _copied(run, copy)
             return await inner(self, *args, **kwargs)
 
         return outer
@@ -41,6 +41,14 @@ def killed_after(step: int, run: Path) -> Generator[dict[str, Path]]:
         for call in KILLS:
             patch.setattr(InProcessTrainer, call, with_copy(call))
         yield copies
+
+
+def _copied(run: Path, copy: Path) -> Path:
+    """A copy as of one moment. What another trainer renames meanwhile, when its checkpoint is whole, begins it anew."""
+    while True:
+        shutil.rmtree(copy, ignore_errors=True)
+        with contextlib.suppress(shutil.Error, FileNotFoundError):
+            return shutil.copytree(run, copy)
 
 
 def _same_save(copy: Path, run: Path) -> bool:
