@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +125,3 @@ class ReadingRank(Actor):
     async def sums(self) -> dict[str, float]:
         """The sum of every tensor."""
         return {name: float(tensor.double().sum()) for name, tensor in self._weights.items()}
-
-
-class IdleRank(Actor):
-    """Does nothing, at once."""
-
-    def __init__(self) -> None:
-        """Gets an id, so that its answers are its own."""
-        self._id = uuid.uuid4().hex
-
-    @endpoint
-    async def answer(self) -> str:
-        """Its id."""
-        return self._id

@@ -133,7 +133,7 @@ async def _update(trainer: "Mesh", readers: "Sequence[Mesh]", version: int) -> t
 
 async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
     """Seconds from the first connection to the first answers of a mesh with a rank on every host."""
-    from benchmarks.host_actors import IdleRank
+    from benchmarks.idle_rank import IdleRank
 
     begin = time.perf_counter()
     cluster = await _cluster(names)
@@ -150,7 +150,7 @@ async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
 
 async def step(counts: Sequence[int], logs: Path) -> dict[str, Any]:
     """Milliseconds of a call to every rank of a mesh on this host, by the number of ranks."""
-    from benchmarks.host_actors import IdleRank
+    from benchmarks.idle_rank import IdleRank
     from controller.meshes.mesh import Mesh
 
     medians: dict[str, Any] = {}
