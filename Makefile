@@ -12,7 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # Which worker runs what, and in which order, is in tests/conftest.py.
-TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Tests that start processes wait a quarter of their time, so a third worker has room on two cores.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-fast test-slow lint bench gpu-check lock clean
@@ -28,10 +29,10 @@ train: setup ## train a language model with GRPO; ARGS="--num-steps 5" overrides
 	@exec $(BIN)/python -m controller.commands.cli run $(RECIPE) $(ARGS)
 
 test: setup ## run the tests on two cores; ARGS="-k name" picks some, ARGS="-n 0" runs them one after the other
-	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow" $(ARGS)
+	@exec env $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
 
 test-fast: setup ## run the tests that start no process and take no seconds each
-	@exec env $(PYTEST) $(TWO_WORKERS) -m "not slow and not e2e and not ranks and not vllm and not seconds" $(ARGS)
+	@exec env $(PYTEST) $(WORKERS) -m "not slow and not e2e and not ranks and not vllm and not seconds" $(ARGS)
 
 test-slow: setup ## run the tests that take longer than a minute each
 	@exec env $(PYTEST) -m slow $(ARGS)

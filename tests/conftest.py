@@ -1,4 +1,4 @@
-"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for two workers."""
+"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for a few workers."""
 
 import os
 import signal
