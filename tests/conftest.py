@@ -1,4 +1,4 @@
-"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for a few workers."""
+"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
 
 import os
 import signal
