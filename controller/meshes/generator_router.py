@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Seque
 from contextlib import asynccontextmanager
 from typing import get_args
 
-from controller.meshes.errors import HostsOverError, MeshError
+from controller.meshes.errors import MeshError
 from controller.meshes.prefix_affinity import PrefixAffinity
 from controller.meshes.replicas import Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from generator.config import OnFailure
@@ -249,7 +249,7 @@ class GeneratorRouter:
                 break
             except Exception as error:
                 replica.up = False
-                if num_failures > len(self._pauses_s) or isinstance(error, HostsOverError):
+                if num_failures > len(self._pauses_s) or self._replicas.is_final(error):
                     replica.error = error
                     print(f"{replica.generator.name} is down for good: {error}", flush=True)
                     break

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from controller.meshes.errors import MeshError, PolicyLostError
+from controller.meshes.errors import HostLostError, HostsOverError, MeshError, PolicyLostError
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator
 from rl.types import PullMode
@@ -67,6 +67,15 @@ class ReplicaSet(list[Replica]):
         """Starts with a replica for each generator."""
         super().__init__(Replica(generator) for generator in generators)
         self._states_changed = asyncio.Condition()
+
+    def is_final(self, error: BaseException) -> bool:
+        """Whether a replica that could not be restarted is not tried again.
+
+        A host may come back, and that is waited for as long as others serve. Where none does, the run has to hear that
+        its hosts are lost, and begins again by its own rules.
+        """
+        nobody_serves = not any(replica.up for replica in self)
+        return isinstance(error, HostsOverError) or (isinstance(error, HostLostError) and nobody_serves)
 
     async def wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
         """The replicas that fit. Waits until there is one.
