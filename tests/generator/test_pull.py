@@ -28,11 +28,17 @@ pytestmark = pytest.mark.vllm
 
 
 def _cases() -> Iterator[Any]:
-    """The network fills the memory that generators read as shared memory is read, so one of its cases is enough."""
+    """The network fills the memory that generators read as shared memory is read, so one of its cases is enough.
+
+    TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow.
+    """
+    with_torchstore = ((served_llama, True, "float32"), (served_qwen3, False, "bfloat16"))
     for family, tied, dtype in product((served_llama, served_qwen3), (True, False), ("float32", "bfloat16")):
         for transport in TRANSPORTS:
             if transport != "network" or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
-                yield pytest.param(family, tied, dtype, transport, id=f"{family.__name__}-{tied}-{dtype}-{transport}")
+                is_slow = transport == "torchstore" and (family, tied, dtype) not in with_torchstore
+                name = f"{family.__name__}-{tied}-{dtype}-{transport}"
+                yield pytest.param(family, tied, dtype, transport, id=name, marks=[pytest.mark.slow] if is_slow else [])
     for family, tied in ((served_qwen2, True), (served_mistral, False)):
         yield pytest.param(family, tied, "bfloat16", "shared_memory", id=f"{family.__name__}-{tied}-bfloat16")
 
