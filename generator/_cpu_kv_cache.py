@@ -1,5 +1,6 @@
 """A KV cache on the CPU takes memory as it fills. A patch of vLLM 0.32; `_compat.py` says when it is applied."""
 
+import contextlib
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
@@ -41,5 +42,6 @@ class _ZerosOfTheKernel(TorchFunctionMode):
         if func is not torch.zeros or given.get("dtype") != torch.int8 or torch.device(given["device"]).type != "cpu":
             return func(*args, **given)
         pages = mmap.mmap(-1, math.prod(args), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=torch.int8)  # keeps `pages`

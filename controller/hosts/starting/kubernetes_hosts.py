@@ -10,18 +10,17 @@ prints the manifests for workers that are to stay from run to run.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from controller.hosts.addresses import DEFAULT_PORT, parse_address
 from controller.hosts.host_groups import Allocation, Tell
-from controller.hosts.starting.run_certificates import controller_certificates
+from controller.hosts.starting.run_certificates import WithRunCertificates
 from rl.checks import check_above_zero, check_at_least
 
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesHosts:
+class KubernetesHosts(WithRunCertificates):
     """Pods whose image has the controller's Python and ownloop, at the same paths."""
 
     groups: Mapping[str, int] = field(kw_only=False)
@@ -70,16 +69,6 @@ class KubernetesHosts:
         if not self.image or not self.kubectl:
             raise ValueError("image or kubectl is empty; name the image that has ownloop, and the program")
         parse_address(f"n1:{self.port}")
-
-    @property
-    def certs(self) -> Path | None:
-        """Those that were made for the run."""
-        return controller_certificates() if self.tls else None
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether the workers have TLS."""
-        return self.tls
 
     @property
     def addresses(self) -> Mapping[str, tuple[str, ...]]:

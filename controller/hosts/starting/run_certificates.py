@@ -15,6 +15,24 @@ from controller.hosts.certificates import CA, CERTIFICATE, KEY, make_certificate
 _FILES = (CA, CERTIFICATE, KEY)
 
 
+class WithRunCertificates:
+    """Hosts on which the run starts the workers, so their certificates are made for it."""
+
+    __slots__ = ()
+
+    tls: bool
+
+    @property
+    def certs(self) -> Path | None:
+        """The folder of the controller's certificate; None without TLS."""
+        return controller_certificates() if self.tls else None
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the workers have TLS."""
+        return self.tls
+
+
 def controller_certificates() -> Path:
     """The folder with the certificate of this process. It is for every address of this host."""
     import psutil

@@ -15,16 +15,15 @@ Monarch's `SlurmJob` submits a job too. It is not used: its workers speak plain 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from controller.hosts.addresses import DEFAULT_PORT, parse_address
 from controller.hosts.host_groups import Allocation, Tell
-from controller.hosts.starting.run_certificates import controller_certificates
+from controller.hosts.starting.run_certificates import WithRunCertificates
 from rl.checks import check_above_zero, check_at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmHosts:
+class SlurmHosts(WithRunCertificates):
     """Nodes that have this Python and ownloop at the same paths, and share a filesystem with the controller."""
 
     groups: Mapping[str, int] = field(kw_only=False)
@@ -68,16 +67,6 @@ class SlurmHosts:
     def num_nodes(self) -> int:
         """Of all roles."""
         return sum(self.groups.values())
-
-    @property
-    def certs(self) -> Path | None:
-        """Those that were made for the run."""
-        return controller_certificates() if self.tls else None
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether the workers have TLS."""
-        return self.tls
 
     def job_options(self) -> list[str]:
         """For sbatch."""

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import time
 import uuid
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from controller.hosts.addresses import Address, own_address_towards
@@ -42,7 +43,7 @@ _READ_S = 0.5
 _END_S = 3.0
 
 
-class SlurmWorkers:
+class SlurmWorkers(ABC):
     """What both ways share: the folder, the lifeline, the workers' output."""
 
     def __init__(self, hosts: SlurmHosts, tell: Tell) -> None:
@@ -90,21 +91,21 @@ class SlurmWorkers:
         self._groups = self._lifeline = self._reader = self._over = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @abstractmethod
     async def _nodes(self) -> tuple[str, ...]:
         """The nodes, once they are there."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _launch(self, nodes: tuple[str, ...]) -> None:
         """Has the nodes run the worker's script, if they do not yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _why_over(self) -> str | None:
         """Why no worker can run any more; None while they can."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _end(self) -> None:
         """Ends what runs the workers, which end by themselves."""
-        raise NotImplementedError
 
     async def _start(self) -> Groups:
         hosts = self._hosts
@@ -133,8 +134,9 @@ class SlurmWorkers:
         return {role: tuple(next(rest) for _ in range(count)) for role, count in hosts.groups.items()}
 
     @property
+    @abstractmethod
     def _name(self) -> str:
-        raise NotImplementedError
+        """What errors call it."""
 
     def _write_script(self) -> None:
         self._folder.mkdir(parents=True, mode=0o700)

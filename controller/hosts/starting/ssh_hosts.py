@@ -21,7 +21,7 @@ from pathlib import Path
 from controller.hosts.addresses import DEFAULT_PORT, Address, own_address_towards, parse_address
 from controller.hosts.host_groups import Allocation, Groups, Tell
 from controller.hosts.lifeline import Lifeline
-from controller.hosts.starting.run_certificates import controller_certificates, packed, worker_certificates
+from controller.hosts.starting.run_certificates import WithRunCertificates, packed, worker_certificates
 from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
 from rl.checks import check_above_zero
 
@@ -32,7 +32,7 @@ _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SshHosts:
+class SshHosts(WithRunCertificates):
     """Hosts that `ssh HOST` reaches without a password, and that have this Python and ownloop at the same paths."""
 
     groups: Mapping[str, Sequence[str]] = field(kw_only=False)
@@ -66,16 +66,6 @@ class SshHosts:
         if not self.ssh:
             raise ValueError('ssh is empty; give the program and its options, such as ("ssh", "-J", "gate")')
         parse_address(f"n1:{self.port}")
-
-    @property
-    def certs(self) -> Path | None:
-        """Those that were made for the run."""
-        return controller_certificates() if self.tls else None
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether the workers have TLS."""
-        return self.tls
 
     def allocation(self, tell: Tell) -> Allocation:
         """Starts nothing yet."""
