@@ -1,19 +1,24 @@
 """Hurts one of several hosts of a run in every phase of a step, and looks at what becomes of the run.
 
-    python -m benchmarks.host_failures [--quick | --smoke] [--cells N-M] [--only TEXT]
+    python -m benchmarks.host_failures [--quick | --smoke] [--cells N-M] [--only TEXT] [--outcomes FILE]
 
 Needs root: the hosts are simulated, as in `hosts`. A cell is one run of `grpo` on a tiny model with one fault: a host
 is cut off for good or for ten seconds, its worker is killed, all of its processes are stopped, or the controller is
-killed; while a call to it is in flight, or between two calls. Ten cells cover every kind of fault twice, every phase
-twice, and trainer's and generator's hosts. `--cells 1-4` runs some of them.
+killed; while a call is in flight, or between two calls. Twenty-five cells have every kind of fault in every phase, and
+hurt trainer's and generator's hosts in each.
+
+`--cells 1-4` runs some of them. With `--outcomes` the outcome of each cell is kept in a file, and the result is that of
+all cells in it: so the cells can be run in parts.
 
 The run names a lost host within 30 s of the fault. It goes on by itself on the hosts that are left, or ends and is
 resumed. Either way its metrics are those of a run without the fault, to 1e-5. Ten seconds of interruption go unnoticed.
 What ran on a host has ended 30 s later. Bars: nothing hangs, is left, or is unequal.
 """
 
+import json
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness import Bar, parser, print_result
@@ -27,6 +32,7 @@ def main() -> None:
     options_parser = parser(__doc__, quick="two cells")
     options_parser.add_argument("--cells", default="", help="run only these, such as 1-4")
     options_parser.add_argument("--only", default="", help="run the cells whose name contains this text")
+    options_parser.add_argument("--outcomes", type=Path, help="a file that outcomes of cells are added to")
     options_parser.add_argument("--keep", type=Path, help="keep the runs of cells that went wrong in this folder")
     options = options_parser.parse_args()
     faults = covering_host_faults()
@@ -45,6 +51,10 @@ def main() -> None:
         for index, fault in enumerate(faults):
             outcomes.append(hurt_host(fault, folder / f"cell-{index + 1:02d}", model, whole))
             print(outcomes[-1], flush=True)
+            if options.outcomes is not None:
+                keep(options.outcomes, outcomes[-1])
+    if options.outcomes is not None:
+        outcomes = kept_in(options.outcomes)
     ended = [outcome for outcome in outcomes if not outcome.what.startswith("goes on")]
     print_result(
         "host_failures",
@@ -61,6 +71,18 @@ def main() -> None:
             **{outcome.name: outcome.what for outcome in outcomes},
         },
     )
+
+
+def keep(file: Path, outcome: Outcome) -> None:
+    """Adds an outcome to a file."""
+    with file.open("a") as stream:
+        stream.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def kept_in(file: Path) -> list[Outcome]:
+    """The outcomes in a file; of a cell that ran again, the newest."""
+    outcomes = [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+    return list({outcome.name: outcome for outcome in outcomes}.values())
 
 
 if __name__ == "__main__":

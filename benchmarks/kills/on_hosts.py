@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from benchmarks.kills.cell import ERROR_WITHIN_S, RUN_LIMIT_S, Cell, Outcome, finish, left_alone, wait_until
 from benchmarks.kills.fault import Fault, Phase
@@ -51,13 +51,18 @@ class HostFault:
 
 
 def covering_host_faults() -> list[HostFault]:
-    """Ten in which every kind meets two phases, every phase two kinds, and every kind but one both roles."""
-    phases: Sequence[HostPhase] = ("forward_backward", "idle", "push", "generate", "pull")
-    kinds: Sequence[HostKind] = ("cut", "blip", "worker killed", "controller killed", "stopped")
+    """Twenty-five: every kind in every phase. Both roles are hurt in every phase, and by every kind but one.
+
+    Mostly the host is hurt that computes in the phase, since calls to it are then in flight.
+    """
+    phases: Sequence[HostPhase] = get_args(HostPhase)
     chosen: list[HostFault] = []
-    for index, kind in enumerate(kinds):
-        for host, offset in (("h1", 0), ("h3", 3)):
-            phase = phases[(index + offset) % len(phases)]
+    for round_ in range(len(phases)):  # each has every kind once and every phase once
+        for index, kind in enumerate(get_args(HostKind)):
+            phase = phases[(round_ + index) % len(phases)]
+            role_computes = round_ % 2 == 0
+            trainer_is_hurt = (phase in ("forward_backward", "push")) == role_computes
+            host = _HOSTS[round_ // 2 % 2] if trainer_is_hurt else "h3"
             chosen.append(HostFault(kind, phase, "ctl" if kind == "controller killed" else host))
     return chosen
 

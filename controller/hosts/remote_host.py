@@ -27,6 +27,7 @@ _BEAT_S = 1.0
 _CONNECT_S = 30.0
 _STOP_S = 3.0
 _SUSPICIOUS_S = 3.0  # of silence, after which the worker's port is tried
+_LONGEST_LOOK_S = 3 * _BEAT_S  # a look that takes longer was that of a controller that was stopped itself
 
 
 class HostError(RuntimeError):
@@ -143,7 +144,6 @@ class Host:
         while silent_s < self.lost_after_s:
             before = time.monotonic()
             await asyncio.wait({beat}, timeout=_BEAT_S)
-            silent_s += min(time.monotonic() - before, 2 * _BEAT_S)
             if beat.done():
                 if (error := beat.exception()) is None:
                     self._take(beat.result())
@@ -154,6 +154,7 @@ class Host:
                 beat = self._begin_beat()
             if (silent_s > _SUSPICIOUS_S or failure) and (ended := await self._has_ended(failure)):
                 return self.lose(ended)
+            silent_s += min(time.monotonic() - before, _LONGEST_LOOK_S)
         self.lose(f"it has not answered for {silent_s:.0f} s")
         return None
 

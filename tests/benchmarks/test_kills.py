@@ -43,13 +43,18 @@ def test_the_quick_cells_have_every_kind_loop_and_process_and_an_adapter() -> No
     assert all(cell.possible for cell in cells)
 
 
-def test_the_faults_of_hosts_have_every_kind_and_phase_twice_and_hosts_of_both_roles() -> None:
+def test_every_kind_meets_every_phase_on_hosts_and_both_roles_are_hurt_in_each() -> None:
     cells = covering_host_faults()
+    meetings = [(cell.kind, cell.phase) for cell in cells]
+    assert sorted(meetings) == sorted(itertools.product(get_args(HostKind), get_args(HostPhase)))
+    hurt = [cell for cell in cells if cell.kind != "controller killed"]
+    assert {cell.host for cell in cells if cell not in hurt} == {"ctl"}
     for field, choices in (("kind", get_args(HostKind)), ("phase", get_args(HostPhase))):
-        assert sorted(getattr(cell, field) for cell in cells) == sorted(2 * choices)
-    for kind in get_args(HostKind):
-        hosts = {cell.host for cell in cells if cell.kind == kind}
-        assert hosts == ({"ctl"} if kind == "controller killed" else {"h1", "h3"})
+        for value in set(choices) - {"controller killed"}:
+            hosts = {cell.host for cell in hurt if getattr(cell, field) == value}
+            assert "h3" in hosts, value
+            assert hosts & {"h1", "h2"}, value
+    assert {cell.host for cell in hurt} == {"h1", "h2", "h3"}
 
 
 def test_a_fault_reaches_the_run_that_is_told_to_strike_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from controller.hosts import remote_host
+from controller.hosts.addresses import Address
 from controller.hosts.host_agent import RankStates
 from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
@@ -59,6 +60,19 @@ def test_a_silent_host_is_lost_after_a_while_and_not_before(monkeypatch: pytest.
         assert await lost(host, 3.0) > LOST_AFTER_S / 2
         assert "it has not answered for" in (host.lost or "")
 
+    watched(body, monkeypatch)
+
+
+def test_the_time_in_which_a_port_is_tried_is_silence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(worker: Address, within_s: float) -> None:
+        del worker, within_s
+        time.sleep(0.3)
+
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        host.agent.answers.clear()
+        assert await lost(host, 5.0) < 3 * LOST_AFTER_S
+
+    monkeypatch.setattr(remote_host, "accepts", cut_off)
     watched(body, monkeypatch)
 
 
