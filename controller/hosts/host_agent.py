@@ -55,8 +55,8 @@ class HostFacts:
     """What the first GPU is; empty without one."""
     address: str
     """Its IP address on the network of its worker."""
-    interface: str
-    """The network interface with that address."""
+    network: Mapping[str, str]
+    """Variables for its processes: the network interface with that address."""
     log_folder: Path
     """Where its processes log."""
     clock: float
@@ -108,7 +108,7 @@ class HostAgent(Actor):
             gpus=gpus,
             gpu_kind=_gpu_kind() if gpus else "",
             address=address,
-            interface=interface_of(address),
+            network=network_variables(interface_of(address)),
             log_folder=self._folder,
             clock=time.time(),
             memory_bytes=available_memory_bytes(),
@@ -181,6 +181,13 @@ def interface_of(address: str) -> str:
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
     return ""
+
+
+def network_variables(interface: str) -> Mapping[str, str]:
+    """What has gloo and NCCL use an interface, if there is one. Variables that this host has set itself stay."""
+    # NCCL also takes interfaces whose names merely begin so, as eth10 does with eth1, unless "=" comes first.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", "TP_SOCKET_IFNAME": interface}
+    return {name: os.environ.get(name, value) for name, value in names.items()} if interface else {}
 
 
 def _source_hash() -> str:

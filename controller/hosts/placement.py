@@ -21,7 +21,6 @@ from controller.meshes.gpus import gpu_env
 from controller.meshes.rank_processes import RankProcesses
 
 _RELEASE_S = 3.0
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,9 @@ class Placement:
         """The GPUs of its host, the network interface that the other hosts see, and whose process it is."""
         index = self._host_index(rank, len(log_files))
         facts = self.hosts[index].facts
-        # Without a name gloo takes the address of the host's own name, which on many hosts is 127.0.1.1.
-        interface = {variable: facts.interface for variable in _INTERFACE_VARIABLES if facts.interface}
         own = {CONTROLLER_VARIABLE: self.controller, "VLLM_HOST_IP": facts.address}
-        return {**own, **interface, **gpu_env(self.gpus[index]), **forwarded_env()}
+        # Without an interface gloo takes the address of the host's own name, which on many hosts is 127.0.1.1.
+        return {**own, **facts.network, **gpu_env(self.gpus[index]), **forwarded_env()}
 
     def log_file(self, rank: int, log_files: Sequence[Path]) -> Path:
         """A file on the rank's host; its lines are copied to `log_files[rank]` while it grows."""

@@ -70,7 +70,7 @@ def fake_host(name: str, *, gpus: Sequence[str] = (), worker: Address | None = N
         gpus=tuple(gpus),
         gpu_kind="H100" if gpus else "",
         address="10.0.0.1",
-        interface="eth1",
+        network={"GLOO_SOCKET_IFNAME": "eth1"},
         log_folder=Path("/tmp/logs"),
         clock=0.0,
         memory_bytes=1 << 34,

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from controller.hosts.host_agent import CONTROLLER_VARIABLE, HostAgent, end_processes_of, interface_of
+from controller.hosts.host_agent import (
+    CONTROLLER_VARIABLE,
+    HostAgent,
+    end_processes_of,
+    interface_of,
+    network_variables,
+)
 
 pytestmark = pytest.mark.seconds
 
@@ -67,9 +73,15 @@ def test_only_the_controllers_own_processes_are_ended(ranks: list[subprocess.Pop
     assert ranks[2].poll() is None
 
 
-def test_a_host_says_what_it_is() -> None:
+def test_a_host_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0,ib1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     facts = ask(HostAgent("me", 20.0), "facts", "127.0.0.1")
-    assert facts.interface == interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.0.0.1") == facts.network["GLOO_SOCKET_IFNAME"] == "lo"
+    assert facts.network["NCCL_SOCKET_IFNAME"] == "ib0,ib1"  # its own
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert network_variables("eth1")["NCCL_SOCKET_IFNAME"] == "=eth1"  # and not eth10
+    assert network_variables("") == {}
     assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts.log_folder.is_dir()
     assert abs(facts.clock - time.time()) < 5
