@@ -1,8 +1,9 @@
 """Measures the peak memory of this rank in each phase, for the metrics."""
 
 import contextlib
+import re
 import resource
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ _RESET_PEAK = "5"  # see proc(5)
 
 
 class PeakMemory:
-    """Most bytes held in each phase: those of all tensors on a GPU, those of the whole process on the CPU."""
+    """Most bytes held in each phase: those of all tensors on a GPU, those of whole processes on the CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, children: Sequence[int] = ()) -> None:
+        """`children` are the numbers of processes that compute for this one on the CPU, and count with it."""
         self._device = device
+        self._children = children
         self._peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -24,7 +27,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+                for process in ("self", *self._children):
+                    Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
         try:
             yield
         finally:
@@ -34,9 +38,18 @@ class PeakMemory:
         """Most bytes held since the phase began."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return own + sum(map(_peak_bytes_of, self._children))
 
     def take(self) -> dict[str, float]:
         """Returns `memory_peak_bytes_PHASE_max` of every phase measured since the last call."""
         peaks, self._peaks = self._peaks, {}
         return {f"memory_peak_bytes_{name}_max": float(peak) for name, peak in peaks.items()}
+
+
+def _peak_bytes_of(process: int) -> int:
+    """Most bytes that another process held; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    return 0

@@ -94,8 +94,9 @@ def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], 
     faulthandler.enable()  # a rank that native code kills says where it was
     torch.set_num_threads(1)
     body(rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # an engine that refuses the layout has not connected its ranks
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
