@@ -105,19 +105,21 @@ class Turns:
         except MeshError:
             self.leave(party)
 
-    async def start_trainer(self, placement: Placement, start: Awaitable[Trainer]) -> Trainer:
+    async def start_trainer(self, placement: Placement, start: Callable[[], Awaitable[Trainer]]) -> Trainer:
         """Awaits the start of a trainer. A colocated one starts in a turn, and takes turns."""
         if placement == "split":
-            return await start
+            return await start()
         async with self.turn("train"):
-            return TurnTakingTrainer(await start, self)
+            return TurnTakingTrainer(await start(), self)
 
-    async def start_replica(self, placement: Placement, start: "Awaitable[GeneratorHandle]") -> "GeneratorHandle":
+    async def start_replica(
+        self, placement: Placement, start: "Callable[[], Awaitable[GeneratorHandle]]"
+    ) -> "GeneratorHandle":
         """Awaits the start of a generator's replica. A colocated one starts in a turn, and sleeps in the trainers'."""
         if placement == "split":
-            return await start
+            return await start()
         async with self.turn("sample"):
-            replica = await start
+            replica = await start()
             self.join("sample", _SleepingReplica(replica))
             return replica
 

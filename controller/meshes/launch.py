@@ -137,7 +137,7 @@ class Launcher:
         if generator is not None:
             self._weight_store()
             self._pushing_trainer = name
-        start = self._launch_trainer(config, generator, name, limits, seat)
+        start = partial(self._launch_trainer, config, generator, name, limits, seat)
         base = self._begin(self._turns.start_trainer(config.placement, start))
         if config.lora is None:
             return base
@@ -174,12 +174,7 @@ class Launcher:
         return await self._begin(start())
 
     async def _launch_trainer(
-        self,
-        config: TrainerConfig,
-        generator: GeneratorConfig | None,
-        name: str,
-        limits: "ModelLimits",
-        seat: Seat,
+        self, config: TrainerConfig, generator: GeneratorConfig | None, name: str, limits: "ModelLimits", seat: Seat
     ) -> "TrainerHandle":
         from controller.meshes.trainer_handle import TrainerHandle
         from controller.meshes.trainer_mesh import TrainerMesh
@@ -231,7 +226,8 @@ class Launcher:
         async def start_replica(index: int) -> GeneratorHandle:
             seat = seats[index] = await self._seats.replaced(seats[index], name, index, config)
             await seat.check_model_directory(config.model)
-            launched = GeneratorHandle.launch(
+            launch = partial(
+                GeneratorHandle.launch,
                 config,
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
@@ -240,7 +236,7 @@ class Launcher:
                 version_records=self._version_records,
                 pulls_from=lambda: _known(self._root._store_mesh, self._pushing_mesh),
             )
-            return await self._turns.start_replica(config.placement, launched)
+            return await self._turns.start_replica(config.placement, launch)
 
         async def start() -> Generator:
             router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)

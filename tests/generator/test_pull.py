@@ -43,7 +43,7 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(family, tied, "bfloat16", "shared_memory", id=f"{family.__name__}-{tied}-bfloat16")
 
 
-@pytest.mark.parametrize(("family", "tied", "dtype", "transport"), _cases())
+@pytest.mark.parametrize(("family", "tied", "dtype", "transport"), list(_cases()))
 def test_pulled_weights_equal_a_fresh_engines(
     tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool, dtype: str, transport: str
 ) -> None:

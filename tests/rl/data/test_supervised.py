@@ -57,7 +57,7 @@ def test_held_out_loss_equals_that_of_transformers(tmp_path: Path) -> None:
     losses: list[float] = []
     for prompt, completion in texts:
         labels = torch.tensor([[-100] * len(prompt) + completion])
-        losses.append(float(reference(torch.tensor([prompt + completion]), labels=labels).loss))
+        losses.append(reference(torch.tensor([prompt + completion]), labels=labels).loss.item())
     np.testing.assert_allclose(measured.values, losses, rtol=1e-5)
     assert measured.interval.mean == pytest.approx(np.average(losses, weights=[4, 2, 9]), rel=1e-5)
     assert measured.interval.low <= measured.interval.mean <= measured.interval.high

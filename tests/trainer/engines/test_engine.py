@@ -269,8 +269,8 @@ def test_custom_loss_has_entropy_with_gradient_and_metrics(llama: Path) -> None:
     entropies = [reference.entropy(d)[torch.from_numpy(d.weights != 0)] for d in batch]
     (-torch.cat(entropies).sum()).backward()
     assert_close(gradients(engine), reference.gradients(), 1e-5)
-    assert output.metrics["entropy"] == pytest.approx(float(torch.cat(entropies).sum()), rel=1e-5)
-    assert output.metrics["entropy_max"] == pytest.approx(float(torch.cat(entropies).max()), rel=1e-5)
+    assert output.metrics["entropy"] == pytest.approx(torch.cat(entropies).sum().item(), rel=1e-5)
+    assert output.metrics["entropy_max"] == pytest.approx(torch.cat(entropies).max().item(), rel=1e-5)
 
 
 def test_datum_without_scored_positions_returns_zeros(llama: Path) -> None:
