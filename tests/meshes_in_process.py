@@ -106,6 +106,10 @@ class InProcessMesh(Mesh):
         assert index == 0
         return self.actors
 
+    def actor(self, index: int) -> Any:
+        """As `rank`."""
+        return self.rank(index)
+
     async def stop(self) -> None:
         """Ends the thread, and vLLM's if there is one."""
         self.actors.stop()

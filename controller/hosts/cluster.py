@@ -20,7 +20,7 @@ from controller.meshes.errors import HostLostError
 from controller.meshes.gpus import GPUPool
 
 _TRAINERS_GROUP = "trainer"
-_PROBE_S = 5.0
+_KNOWN_ANSWERS_S = 3.0  # that a worker which is not new has for its first answer; a host that is stopped gives none
 
 
 class Cluster:
@@ -177,7 +177,7 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
 async def connect_host(address: Address, controller: str, lost_after_s: float) -> Host:
     """The host at an address. Raises `HostError`, saying what to do, if it cannot be used."""
     try:
-        worker = await asyncio.to_thread(listening, address, _PROBE_S)
+        worker = await asyncio.to_thread(listening, address)
     except ValueError as error:
         raise HostError(str(error)) from None
     if worker is None:
@@ -186,7 +186,8 @@ async def connect_host(address: Address, controller: str, lost_after_s: float) -
             f"{address.host}: no worker listens on its ports {address.port} to {last}; start one with "
             f"`ownloop worker --listen {address.host}:{address.port}`"
         )
-    return await Host.connect(worker, controller, lost_after_s, forwarded_env())
+    in_time = {"answers_within_s": _KNOWN_ANSWERS_S} if address in KnownWorkers.addresses else {}
+    return await Host.connect(worker, controller, lost_after_s, forwarded_env(), **in_time)
 
 
 def _raise_problems(groups: Mapping[str, Sequence[Address]], problems: Mapping[Address, BaseException]) -> None:

@@ -59,14 +59,24 @@ class Host:
         self._lifeline: Lifeline | None = None
 
     @classmethod
-    async def connect(cls, worker: Address, controller: str, lost_after_s: float, env: Mapping[str, str]) -> "Host":
-        """Starts the agent of a host. `env` is for all processes on it. Raises `HostError` if that is not possible."""
+    async def connect(
+        cls,
+        worker: Address,
+        controller: str,
+        lost_after_s: float,
+        env: Mapping[str, str],
+        answers_within_s: float = _CONNECT_S,
+    ) -> "Host":
+        """Starts the agent of a host, whose worker has to answer in time. `env` is for all processes on it.
+
+        Raises `HostError` if that is not possible.
+        """
         ignore_unhandled_faults()
         host: Host | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 hosts = attach_to_workers(ca="trust_all_connections", workers=[str(worker)], name="host")
-                await hosts.initialized
+                await _answered(hosts.initialized, worker, answers_within_s)
                 command = default_bootstrap_cmd().with_env({**env, CONTROLLER_VARIABLE: controller})
                 procs = hosts.spawn_procs(per_host={"gpus": 1}, name="agent", bootstrap_command=command)
                 agent = procs.spawn("agent", HostAgent, controller, lost_after_s)
@@ -79,7 +89,9 @@ class Host:
                 await host.stop()
             if isinstance(error, ActorError):
                 raise HostError(f"{worker.host}: it cannot connect back to this host: {error.exception}") from error
-            if isinstance(error, TimeoutError | RuntimeError | ValueError | SupervisionError):
+            if isinstance(error, TimeoutError | RuntimeError | ValueError | SupervisionError) and not isinstance(
+                error, HostError
+            ):
                 raise HostError(f"{worker.host}: no agent could be started there: {_first_lines(error)}") from error
             raise
         host.watch()
@@ -172,6 +184,14 @@ class Host:
             if (copy := self.copies.get(log)) is not None:
                 with copy.open("ab") as file:
                     file.write(data)
+
+
+async def _answered(attached: Awaitable[object], worker: Address, within_s: float) -> None:
+    try:
+        await asyncio.wait_for(_awaited(attached), within_s)
+    except TimeoutError:
+        reason = f"its worker accepts connections and has not answered for {within_s:.0f} s"
+        raise HostError(f"{worker.host}: {reason}; it may be stopped") from None
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:

@@ -79,7 +79,7 @@ class Launcher:
         self._starts: list[asyncio.Task[Any]] = []
         self._running: list[Stoppable] = []
         self._store: asyncio.Task[WeightStore] | None = None
-        self._store_mesh: Mesh | None = None
+        self._running_store: WeightStore | None = None
         self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
@@ -191,7 +191,7 @@ class Launcher:
             version_records=self._version_records,
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
-            pushes_to=lambda: _known(self._root._store_mesh),
+            pushes_to=lambda: [] if (s := self._root._running_store) is None else [s.mesh, *s.receivers.lost],
         )
         self._running.append(handle := TrainerHandle(trainer))
         self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, seat)
@@ -234,7 +234,7 @@ class Launcher:
                 gpus=seat.gpus,
                 hosts=seat.hosts,
                 version_records=self._version_records,
-                pulls_from=lambda: _known(self._root._store_mesh, self._pushing_mesh),
+                pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
             )
             return await self._turns.start_replica(config.placement, launch)
 
@@ -263,7 +263,7 @@ class Launcher:
                 root._log_dir, hosts=root._seats.store(), generator_hosts=root._seats.generator_hosts
             )
             root._running.append(running)
-            root._store_mesh = running.mesh
+            root._running_store = running
             return running
 
         root._store = root._store or root._begin(start())

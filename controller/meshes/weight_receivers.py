@@ -149,6 +149,12 @@ class WeightReceivers:
         wanted = {host.identity for host in self._hosts() if not host.is_lost()}
         return wanted == {identity for identity, each in self._running.items() if not each.has_died()}
 
+    @property
+    def lost(self) -> Sequence[Mesh]:
+        """The processes on lost hosts if no host is left, so that a push would reach nobody."""
+        hosts = self._hosts()
+        return [each.mesh for each in self._running.values()] if hosts and all(h.is_lost() for h in hosts) else ()
+
     async def start(self) -> None:
         """Starts a process on every host, and goes on replacing those that die. Raises `MeshError`."""
         await self.complete()
@@ -181,6 +187,8 @@ class WeightReceivers:
 
     async def _replace(self) -> None:
         wanted = {host.identity: host for host in self._hosts() if not host.is_lost()}
+        if not wanted:
+            return  # `lost` says so
         useless = [who for who, each in self._running.items() if who not in wanted or each.has_died()]
         await asyncio.gather(*(self._running.pop(who).mesh.stop() for who in useless))
         missing = [host for who, host in wanted.items() if who not in self._running]

@@ -19,7 +19,7 @@ from rl.weights.host import host_identity
 from rl.weights.links import LinkAddress, rank_link, resolve
 from rl.weights.manifest import LIVING_VERSIONS, VersionRecord, WeightsError, buffer_size
 from rl.weights.messages import Part
-from rl.weights.receivers import Received, ReceivingHost, Transfer, encode_shards, receiving_hosts
+from rl.weights.receivers import Directory, Received, ReceivingHost, Transfer, encode_shards
 from rl.weights.version_index import VersionIndex
 
 _MAX_TRANSFERS = 2  # of one push
@@ -42,6 +42,7 @@ class PushDirector:
         self._shards = b""
         self._senders: tuple[int, ...] = ()
         self._hosts: tuple[ReceivingHost, ...] | None = None  # None before a push has read the directory
+        self._directory = Directory(index.get_store)
         self._suspects: set[str] = set()  # processes that failed, and have to answer before they are sent anything
         self._transfers = 0
         self._has_waited = False
@@ -61,7 +62,7 @@ class PushDirector:
 
     async def check_room(self, size_bytes: int) -> None:
         """Raises `WeightsError` if there is no host, or if one has too little memory for versions of this size."""
-        hosts = await receiving_hosts(await self._index.get_store())
+        hosts = await self._directory.read()
         if not hosts:
             raise WeightsError("no generator host receives weights over the network")
         checks = [host.control.check_room(LIVING_VERSIONS * size_bytes, self._publisher) for host in hosts]
@@ -85,7 +86,7 @@ class PushDirector:
         try:
             if self._hosts is None:
                 self._hosts = ()
-                self._hosts = await receiving_hosts(await self._index.get_store())
+                self._hosts = await self._directory.read()
             while self._transfers < _MAX_TRANSFERS or await self._replaced():
                 left = [host for host in self._hosts if host.identity not in self._reached | self._refused]
                 self._chain = tuple(await self._answering(left))
@@ -114,7 +115,7 @@ class PushDirector:
         end = time.monotonic() + _REPLACED_S
         while time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
-            hosts = await receiving_hosts(await self._index.get_store())
+            hosts = await self._directory.read()
             if {host.process for host in hosts} - {host.process for host in before}:
                 self._hosts, self._transfers, self._refused = hosts, 0, {}
                 return True
@@ -137,7 +138,7 @@ class PushDirector:
                 incoming=tuple((rank, rank_link(own, rank) if position == 0 else own) for rank in self._senders),
                 outgoing=others[0] if others else None,
             )
-            begins.append(host.control.begin(transfer))
+            begins.append(self._directory.while_listed(host, host.control.begin(transfer)))
         outcomes = await _outcomes(begins, self._reader_timeout_s + 2 * self._idle_s)
         self._note(outcomes)
         refused = {h.identity for h, outcome in zip(self._chain, outcomes, strict=True) if outcome is not None}
@@ -173,7 +174,8 @@ class PushDirector:
 
         async def one(position: int) -> object:
             host = self._chain[position]
-            asked = asyncio.ensure_future(_outcome(host.control.finish(self._id, element_sums), limit_s))
+            finish = self._directory.while_listed(host, host.control.finish(self._id, element_sums))
+            asked = asyncio.ensure_future(_outcome(finish, limit_s))
             others = asyncio.ensure_future(failed.wait())
             await asyncio.wait((asked, others), return_when=asyncio.FIRST_COMPLETED)
             others.cancel()

@@ -4,11 +4,13 @@ Every generator host has one receiving process. The controller starts them and w
 trainer reads it before every push, so a process that was replaced takes part from the next push on.
 """
 
+import asyncio
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rl.weights.buffer import BufferLocation
 from rl.weights.links import LinkAddress
@@ -16,6 +18,9 @@ from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.messages import Part
 from rl.weights.version_index import Store, is_missing
 
+T = TypeVar("T")
+
+_LOOK_S = 1.0
 RECEIVERS_KEY = "ownloop/weight_receivers"
 """TorchStore key of the directory, a tuple of `ReceivingHost`s."""
 
@@ -114,6 +119,39 @@ async def receiving_hosts(store: Store) -> tuple[ReceivingHost, ...]:
         if is_missing(error):
             return ()
         raise WeightsError(f"TorchStore did not say which generator hosts there are: {error}") from error
+
+
+class Directory:
+    """The directory as rank 0 of a trainer knows it."""
+
+    def __init__(self, get_store: Callable[[], Awaitable[Store]]) -> None:
+        """Nothing is read yet."""
+        self._get_store = get_store
+        self._processes: Collection[str] = ()
+        self._read_at = 0.0
+
+    async def read(self) -> tuple[ReceivingHost, ...]:
+        """The hosts that there are now. Raises `WeightsError`."""
+        self._read_at = time.monotonic()
+        hosts = await receiving_hosts(await self._get_store())
+        self._processes = {host.process for host in hosts}
+        return hosts
+
+    async def while_listed(self, host: ReceivingHost, call: Awaitable[T]) -> T:
+        """The result of a call to a host that was read. Raises `WeightsError` once the controller has taken it off.
+
+        Nobody tells a trainer that a host is lost, and a call to it would only end with its time limit.
+        """
+        asked = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                if host.process not in self._processes:
+                    raise WeightsError("it is gone")
+                if time.monotonic() > self._read_at + _LOOK_S:  # of many calls only one reads
+                    await self.read()
+            return asked.result()
+        finally:
+            asked.cancel()
 
 
 def encode_shards(shards: Sequence[Sequence[Part]]) -> bytes:

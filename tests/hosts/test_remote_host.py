@@ -10,7 +10,7 @@ import pytest
 from controller.hosts import remote_host
 from controller.hosts.addresses import Address
 from controller.hosts.host_agent import RankStates
-from controller.hosts.remote_host import Host
+from controller.hosts.remote_host import Host, HostError
 from controller.hosts.remote_ranks import RemoteRanks
 from controller.meshes.calls import Calls, ProcessDiedError
 from controller.meshes.errors import HostLostError, MeshError
@@ -122,6 +122,21 @@ async def _stop() -> None:
     host = fake_host("n1")
     await host.stop()
     await host.stop()
+
+
+def test_a_worker_that_is_stopped_does_not_hold_up_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attached:
+        """What Monarch returns for a worker that accepts connections and does nothing."""
+
+        @property
+        def initialized(self) -> Awaitable[None]:
+            """Never answers."""
+            return asyncio.sleep(60)
+
+    monkeypatch.setattr(remote_host, "attach_to_workers", lambda **_: Attached())
+    connecting = Host.connect(Address("tcp", "n1", 26600), "me", 20.0, {}, answers_within_s=0.05)
+    with pytest.raises(HostError, match=r"^n1: its worker accepts connections and has not answered for 0 s; it may be"):
+        asyncio.run(asyncio.wait_for(connecting, 5))
 
 
 def test_ranks_are_counted_host_by_host(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ from rl.weights.buffer import WeightBuffer
 from rl.weights.host import host_identity
 from rl.weights.links import Link
 from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError
-from rl.weights.receivers import RECEIVERS_KEY
+from rl.weights.receivers import RECEIVERS_KEY, Transfer
 from rl.weights.receiving_process import ReceivingProcess
 from tests.rl.weights.pushes import assert_read, publisher_to, push
 from tests.rl.weights.receiving_hosts import (
@@ -102,6 +103,33 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
         os.kill(pid, signal.SIGCONT)
         assert_read("h1", push(publisher, 3), monkeypatch)
         assert_read("h1", first, monkeypatch)
+
+
+class _Unreachable(ReceivingProcess):
+    """A host that is cut off when it is told of a transfer. The controller notices, and takes it off the directory."""
+
+    def __init__(self, store: FakeStore) -> None:
+        super().__init__(0.5)
+        self._store = store
+
+    async def begin(self, transfer: Transfer) -> None:
+        others = [host for host in self._store.values[RECEIVERS_KEY] if host.control is not self]
+        self._store.values[RECEIVERS_KEY] = tuple(others)
+        await asyncio.Event().wait()
+
+
+def test_a_host_that_the_controller_has_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.weights.receivers._LOOK_S", 0.05)
+    store, whole = FakeStore(), ReceivingProcess(0.5)
+    cut = _Unreachable(store)
+    register(store, host_entry(cut, "h1"), host_entry(whole, "h2"))
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match="version 1 did not reach every generator host.*; h1: it is gone"):
+        first = push(publisher_to(store), 1)
+    assert time.monotonic() - begin < 5  # and not the minutes that a transfer may take to begin
+    assert_read("h2", first, monkeypatch)
+    whole.close()
+    cut.close()
 
 
 def _push_twice(pipe: Any, port: int) -> None:
