@@ -1,5 +1,8 @@
 """The interface that every training backend implements. It holds nothing that only one of them needs.
 
+Numbers pass through it as torch tensors. What an engine computes with is its own business; the one in
+`examples/engines/mindspore_engine` computes with MindSpore, in another process.
+
 An engine does the mathematics of one rank. It knows neither actors nor roles, and can be used on its own:
 
     import numpy as np, pathlib

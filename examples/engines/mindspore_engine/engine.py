@@ -10,7 +10,6 @@ Deliberately absent: several ranks, dtypes other than float32, adapters, experts
 
 import contextlib
 import math
-import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 
 from examples.engines.mindspore_engine.arrays import parameter_shapes, row_arrays
-from examples.engines.mindspore_engine.child import Child
 from examples.engines.mindspore_engine.layout_check import check_layout
-from examples.engines.mindspore_engine.messages import AdamStep, Moments, Shape
+from examples.engines.mindspore_engine.messages import AdamStep, Moments
+from examples.engines.mindspore_engine.start import mindspore_python, start_mindspore
 from rl.data.packing import PackedRow, pack_row
 from rl.hf_config import read_config
 from rl.losses import Loss
@@ -32,7 +31,7 @@ from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
-from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
+from trainer.engines.decoder_config import parse_decoder_config
 from trainer.engines.memory import PeakMemory
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.hf_weights import load_hf_weights
@@ -43,12 +42,6 @@ from trainer.engines.pytorch.row_runner import loss_inputs
 from trainer.export import write_hf_directory
 from trainer.saver import CheckpointSaver
 
-PYTHON = "MINDSPORE_PYTHON"
-"""Environment variable: the Python of MindSpore's environment; without it, that of `.venv-mindspore` in the root."""
-_FOLDER = Path(__file__).parent
-_ROOT = _FOLDER.parents[2]
-_START_TIMEOUT_S = 180.0  # importing MindSpore takes 4 s, and a minute where its files are read for the first time
-
 
 class MindSporeEngine(Engine):
     """A dense Llama, Qwen2 or Qwen3 on the CPU, in float32."""
@@ -57,14 +50,14 @@ class MindSporeEngine(Engine):
         """Raises ValueError for what the engine cannot train and if MindSpore's environment is missing."""
         hf_config = read_config(config.model)
         check_layout(config, hf_config)
-        python = _mindspore_python()
+        python = mindspore_python()
         decoder = parse_decoder_config(hf_config)
         self._config = config
         self._shapes = parameter_shapes(decoder, config.head)
         self._inverse_frequencies = inverse_frequencies(decoder).numpy()
         parameters = {name: torch.empty(shape) for name, shape in self._shapes.items()}
         load_hf_weights(parameters, config.model)
-        self._child = _start(python, config, decoder)
+        self._child = start_mindspore(python, config, decoder)
         self._set_parameters(parameters)
         self._memory = PeakMemory(HOST, children=(self._child.pid,))
         self._flops = ModelFlops.of(config.model, config.head)
@@ -258,36 +251,6 @@ class MindSporeEngine(Engine):
                 else (moments.step, torch.from_numpy(moments.mean), torch.from_numpy(moments.square))
             )
             yield name, {"step": torch.tensor(float(step)), "exp_avg": mean, "exp_avg_sq": square}
-
-
-def _mindspore_python() -> Path:
-    python = Path(os.environ.get(PYTHON) or _ROOT / ".venv-mindspore" / "bin" / "python")
-    if not python.is_file():
-        raise ValueError(
-            f"{python} does not exist; the MindSpore engine needs an environment of its own, which "
-            f"{_FOLDER / 'README.md'} says how to make. {PYTHON} names its Python if it is elsewhere"
-        )
-    return python
-
-
-def _start(python: Path, config: TrainerConfig, decoder: DecoderConfig) -> Child:
-    """A MindSpore process with a model that has no parameters yet."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(_ROOT),
-        "OMP_NUM_THREADS": str(config.num_threads),
-        "GLOG_v": "3",  # MindSpore logs errors only
-    }
-    child = Child([str(python), "-m", "examples.engines.mindspore_engine.child_main"], environment, _START_TIMEOUT_S)
-    shape = Shape(
-        num_layers=decoder.num_layers,
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        norm_eps=decoder.norm_eps,
-    )
-    child.call("set_shape", shape)
-    return child
 
 
 def _learning_rates(names: Sequence[str], params: AdamParams) -> dict[str, float]:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from examples.engines.mindspore_engine.arrays import attention_mask, parameter_shapes
-from examples.engines.mindspore_engine.engine import PYTHON, MindSporeEngine
+from examples.engines.mindspore_engine.engine import MindSporeEngine
 from examples.engines.mindspore_engine.layout_check import check_layout
 from examples.engines.mindspore_engine.row import ROW
+from examples.engines.mindspore_engine.start import PYTHON
 from rl.data.packing import Document, pack_row
 from rl.hf_config import read_config
 from rl.lora import LoRAConfig

@@ -2,6 +2,8 @@
 
 import mmap
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.memory import PeakMemory
 
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 BATCH = random_batch((1, 17, 5, 40, 12, 7))
@@ -80,6 +83,21 @@ def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Bui
     assert peaks["memory_peak_bytes_load_max"] - peaks["memory_peak_bytes_optim_step_max"] > 150 << 20
     engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
     assert len(engine.optim_step(PARAMS).metrics) == 2
+
+
+def test_a_process_that_computes_for_this_one_counts_while_it_runs() -> None:
+    command = [sys.executable, "-c", "held = b'x' * (100 << 20); print(flush=True); input()"]
+    cpu = torch.device("cpu")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        memory, alone = PeakMemory(cpu, children=(child.pid,)), PeakMemory(cpu)
+        with memory.phase("forward"):
+            pass
+        held = memory.take()["memory_peak_bytes_forward_max"] - alone.peak_bytes()
+        assert 90 << 20 < held < 150 << 20
+        child.communicate(b"end")
+    assert memory.peak_bytes() == pytest.approx(alone.peak_bytes(), rel=0.01)
 
 
 def allocate_mib(size: int) -> None:

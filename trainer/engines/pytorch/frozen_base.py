@@ -23,8 +23,11 @@ from trainer.engines.pytorch.engine import TorchEngine
 class FrozenBase(Engine):
     """One rank of a frozen model. It scores, and makes adapters, which train."""
 
-    def __init__(self, config: TrainerConfig, engine: TorchEngine) -> None:
-        """`engine` holds the model, frozen in `compute_dtype`. A collective, if there can be adapters."""
+    def __init__(self, config: TrainerConfig, engine: Engine) -> None:
+        """`engine` holds the model, frozen in `compute_dtype`. A collective, if there can be adapters.
+
+        Adapters need a PyTorch engine; a model without them may be any engine's.
+        """
         self._engine = engine
         self._adapters: dict[str, AdapterEngine] = {}
         self._config = config
@@ -49,6 +52,7 @@ class FrozenBase(Engine):
         check_adapter_name(name)
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already; drop it first, or choose another name")
+        assert isinstance(self._engine, TorchEngine), "only PyTorch engines have `trains_adapters` in their rows"
         AdapterEngine.check(self._engine, config)
         self._identity = self._identity or base_identity(self._config.model)
         self._adapters[name] = AdapterEngine(self._engine, config, self._identity, self._stage)
