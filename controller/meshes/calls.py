@@ -88,13 +88,13 @@ class Calls:
         size: float = 0.0,
         varies: bool = False,
         wait: Wait = "queued",
-        needs: "Sequence[Calls]" = (),
+        needs: "Callable[[], Sequence[Calls]]" = tuple,
     ) -> list[T]:
         """The answers to one call of each rank; the key None stands for a call of several ranks at a time.
 
         `size` is any measure of the work in a call. A verb that `varies` takes very different times whatever came
-        before, so each of its calls has the deadline of a first one. `needs` are meshes without which these ranks
-        cannot answer. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
+        before, so each of its calls has the deadline of a first one. `needs` returns the meshes without which these
+        ranks cannot answer now. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
 
         Raises what the module's docstring says.
         """
@@ -130,7 +130,7 @@ class Calls:
         limit_s = self.deadlines.limit_s(slowest_s)
         return max(limit_s, self.deadlines.first_s) if call.varies or call.size > 2 * largest else limit_s
 
-    async def _tick(self, call: _Call, needs: "Sequence[Calls]") -> None:
+    async def _tick(self, call: _Call, needs: "Callable[[], Sequence[Calls]]") -> None:
         """Waits for an answer, but not for long, and raises if there is a reason not to wait any longer."""
         if self.failure is not None:
             raise self.failure.again()
@@ -139,7 +139,7 @@ class Calls:
         errors_before, started = len(call.errors), time.monotonic()
         unanswered = {call.answers[rank] for rank in call.unanswered}
         # Thousands of watched calls may be under way, so that they do not look at the processes each.
-        idle = call.wait == "watched" and not call.errors and not needs
+        idle = call.wait == "watched" and not call.errors and not needs()
         await asyncio.wait(
             {*unanswered, self._failed}, timeout=None if idle else _TICK_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -152,19 +152,19 @@ class Calls:
             call.troubled_s += elapsed if errors_before or self.processes.gone else 0.0
         if call.finished() or (not call.errors and elapsed < _TICK_S / 2):  # looking at processes costs 0.1 ms each
             return
-        for each in (self, *needs):
+        for each in (self, *needs()):
             each.processes.look(at_most_s=2 * _TICK_S)
         await self._judge(call, needs)
 
     def _is_next(self, call: _Call) -> bool:
         return call is next((each for each in self._under_way if each.wait == "queued"), None)
 
-    async def _judge(self, call: _Call, needs: "Sequence[Calls]") -> None:
+    async def _judge(self, call: _Call, needs: "Callable[[], Sequence[Calls]]") -> None:
         """Raises if there is a reason not to wait any longer for a call."""
         if not self.processes.gone and any(isinstance(error, ProcessDiedError) for error in call.errors.values()):
             await self.processes.fetch_states()  # which process it was
             self.processes.look(at_most_s=0.0)
-        for other in needs:
+        for other in needs():
             error = other.failure or other._process_failure(call.verb)
             if error is not None:
                 if other.failure is None:

@@ -178,7 +178,7 @@ class GeneratorHandle:
         call = self.mesh.rank(0).pull_model_state_dict.call_one(
             version, record, policy, frozen, mode, keep_prefix_cache
         )
-        await self._watched(call, "pull_model_state_dict", needs=self._pulls_from())
+        await self._watched(call, "pull_model_state_dict", needs=self._pulls_from)
 
     async def drop_policy(self, policy: Policy) -> None:
         """Forgets an adapter or a frozen version; see `rl.protocols.Generator.drop_policy`.
@@ -200,7 +200,7 @@ class GeneratorHandle:
         """Ends the generator's processes. May be called again."""
         await self.mesh.stop()
 
-    async def _watched(self, call: Awaitable[T], verb: str, needs: Sequence[Mesh] = ()) -> T:
+    async def _watched(self, call: Awaitable[T], verb: str, needs: Callable[[], Sequence[Mesh]] = tuple) -> T:
         """Awaits a call, and looks at the engines as long as there is such a call."""
         self._num_watched += 1
         if self._probes is None or self._probes.done():

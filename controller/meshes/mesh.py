@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,11 +207,11 @@ class Mesh:
         *,
         rank: int | None = None,
         wait: Wait = "queued",
-        needs: "Sequence[Mesh]" = (),
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
     ) -> T:
         """Awaits a call to one rank, or with `.call` to all of them; see `Calls.answers`."""
         calls = {rank: _unwrapped(call, self.name)}
-        return (await self.calls.answers(calls, verb, wait=wait, needs=[mesh.calls for mesh in needs]))[0]
+        return (await self.calls.answers(calls, verb, wait=wait, needs=lambda: [mesh.calls for mesh in needs()]))[0]
 
     async def answers(
         self,
@@ -221,14 +221,15 @@ class Mesh:
         size: float = 0.0,
         varies: bool = False,
         wait: Wait = "queued",
-        needs: "Sequence[Mesh]" = (),
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
     ) -> list[T]:
         """Awaits a call to each rank, in the order of the ranks; see `Calls.answers`."""
         by_rank: dict[int | None, Coroutine[Any, Any, T]] = {
             rank: _unwrapped(call, self.name) for rank, call in enumerate(calls)
         }
-        needed = [mesh.calls for mesh in needs]
-        return await self.calls.answers(by_rank, verb, size=size, varies=varies, wait=wait, needs=needed)
+        return await self.calls.answers(
+            by_rank, verb, size=size, varies=varies, wait=wait, needs=lambda: [mesh.calls for mesh in needs()]
+        )
 
     async def stop(self) -> None:
         """Ends every process: asks them to stop, and kills them half a second later. May be called again."""

@@ -132,7 +132,7 @@ class TrainerHandle:
             )
         start = time.perf_counter()
         calls = [rank.push_model_state_dict.call_one(self.policy) for rank in self._ranks]
-        record = (await self.mesh.answers(calls, "push_model_state_dict", needs=self._trainer.pushes_to()))[0]
+        record = (await self.mesh.answers(calls, "push_model_state_dict", needs=self._trainer.pushes_to))[0]
         assert record is not None
         self._push_bytes_per_s = sum(spec.nbytes for spec in record.manifest) / (time.perf_counter() - start)
         self._trainer.version_records.add(record)

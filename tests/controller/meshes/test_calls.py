@@ -137,12 +137,20 @@ def test_the_cause_wins_over_connection_errors_that_came_first() -> None:
 def test_a_mesh_that_is_needed_and_has_failed_is_named() -> None:
     async def test(calls: Calls) -> None:
         store = Calls("store", RankProcesses((), ()), Deadlines())
-        await calls.answers({0: _takes(0.05)}, "push", needs=[store])
+        await calls.answers({0: _takes(0.05)}, "push", needs=lambda: [store])
         store.fail(MeshError("store", "rank 0 died", rank=0))
         with pytest.raises(MeshError, match="store: rank 0 died"):
-            await calls.answers({0: _takes(60)}, "push", needs=[store])
+            await calls.answers({0: _takes(60)}, "push", needs=lambda: [store])
+
+    async def later(calls: Calls) -> None:
+        needed, lost = list[Calls](), Calls("weights-n1", RankProcesses((), ()), Deadlines())
+        lost.fail(MeshError("weights-n1", "host n1 is lost"))
+        asyncio.get_running_loop().call_later(0.1, needed.append, lost)
+        with pytest.raises(MeshError, match="weights-n1: host n1 is lost"):
+            await calls.answers({0: _takes(60)}, "push", needs=lambda: needed)
 
     _run(test)
+    _run(later)
 
 
 @pytest.mark.parametrize(
