@@ -132,3 +132,12 @@ def test_two_replicas_on_two_hosts_sample_what_they_sample_on_one(net: Hosts, tm
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5, nan_ok=True)
     for index, host in enumerate(("h2", "h3")):
         assert f"on host {host}: " in (tmp_path / "two" / "logs" / f"generator-{index}-0.log").read_text()
+
+
+def test_the_recipe_of_make_train_learns_on_two_hosts(net: Hosts, tmp_path: Path) -> None:
+    """Takes 4 to 7 minutes on two cores."""
+    hosts = ("--hosts", "trainer=tcp://h1", "--hosts", "generator=tcp://h2")
+    run = ownloop_run(net, tmp_path, "learns", "grpo_smollm2_cpu", "--runs", str(tmp_path), "--name", "learns", *hosts)
+    assert run.wait(timeout=900) == 0, (tmp_path / "learns.txt").read_text()
+    rewards = [row["eval_reward"] for row in metric_rows(tmp_path / "learns") if "eval_reward" in row]
+    assert rewards[-1] - rewards[0] >= 0.15
