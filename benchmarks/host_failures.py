@@ -17,7 +17,6 @@ What ran on a host has ended 30 s later. Bars: nothing hangs, is left, or is une
 
 import json
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,7 +40,6 @@ def main() -> None:
         first, _, last = str(options.cells).partition("-")
         faults = faults[int(first) - 1 : int(last or first)]
     faults = [fault for fault in faults if options.only in str(fault)]
-    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +65,6 @@ def main() -> None:
             "cells": len(outcomes),
             "go_on_by_themselves": len(outcomes) - len(ended),
             "seconds_to_error_max": max((outcome.seconds for outcome in ended), default=0.0),
-            "minutes": (time.monotonic() - begin) / 60,
             **{outcome.name: outcome.what for outcome in outcomes},
         },
     )
@@ -80,9 +77,9 @@ def keep(file: Path, outcome: Outcome) -> None:
 
 
 def kept_in(file: Path) -> list[Outcome]:
-    """The outcomes in a file; of a cell that ran again, the newest."""
-    outcomes = [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
-    return list({outcome.name: outcome for outcome in outcomes}.values())
+    """The outcomes in a file, in the order of the cells; of a cell that ran again, the newest."""
+    found = {each.name: each for each in (Outcome(**json.loads(line)) for line in file.read_text().splitlines())}
+    return [found[str(fault)] for fault in covering_host_faults() if str(fault) in found]
 
 
 if __name__ == "__main__":
