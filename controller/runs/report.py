@@ -15,8 +15,9 @@ from controller.runs.live_report import LiveReport
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.hardware import hand_back_memory
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
-from rl.runs.folder import RunFolder, read_metrics
+from rl.runs.folder import RunFolder
 from rl.runs.loggers.table import RunLoggers
+from rl.runs.metric_rows import metric_rows, thinned_metrics
 from rl.runs.recording import RecordingError
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -73,10 +74,11 @@ class Report:
     def resume(self) -> None:
         """Restores the counts of a resumed run from the metrics in its folder."""
         self.skipped_in_a_row = self.without_signal_in_a_row = self.solved_in_a_row = 0
-        rows = self.folder.metrics()
-        for row in rows:
+        last_step = 0
+        for row in metric_rows(self.folder.metrics_file):
             self._count(row)
-        self._live.resume(int(max((row["step"] for row in rows), default=0)))
+            last_step = max(last_step, int(row["step"]))
+        self._live.resume(last_step)
 
     def phase(self, text: str) -> None:
         """Tells the user what is going on while there is no step to show."""
@@ -251,7 +253,7 @@ def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
     """Draws held-out metrics, each with its metric in training, to PNGs beside the metrics."""
     from rl.runs.plot import plot_curve  # loads matplotlib; a mistake in a recipe should not have to wait for it
 
-    folder, metrics = metrics_file.parent, read_metrics(metrics_file) if curves else []
+    folder, metrics = metrics_file.parent, thinned_metrics(metrics_file) if curves else []
     for name, training in curves.items():
         try:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)

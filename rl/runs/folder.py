@@ -34,6 +34,7 @@ import numpy as np
 from rl.runs.cut_off import cut_lines, cut_recordings, free_folder
 from rl.runs.lines import append_line, drop_unfinished_line, sync_file
 from rl.runs.loop_end import LoopEnd
+from rl.runs.metric_rows import metric_rows
 from rl.runs.recording import (
     BackgroundWriter,
     RecordingError,
@@ -43,7 +44,7 @@ from rl.runs.recording import (
     write_rollouts,
     write_whole,
 )
-from rl.runs.schema import SCHEMA_VERSION, current_metrics
+from rl.runs.schema import SCHEMA_VERSION
 from rl.runs.secret_fields import hide_secrets
 from rl.types import Group
 
@@ -213,7 +214,8 @@ class RunFolder:
 
     def saved(self) -> str:
         """The current contents of the folder, in a few words for the user."""
-        parts = [f"metrics and rollouts of {int(max((row['step'] for row in self.metrics()), default=0))} steps"]
+        last_step = int(max((row["step"] for row in metric_rows(self.metrics_file)), default=0))
+        parts = [f"metrics and rollouts of {last_step} steps"]
         complete = self.complete_checkpoints()
         if complete:
             parts.append(f"{len(complete)} checkpoint{'s' * (len(complete) > 1)}, the last {complete[-1].name}")
@@ -223,16 +225,8 @@ class RunFolder:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, without a last line that is still being written; none if there is no such file.
-
-    Rows of an earlier schema version come under the names of the current one.
-    """
-    if not file.exists():
-        return []
-    text = file.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    steps: list[dict[str, float | None]] = [current_metrics(json.loads(line)) for line in lines]
-    return [{name: math.nan if value is None else value for name, value in step.items()} for step in steps]
+    """All rows of a `metrics.jsonl`, as `metric_rows` reads them."""
+    return [*metric_rows(file)]
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

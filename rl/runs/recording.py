@@ -15,11 +15,13 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from rl.rollouts.columns import groups_to_table, parquet_bytes
 from rl.types import Group
@@ -147,19 +149,35 @@ def kind_of(split: str) -> str:
 
 def free_file(directory: Path, step: int, split: str) -> Path:
     """The file for the rollouts of a step. A second file of the same step has a number behind it."""
-    name, number = f"{kind_of(split)}-{step:05d}", 1
-    while (file := directory / f"{name if number == 1 else f'{name}-{number}'}.parquet").exists():
+    number = 1
+    while (file := recording_of(directory, step, kind_of(split), number)).exists():
         number += 1
     return file
 
 
-def recorded_files(directory: Path) -> list[tuple[str, int, Path]]:
-    """(kind, step, file) of every file of rollouts, in order; none if there is no such directory."""
-    found: list[tuple[str, int, int, Path]] = []
-    for file in directory.iterdir() if directory.is_dir() else ():
-        if match := _FILE_NAME.fullmatch(file.name):
-            found.append((match["kind"], int(match["step"]), int(match["number"] or 1), file))
-    return [(kind, step, file) for kind, step, _, file in sorted(found)]
+def recording_of(directory: Path, step: int, kind: str, number: int = 1) -> Path:
+    """The file with the rollouts of a step, or the file of a step's second, third ... recording."""
+    return directory / f"{kind}-{step:05d}{f'-{number}' if number > 1 else ''}.parquet"
+
+
+def recorded_files(directory: Path, kind: str | None = None) -> list[tuple[str, int, Path]]:
+    """(kind, step, file) of every file of rollouts, or of one kind, in order; none if there is no such directory."""
+    found = sorted(_names(directory, kind))
+    return [(each, step, directory / name) for each, step, _, name in found]
+
+
+def recorded_steps(directory: Path, kind: str) -> NDArray[np.int64]:
+    """The steps [N] with files of a kind, in order. Needs 8 bytes a step, so it suits runs of any length."""
+    return np.unique(np.fromiter((step for _, step, _, _ in _names(directory, kind)), np.int64))
+
+
+def _names(directory: Path, kind: str | None) -> Iterator[tuple[str, int, int, str]]:
+    """(kind, step, number, name) of each file."""
+    with os.scandir(directory) if directory.is_dir() else contextlib.nullcontext(()) as entries:
+        for entry in entries:
+            match = _FILE_NAME.fullmatch(entry.name)
+            if match and kind in (None, match["kind"]):
+                yield match["kind"], int(match["step"]), int(match["number"] or 1), entry.name
 
 
 def last_steps(directory: Path) -> dict[str, int]:

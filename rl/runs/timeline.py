@@ -28,6 +28,7 @@ CONTROLLER = "controller"
 _MAX_CALLS = 100_000  # 15 MB; later only phases are recorded
 _END = b"\n]"
 _LONGEST_WRITE = 1 << 24  # bytes at the file's end among which a whole event is looked for
+_READ_BYTES = 1 << 20  # at the file's end; some 8000 events
 
 _active: ContextVar["Timeline | None"] = ContextVar("timeline", default=None)
 
@@ -88,8 +89,14 @@ class Timeline:
         """Appends what was recorded since the last time. Raises `RecordingError`."""
         with self._guard:
             events, self._events = self._events, []
+            names = {process.number: name for name, process in self._processes.items()}
         if not events:
             return
+        # Behind the events that need them: whoever reads the end of the file finds the names of what is there.
+        events += [
+            {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": names[number]}}
+            for number in sorted({event["pid"] for event in events})
+        ]
         lines = ",\n".join(json.dumps(event) for event in events).encode()
         try:
             with self.file.open("rb+" if self.file.exists() else "wb+") as stream:
@@ -101,20 +108,21 @@ class Timeline:
             raise RecordingError(self.file, error) from error
 
     def _process(self, name: str) -> _Process:
-        """The process of this name. The first time an event is recorded that names it."""
+        """The process of this name."""
         if name not in self._processes:
-            number = zlib.crc32(name.encode()) % 100_000  # the same in a resumed run
-            self._processes[name] = _Process(number)
-            self._events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}})
+            self._processes[name] = _Process(zlib.crc32(name.encode()) % 100_000)  # the same in a resumed run
         return self._processes[name]
 
 
 def _end_of_events(stream: BinaryIO) -> int:
     """Where the last whole event ends; 0 without one. A killed process may have left a part of a line."""
-    start = max(0, stream.seek(0, os.SEEK_END) - _LONGEST_WRITE)
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - len(_END)))
+    if stream.read() == _END:
+        return size - len(_END)
+    start = max(0, size - _LONGEST_WRITE)
     stream.seek(start)
-    tail = stream.read()
-    return start + tail.rfind(b"}\n") + 1 if tail.endswith(_END) else max(0, start + tail.rfind(b"},\n") + 1)
+    return max(0, start + stream.read().rfind(b"},\n") + 1)
 
 
 @contextmanager
@@ -129,17 +137,21 @@ def span(process: str, name: str) -> Generator[None]:
 
 
 def read_timeline(file: Path) -> list[tuple[str, str, int, float, float]]:
-    """(process, name, lane, begin, end) of every span, in seconds since 1970; none without a file, or a damaged one."""
+    """(process, name, lane, begin, end) of the latest spans, in seconds since 1970, in the order in which they ended.
+
+    Reads the last megabyte of the file. There are none without a file, or in a damaged one.
+    """
     try:
-        events: list[dict[str, Any]] = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            start = max(0, stream.seek(0, os.SEEK_END) - _READ_BYTES)
+            stream.seek(start)
+            tail = stream.read()
+        events: list[dict[str, Any]] = json.loads(tail if start == 0 else b"[" + tail[tail.index(b"\n") :])
     except (OSError, ValueError):
         return []
-    spans: list[tuple[str, str, int, float, float]] = []
-    names: dict[int, str] = {}
-    for event in events:
-        if event["ph"] == "M":
-            names[event["pid"]] = event["args"]["name"]
-        else:
-            begin = event["ts"] / 1e6
-            spans.append((names[event["pid"]], event["name"], event["tid"], begin, begin + event["dur"] / 1e6))
-    return spans
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    return [
+        (names[event["pid"]], event["name"], event["tid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events
+        if event["ph"] == "X" and event["pid"] in names
+    ]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, read_metrics
+from rl.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS
+from rl.runs.metric_rows import thinned_metrics
 from rl.runs.report.samples import Decode, evaluation_samples, mismatch_samples
 from rl.runs.report.warnings_in_words import warnings_of
 from rl.runs.state import state_of
@@ -37,7 +38,7 @@ _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "
 def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
     """Everything about the run in this folder; it may still be going on. `decode` cuts answers into their tokens."""
     config: dict[str, Any] = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    rows = read_metrics(run / METRICS)
+    rows = thinned_metrics(run / METRICS)
     steps = [row for row in rows if "seconds_step" in row]
     memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]
     return {

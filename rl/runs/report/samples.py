@@ -25,7 +25,7 @@ _CONTEXT = 4  # tokens before a token, with which it is decoded: alone, its lead
 
 def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, Any]]:
     """Problems of the evaluations, each with its first answer in the first evaluation and in the latest ones."""
-    by_step = {step: file for kind, step, file in recorded_files(rollouts) if kind == "eval"}
+    by_step = {step: file for _, step, file in recorded_files(rollouts, "eval")}
     steps = sorted(by_step)
     shown = steps if len(steps) <= _MAX_EVALUATIONS else [steps[0], *steps[1 - _MAX_EVALUATIONS :]]
     problems: dict[str, dict[str, Any]] = {}

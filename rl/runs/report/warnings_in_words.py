@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pyarrow.parquet as pq
 
-from rl.runs.recording import TRAINING, recorded_files
+from rl.runs.recording import TRAINING, recorded_steps, recording_of
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -61,18 +61,21 @@ def _not_finite(rows: Rows, rollouts: Path) -> str | None:
 
 def _collapsed(rows: Rows, rollouts: Path) -> str | None:
     del rows
-    files = [(step, file) for kind, step, file in recorded_files(rollouts) if kind == TRAINING]
-    if len(files) < 2 or not _same_answer(files[-1][1]):
+    steps = recorded_steps(rollouts, TRAINING)
+
+    def answer_of(index: int) -> str | None:
+        return _same_answer(recording_of(rollouts, int(steps[index]), TRAINING))
+
+    if len(steps) < 2 or not (answer := answer_of(-1)):
         return None
     # Halves the steps between one whose answers differ and one whose answers are the same.
-    low, high = -1, len(files) - 1
+    low, high = -1, len(steps) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _same_answer(files[middle][1]) else (middle, high)
+        low, high = (low, middle) if answer_of(middle) else (middle, high)
     if low < 0:
-        return f"all prompts have had nearly the same answer since step {files[0][0]}, the first one recorded"
-    answer = _same_answer(files[-1][1]) or ""
-    return f"the policy collapsed to one answer after step {files[low][0]}: {answer[:60]!r} for different prompts"
+        return f"all prompts have had nearly the same answer since step {steps[0]}, the first one recorded"
+    return f"the policy collapsed to one answer after step {steps[low]}: {answer[:60]!r} for different prompts"
 
 
 def _same_answer(file: Path) -> str | None:
