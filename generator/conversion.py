@@ -12,6 +12,7 @@ from rl.types import Completion, SamplingParams
 
 def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
     """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`."""
+    scores_prompt = sampling.prompt_logprobs or sampling.topk_prompt_logprobs > 0
     return vllm.SamplingParams(
         n=num_samples,
         max_tokens=sampling.max_tokens,
@@ -23,7 +24,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         logprobs=0,  # only those of the sampled tokens
-        prompt_logprobs=0 if sampling.prompt_logprobs else None,
+        prompt_logprobs=sampling.topk_prompt_logprobs if scores_prompt else None,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),  # token by token is slow, and only stop strings need it
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -56,5 +57,20 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
         ),
         text=text,
         finish_reason=sample.finish_reason,
-        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs.logprobs),
+        prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),
+        topk_prompt_logprobs=None if prompt_logprobs is None else _most_probable(prompt_logprobs),
     )
+
+
+def _of_prompt(flat: Any) -> tuple[float, ...]:
+    """The log-probs of a prompt's tokens. vLLM's row of a position begins with its token; the first row is empty."""
+    return tuple(flat.logprobs[start] for start in flat.start_indices[1:])
+
+
+def _most_probable(flat: Any) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+    """The rest of each row: the most probable tokens, falling. None if they were not asked for."""
+    rows = list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]
+    if all(end - start == 1 for start, end in rows):
+        return None
+    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
+    return tuple(tuple(pairs[start + 1 : end]) for start, end in rows)

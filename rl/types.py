@@ -24,6 +24,8 @@ Placement = Literal["split", "colocated"]
 WeightTransport = str
 """How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
+MAX_TOPK_LOGPROBS = 20
+"""vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class SamplingParams:
     """Sample i of a call uses seed + i. With None, every call draws a new seed."""
     prompt_logprobs: bool = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
+    topk_prompt_logprobs: int = 0
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20. Not recorded."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -61,6 +65,11 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.top_k is {self.top_k}; it must be -1 (all) or at least 1")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        if not 0 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS:
+            raise ValueError(
+                f"SamplingParams.topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be from 0 to "
+                f"{MAX_TOPK_LOGPROBS}"
+            )
         tokens = self.stop_token_ids
         if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
             raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
@@ -82,6 +91,8 @@ class Completion:
     """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
+    topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """[P - 1][K] the most probable tokens at these positions with their log-probs, falling, if asked for."""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every token has a log-prob and a version."""

@@ -22,6 +22,7 @@ from controller.meshes.openai_router import openai
 from controller.runs.restarts import RestartLimit
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
+from rl.hf_config import inspect_model
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
 
@@ -87,6 +88,7 @@ async def _host_one(
         openai=await _openai(options, generator.unbound),
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
+        vocab_size=inspect_model(model).vocab_size,
         snapshots=Snapshots(generator.unbound, config.max_snapshots),
         whole=whole.begin if config.full else None,
         throughput=throughput,

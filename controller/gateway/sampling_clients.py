@@ -1,5 +1,6 @@
 """Sampling clients: each samples from one policy, and answers many requests at the same time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ MAX_SAMPLES = 1024
 """Completions of one request."""
 MAX_PER_SESSION = 1000
 """Sampling clients that a session may have. The next one takes the place of the oldest whose weights are not kept."""
-_UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+_UNSUPPORTED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+_NO_LOGPROB = -99999.0
+"""What the SDK takes for a position without log-probs of its most probable tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ class SamplingClients:
 
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
-        prompt, sampling = read_request(request, sampler.model.max_context)
+        prompt, sampling = read_request(request, sampler.model)
         self.num_running += 1
         try:
             async with sampler.model.snapshots.use(sampler.policy):
@@ -98,18 +101,21 @@ class SamplingClients:
         finally:
             self.num_running -= 1
         sampler.model.throughput.add("sampled", sum(len(completion.tokens) for completion in completions))
-        return Answer.protobuf(encode_completions(completions, request.prompt_logprobs_last_n))
+        return Answer.protobuf(encode_completions(completions, request))
 
 
-def read_request(request: types.SampleRequest, max_context: int) -> tuple[list[int], SamplingParams]:
+def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list[int], SamplingParams]:
     """The prompt's tokens and how to sample. Raises ValueError naming what is not supported."""
     for name in _UNSUPPORTED:
         if getattr(request, name):
-            raise ValueError(f"{name} is not supported; prompt_logprobs gives those of the prompt's own tokens")
+            raise ValueError(f"{name} is not supported; prompt_logprobs and topk_prompt_logprobs are")
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, types.EncodedTextChunk):
             raise ValueError(f"the prompt has a chunk of kind {chunk.type}; this server samples from text only")
     prompt = request.prompt.to_ints()
+    for token in prompt:
+        if not 0 <= token < model.vocab_size:
+            raise ValueError(f"the prompt has the token {token}; token ids are from 0 to {model.vocab_size - 1}")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise ValueError(
@@ -118,14 +124,14 @@ def read_request(request: types.SampleRequest, max_context: int) -> tuple[list[i
     params = request.sampling_params
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise ValueError(f"num_samples is {request.num_samples}; it must be from 1 to {MAX_SAMPLES}")
-    if len(prompt) + (params.max_tokens or 1) > max_context:
+    if len(prompt) + (params.max_tokens or 1) > model.max_context:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; "
-            f"the context holds {max_context}"
+            f"the context holds {model.max_context}"
         )
     strings, tokens = _read_stop(params.stop)
     sampling = SamplingParams(
-        max_tokens=max_context - len(prompt) if params.max_tokens is None else params.max_tokens,
+        max_tokens=model.max_context - len(prompt) if params.max_tokens is None else params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -134,6 +140,7 @@ def read_request(request: types.SampleRequest, max_context: int) -> tuple[list[i
         ignore_eos=params.stop is not None and len(params.stop) == 0,
         seed=params.seed,
         prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
     )
     return prompt, sampling
 
@@ -149,8 +156,9 @@ def _read_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(s for s in entries if isinstance(s, str)), tuple(t for t in entries if isinstance(t, int))
 
 
-def encode_completions(completions: list[Completion], last_n: int | None) -> bytes:
+def encode_completions(completions: list[Completion], request: types.SampleRequest) -> bytes:
     """A `SampleResponse`. Positions of the prompt that have no log-prob, the first among them, are NaN."""
+    last_n = request.prompt_logprobs_last_n
     response = messages.SampleResponse()
     for completion in completions:
         reason = messages.STOP_REASON_STOP if completion.finish_reason == "stop" else messages.STOP_REASON_LENGTH
@@ -159,9 +167,23 @@ def encode_completions(completions: list[Completion], last_n: int | None) -> byt
             tokens=np.asarray(completion.tokens, np.int32).tobytes(),
             logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
         )
-    if (scored := completions[0].prompt_logprobs) is not None:
+    if (topk := completions[0].topk_prompt_logprobs) and request.topk_prompt_logprobs:
+        response.topk_prompt_logprobs.CopyFrom(_encode_topk(topk, last_n))
+    if request.prompt_logprobs and (scored := completions[0].prompt_logprobs) is not None:
         logprobs = np.asarray([np.nan, *scored], np.float32)
         if last_n is not None:
             logprobs[: len(logprobs) - last_n] = np.nan
         response.prompt_logprobs = logprobs.tobytes()
     return response.SerializeToString()
+
+
+def _encode_topk(rows: Sequence[Sequence[tuple[int, float]]], last_n: int | None) -> messages.TopkLogprobs:
+    """The most probable tokens, [P - 1, K], of all positions of a prompt but the first; of the last `last_n` only."""
+    array = np.asarray(rows)  # [P - 1, K, 2]; float64 holds every token id
+    tokens = np.zeros((len(rows) + 1, array.shape[1]), np.int32)
+    logprobs = np.full(tokens.shape, _NO_LOGPROB, np.float32)
+    first = 1 if last_n is None else len(tokens) - last_n
+    tokens[first:], logprobs[first:] = array[first - 1 :, :, 0], array[first - 1 :, :, 1]
+    return messages.TopkLogprobs(
+        token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=tokens.shape[1], length=len(tokens)
+    )

@@ -36,6 +36,8 @@ class ServedModel:
     """The highest rank of an adapter that the generator can serve."""
     max_context: int
     """Tokens of a prompt and its completion together."""
+    vocab_size: int
+    """Token ids are smaller."""
     snapshots: Snapshots
     """The versions that the generator keeps."""
     openai: Callable[[OpenAICall], Awaitable[OpenAIReply]] | None = None

@@ -17,6 +17,7 @@ from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher
 from controller.meshes.openai_router import openai
 from generator.openai_calls import OpenAICall, OpenAIReply
+from rl.hf_config import inspect_model
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, PullMode, SamplingParams
@@ -111,6 +112,7 @@ class WholeModels:
             generator=by_names,
             max_rank=0,
             max_context=self._config.generator.max_model_len,
+            vocab_size=inspect_model(self._options.directory).vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
             throughput=self._throughput,

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,6 +95,12 @@ def test_prompt_logprobs_on_request_are_those_of_transformers(engine: Generation
             completion.prompt_logprobs or (), expected[range(len(PROMPT) - 1), PROMPT[1:]], atol=1e-4
         )
     assert _generate(engine, PROMPT, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+    assert first[0].topk_prompt_logprobs is None
+    (ranked,) = _generate(engine, PROMPT, replace(asked, topk_prompt_logprobs=4))
+    assert ranked.prompt_logprobs == pytest.approx(first[0].prompt_logprobs, abs=1e-4)
+    top, found = expected.topk(4), np.array(ranked.topk_prompt_logprobs)  # [P - 1, 4, 2]
+    np.testing.assert_array_equal(found[:, :, 0], top.indices)
+    np.testing.assert_allclose(found[:, :, 1], top.values, atol=1e-4)
 
 
 def test_samples_that_share_blocks_of_their_prompt_have_its_logprobs(engine: GenerationEngine, model: Path) -> None:

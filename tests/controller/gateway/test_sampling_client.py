@@ -119,9 +119,47 @@ def test_prompt_log_probs_may_be_asked_of_the_last_tokens_only(server: RunningSe
     assert output.prompt_logprobs[2:] == pytest.approx([-np.log(VOCAB)] * 2)
 
 
+def test_the_most_probable_tokens_of_a_prompt_come_with_their_log_probs(server: RunningServer) -> None:
+    training = new_client(server)
+    train(training)
+    sampling: Any = training.save_weights_and_get_sampling_client().result()
+    kept: Any = server.host.generator.tables
+    (table,) = (kept[policy] for policy in kept if policy and policy[0].startswith(training.model_id[:16]))
+    expected, params = table.log_softmax(-1).topk(3), types.SamplingParams(max_tokens=1)
+    prompt = [2, 3, 4, 5]
+    for last_n in (None, 2):
+        options = {} if last_n is None else {"include_prompt_logprobs": True, "prompt_logprobs_last_n": last_n}
+        output = sampling.sample(
+            types.ModelInput.from_ints(prompt), 1, params, topk_prompt_logprobs=3, **options
+        ).result()
+        num_scored = last_n or 3
+        rows = output.topk_prompt_logprobs
+        assert rows[:-num_scored] == [None] * (4 - num_scored)
+        for token, row in zip(prompt[-1 - num_scored : -1], rows[-num_scored:], strict=True):
+            assert [t for t, _ in row] == expected.indices[token].tolist()
+            assert [p for _, p in row] == pytest.approx(expected.values[token].tolist())
+        assert (output.prompt_logprobs is None) == (last_n is None)  # only if they are asked for
+
+
 @pytest.mark.parametrize(
-    "option", [{"topk_prompt_logprobs": 3}, {"topk_sample_logprobs": 3}, {"prompt_alt_tokens_k": 2}]
+    ("tokens", "options", "text"),
+    [
+        ([2, VOCAB, 3], {}, "the prompt has the token 16; token ids are from 0 to 15"),
+        ([2, -1, 3], {}, "the prompt has the token -1; token ids are from 0 to 15"),
+        ([2, 3], {"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21; it must be from 0 to 20"),
+    ],
 )
+def test_a_prompt_that_makes_no_sense_is_the_users_mistake(
+    server: RunningServer, tokens: list[int], options: dict[str, int], text: str
+) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    with pytest.raises(tinker.RequestFailedError, match=text) as error:
+        sampling.sample(types.ModelInput.from_ints(tokens), 1, types.SamplingParams(max_tokens=1), **options).result()
+    assert error.value.category == "user"
+    assert scores(sampling)
+
+
+@pytest.mark.parametrize("option", [{"topk_sample_logprobs": 3}, {"prompt_alt_tokens_k": 2}])
 def test_what_is_not_supported_is_refused_by_name(server: RunningServer, option: dict[str, int]) -> None:
     sampling: Any = server.client().create_sampling_client(base_model="toy").result()
     params = types.SamplingParams(max_tokens=1)

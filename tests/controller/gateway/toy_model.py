@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,10 @@ class ToyGenerator:
         random = np.random.default_rng(sampling.seed)
         pairs = list(itertools.pairwise(prompt_tokens))
         scored = tuple(float(logprobs[a, b]) for a, b in pairs) if sampling.prompt_logprobs else None
-        return [self._sample(logprobs, prompt_tokens[-1], sampling, random, scored) for _ in range(num_samples)]
+        best = [logprobs[a].topk(sampling.topk_prompt_logprobs) for a, _ in pairs]
+        topk = tuple(tuple(zip(row.indices.tolist(), row.values.tolist(), strict=True)) for row in best)
+        samples = [self._sample(logprobs, prompt_tokens[-1], sampling, random, scored) for _ in range(num_samples)]
+        return [replace(sample, topk_prompt_logprobs=topk) for sample in samples]
 
     def _sample(
         self,
@@ -291,5 +295,6 @@ class ToyHost:
             generator=self.generator,
             max_rank=32,
             max_context=CONTEXT,
+            vocab_size=VOCAB,
             snapshots=Snapshots(self.generator, max_snapshots),
         )
