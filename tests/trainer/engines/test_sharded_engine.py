@@ -17,6 +17,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.contract.comparisons import require_equal
 from trainer.engines.contract.reference import by_stored_name
 from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
+from trainer.engines.plain_ranks import spawn
 
 pytestmark = pytest.mark.ranks
 
@@ -143,3 +144,11 @@ def test_export_holds_the_parameters(results: LayoutResults) -> None:
         model = AutoModelForCausalLM.from_pretrained(results.directory / "export", dtype=torch.float32)
         exported = by_stored_name(dict(model.named_parameters()))
     require_equal("exported parameters", exported, results.many["parameters"])
+
+
+def test_ranks_of_an_engine_that_refuses_their_layout_end() -> None:
+    spawn(2, _connects_no_rank)
+
+
+def _connects_no_rank(rank: int) -> None:
+    """Stands for an engine that raised ValueError before it made a process group, which the kit caught."""
