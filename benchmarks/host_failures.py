@@ -1,14 +1,14 @@
 """Hurts one of several hosts of a run in every phase of a step, and looks at what becomes of the run.
 
-    python -m benchmarks.host_failures [--quick | --smoke] [--cells N-M] [--only TEXT] [--outcomes FILE]
+    python -m benchmarks.host_failures [--quick | --smoke] [--cells N-M,...] [--only TEXT] [--outcomes FILE]
 
 Needs root: the hosts are simulated, as in `hosts`. A cell is one run of `grpo` on a tiny model with one fault: a host
 is cut off for good or for ten seconds, its worker is killed, all of its processes are stopped, or the controller is
 killed; while a call is in flight, or between two calls. Twenty-five cells have every kind of fault in every phase, and
 hurt trainer's and generator's hosts in each.
 
-`--cells 1-4` runs some of them. With `--outcomes` the outcome of each cell is kept in a file, and the result is that of
-all cells in it: so the cells can be run in parts.
+`--cells 1-4,7` runs some of them. With `--outcomes` the outcome of each cell is kept in a file, and the result is that
+of all cells in it: so the cells can be run in parts.
 
 The run names a lost host within 30 s of the fault. It goes on by itself on the hosts that are left, or ends and is
 resumed. Either way its metrics are those of a run without the fault, to 1e-5. Ten seconds of interruption go unnoticed.
@@ -29,7 +29,7 @@ from rl.tiny_models import SERVABLE, tiny_llama
 def main() -> None:
     """Runs the benchmark and prints its result."""
     options_parser = parser(__doc__, quick="two cells")
-    options_parser.add_argument("--cells", default="", help="run only these, such as 1-4")
+    options_parser.add_argument("--cells", default="", help="run only these, such as 1-4,7")
     options_parser.add_argument("--only", default="", help="run the cells whose name contains this text")
     options_parser.add_argument("--outcomes", type=Path, help="a file that outcomes of cells are added to")
     options_parser.add_argument("--keep", type=Path, help="keep the runs of cells that went wrong in this folder")
@@ -37,8 +37,7 @@ def main() -> None:
     faults = covering_host_faults()
     faults = faults[:1] if options.smoke else faults[1:3] if options.quick else faults
     if options.cells:
-        first, _, last = str(options.cells).partition("-")
-        faults = faults[int(first) - 1 : int(last or first)]
+        faults = [faults[index - 1] for index in _numbers(options.cells)]
     faults = [fault for fault in faults if options.only in str(fault)]
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = options.keep or Path(temporary)
@@ -68,6 +67,12 @@ def main() -> None:
             **{outcome.name: outcome.what for outcome in outcomes},
         },
     )
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers in "1-4,7"."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [number for ends in ranges for number in range(ends[0], ends[-1] + 1)]
 
 
 def keep(file: Path, outcome: Outcome) -> None:
