@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_STARTS_S = 180
+_STARTS_S = 600  # seconds on an idle host, minutes on an overloaded one; a server that ends is noticed at once
 
 
 @dataclass(slots=True)

@@ -21,6 +21,8 @@ from controller.gateway.monitoring import log
 LOG_BYTES = 64 * 2**20
 """The size at which another file of request lines is begun."""
 NUM_OLD_LOGS = 2
+KEEP_ALIVE_S = 75
+"""How long a connection without requests stays open. A client that sends just as it closes sees a broken pipe."""
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
@@ -39,7 +41,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
                 make_app(gateway, keys, config.limits, needs_key=needs_key),
                 log_config=None,
                 access_log=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="on",
                 ssl_certfile=config.tls_certificate,
                 ssl_keyfile=config.tls_key,

@@ -18,7 +18,7 @@ from controller.gateway.app import make_app
 from controller.gateway.config import Limits
 from controller.gateway.gateway import Gateway
 from controller.gateway.keys import Keys
-from controller.gateway.serving import listen
+from controller.gateway.serving import KEEP_ALIVE_S, listen
 from tests.controller.gateway.toy_model import ToyHost
 from tests.controller.gateway.toy_whole_models import with_whole_models
 
@@ -61,7 +61,10 @@ def running_server(
         gateway = Gateway([with_whole_models(host.served(folder / "recovery", max_snapshots), host, num_whole)], folder)
         keys = Keys(folder)
         app = make_app(gateway, keys, limits or Limits(), needs_key=needs_key, poll_s=poll_s)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ssl_certfile=tls[0], ssl_keyfile=tls[1]))
+        options = uvicorn.Config(
+            app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, ssl_certfile=tls[0], ssl_keyfile=tls[1]
+        )
+        server = uvicorn.Server(options)
         servers.append(server)
         url = f"{'http' if tls[0] is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
         started.append(RunningServer(url=url, host=host, gateway=gateway, keys=keys, folder=folder))
