@@ -126,8 +126,8 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
         raise ValueError(f"num_samples is {request.num_samples}; it must be from 1 to {MAX_SAMPLES}")
     if len(prompt) + (params.max_tokens or 1) > model.max_context:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; "
-            f"the context holds {model.max_context}"
+            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; the context holds "
+            f"{model.max_context}, which `ownloop serve --generator.max-model-len` sets"
         )
     strings, tokens = _read_stop(params.stop)
     sampling = SamplingParams(
