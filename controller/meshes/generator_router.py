@@ -11,12 +11,13 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 """
 
 import asyncio
-from collections import defaultdict
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from typing import get_args
 
 from controller.meshes.errors import MeshError
+from controller.meshes.policy_locks import PolicyLocks
 from controller.meshes.prefix_affinity import PrefixAffinity
 from controller.meshes.replicas import Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from generator.config import OnFailure
@@ -47,9 +48,10 @@ class GeneratorRouter:
         self._on_failure: OnFailure = on_failure
         self._pauses_s = tuple(pauses_s)
         self._versions: dict[Policy, int] = {}  # what a restarted replica has to pull
-        self._cache_resets: dict[Policy, int] = {}  # by policy: how often its prefix cache was emptied
+        self._cache_resets: dict[Policy, int] = {}  # by policy: when its prefix cache was last emptied
+        self._reset_numbers = itertools.count()
         self._affinity = PrefixAffinity(len(generators))
-        self._pull_locks: defaultdict[Policy, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._pulls = PolicyLocks()
         self._pull_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -146,12 +148,13 @@ class GeneratorRouter:
 
     async def drop_policy(self, policy: Policy) -> None:
         """Every replica forgets an adapter, or a frozen version of one. Raises ValueError if no replica has it."""
-        async with self._pull_locks[policy]:
+        async with self._pulls.hold(policy):
             replicas = [each for each in self._replicas if each.up and policy not in each.missing]
             outcomes = await asyncio.gather(
                 *(replica.generator.drop_policy(policy) for replica in replicas), return_exceptions=True
             )
             self._versions.pop(policy, None)
+            self._cache_resets.pop(policy, None)
             for replica in self._replicas:
                 replica.missing.discard(policy)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -178,7 +181,7 @@ class GeneratorRouter:
         num_failures = 0
         while True:
             await self._replicas.wait_for(_can_pull)
-            async with self._pull_locks[pull.key]:  # versions of one policy come in order
+            async with self._pulls.hold(pull.key):  # versions of one policy come in order
                 replicas = [replica for replica in self._replicas if _can_pull(replica)]
                 if not replicas:  # between the wait and the lock, the only replica that was up has died
                     continue
@@ -199,7 +202,7 @@ class GeneratorRouter:
         if len(errors) < len(replicas):
             self._versions[pull.key] = pull.version
             if not pull.keep_prefix_cache:
-                self._cache_resets[pull.key] = self._cache_resets.get(pull.key, 0) + 1
+                self._cache_resets[pull.key] = next(self._reset_numbers)
         died = [isinstance(o, MeshError) and o.mesh == name for o, name in zip(outcomes, names, strict=True)]
         for replica, outcome, has_died in zip(replicas, outcomes, died, strict=True):
             replica.pulling.discard(pull.key)
@@ -277,11 +280,11 @@ class GeneratorRouter:
         pulled: dict[Policy, int | None] = {}
         while behind := [
             policy
-            for policy, lock in self._pull_locks.items()
-            if lock.locked() or pulled.get(policy) != self._versions.get(policy)
+            for policy in dict.fromkeys((*self._versions, *pulled, *self._pulls))  # in the order of their first pulls
+            if policy in self._pulls or pulled.get(policy) != self._versions.get(policy)
         ]:
             for policy in behind:
-                async with self._pull_locks[policy]:  # a pull in progress ends first
+                async with self._pulls.hold(policy):  # a pull in progress ends first
                     version, before = self._versions.get(policy), pulled.get(policy)
                     pulled[policy] = version
                     try:

@@ -148,3 +148,29 @@ def test_a_policy_that_no_replica_knows_cannot_be_dropped() -> None:
             await router.drop_policy("a")
 
     run(test)
+
+
+def test_a_server_that_makes_frozen_versions_for_ever_keeps_nothing_of_those_it_dropped() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.release()
+
+        async def come_and_go(version: int) -> None:
+            await router.pull_model_state_dict(version, policy="a", frozen=True)
+            await _send(router, ("a", version))
+            await router.drop_policy(("a", version))
+
+        await asyncio.gather(*(come_and_go(version) for version in range(3)))
+        before = _num_objects(router)
+        for version in range(3, 60):
+            await come_and_go(version)
+        assert _num_objects(router) <= before
+
+    run(test)
+
+
+def _num_objects(router: GeneratorRouter) -> int:
+    """How many objects the router's own containers hold."""
+    return sum(len(value) for value in vars(router).values() if isinstance(value, dict | set | list)) + len(
+        [*router._pulls]
+    )
