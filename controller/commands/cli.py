@@ -1,117 +1,35 @@
-"""The command line `ownloop`: `run RECIPE [--field value ...]`, `run --resume RUN`, and commands that inspect things.
+"""The entry point of `ownloop`.
 
-Builds the parser, runs one command and turns mistakes into one line and an exit status. Each command has a file here.
+Imports next to nothing before `main` runs: a Ctrl-C while modules are loaded would print a traceback. The commands are
+in `controller.commands.command_line`.
 """
 
-import argparse
 import os
-import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
-from controller.commands import (
-    certs,
-    chat,
-    check_engine,
-    check_env,
-    compare,
-    doctor,
-    eval_run,
-    export_run,
-    host_manifests,
-    key,
-    list_runs,
-    model,
-    parity,
-    report_run,
-    run,
-    serve,
-    show,
-    sweep,
-    worker,
-)
-from controller.commands import list as list_recipes
-from controller.commands.command import USAGE
-from controller.commands.recipes import HelpRequestedError
+_INTERRUPTED = 128 + 2  # SIGINT; the module `signal` would take a while to load
+_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; see ownloop --help", file=sys.stderr)
-        raise SystemExit(USAGE)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits: 0, 1 if the command failed, 2 for a mistake of the caller, 128 + signal.
 
     If the reader of the output goes away, as `head` does, the status is that of SIGPIPE and nothing is printed.
     """
     try:
-        code = _command(sys.argv[1:] if arguments is None else arguments)
+        from controller.commands.command_line import run_command
+
+        code = run_command(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         sys.stderr.flush()
     except BrokenPipeError:
-        code = 128 + signal.SIGPIPE
+        code = _BROKEN_PIPE
     except KeyboardInterrupt:  # before a run or a parity test handles signals itself
         print("interrupted", file=sys.stderr, flush=True)
-        code = 128 + signal.SIGINT
+        code = _INTERRUPTED
     if code > 128:
         os._exit(code)  # exit handlers would flush to a pipe without reader, or wait for processes that are dead by now
     raise SystemExit(code)
-
-
-def _command(arguments: Sequence[str]) -> int:
-    """Runs one command. Returns the exit status."""
-    try:
-        parser, commands = _parser(resuming="--resume" in arguments or "--fork" in arguments)
-        # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields. `serve` has fields without a recipe.
-        asks = len(arguments) > 1 and arguments[0] != "serve" and arguments[1] in ("-h", "--help")
-        if asks and arguments[0] in commands:
-            commands[arguments[0]].print_help()
-            return 0
-        options, overrides = parser.parse_known_args(arguments)
-        return options.command(options, overrides)
-    except SystemExit as stop:  # argparse has printed the help or a mistake
-        return int(stop.code or 0)
-    except HelpRequestedError as help_text:
-        print(help_text)
-        return 0
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
-
-
-def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and its sub-parsers, one per command. Arguments that it does not know are left for the recipe."""
-    parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    run.add_parser(commands, resuming=resuming)
-    for command in (
-        sweep,
-        list_recipes,
-        show,
-        list_runs,
-        report_run,
-        compare,
-        eval_run,
-        export_run,
-        chat,
-        parity,
-        check_env,
-        check_engine,
-        model,
-        serve,
-        worker,
-        doctor,
-        host_manifests,
-        key,
-        certs,
-    ):
-        command.add_parser(commands)
-    return parser, commands.choices
 
 
 if __name__ == "__main__":

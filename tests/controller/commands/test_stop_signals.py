@@ -118,3 +118,20 @@ def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:
             assert process.returncode == 130
         (tmp_path / "importing").unlink()
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"slow.py"}
+
+
+def test_ctrl_c_at_any_moment_of_the_start_prints_no_traceback(tmp_path: Path) -> None:
+    began = time.monotonic()
+    runs: dict[float, subprocess.Popen[str]] = {}
+    for delay in (0.05, 0.1, 0.2, 0.5, 1.0):
+        arguments = command("run", str(RECIPE), "--name", f"after-{delay}", "--runs", str(tmp_path))
+        pipe = subprocess.PIPE
+        runs[delay] = subprocess.Popen(arguments, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    for delay, run in runs.items():
+        time.sleep(max(0.0, began + delay - time.monotonic()))
+        run.send_signal(INT)
+    for delay, run in runs.items():
+        errors = run.communicate(timeout=30)[1]
+        # Before it comes to our first line, Python itself may print a traceback.
+        assert "Traceback" not in errors or str(ROOT / "controller") not in errors, (delay, errors)
+        assert run.returncode in (-INT, 128 + INT, *([1] if "Traceback" in errors else [])), (delay, errors)
