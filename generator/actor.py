@@ -1,6 +1,7 @@
 """`VLLMGenerator`: one tensor-parallel rank of a generator, in a process of its own. The engine does the sampling."""
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
 
 import torchstore
@@ -11,6 +12,7 @@ from generator.engine_status import EngineStatus
 from generator.openai_calls import OpenAICall
 from generator.openai_requests import OpenAIRequests
 from rl.lora import LivePolicy, Policy
+from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
@@ -22,6 +24,8 @@ class VLLMGenerator(Actor):
 
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
+        self._temporary = OwnedFolder("ownloop-generator-")
+        tempfile.tempdir = str(self._temporary.path)  # vLLM leaves its temporary files behind
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         import_for_good("generator.engine")
         from generator.engine import GenerationEngine

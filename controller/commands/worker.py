@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,10 +84,12 @@ def check_listens_here(address: Address) -> None:
 def _sent_certificates(stack: ExitStack) -> Path:
     """A folder with the certificates that were sent, which is removed with the worker."""
     from controller.hosts.starting.run_certificates import unpack
+    from rl.owned_folder import OwnedFolder
 
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ownloop-certs-")))
-    unpack(sys.stdin.buffer.read(), folder)
-    return folder
+    folder = OwnedFolder("ownloop-certs-", in_memory=True)
+    stack.callback(folder.remove)
+    unpack(sys.stdin.buffer.read(), folder.path)
+    return folder.path
 
 
 def _lifeline(text: str) -> tuple[str, int]:

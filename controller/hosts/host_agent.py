@@ -12,7 +12,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from controller.hosts.files import remove_unfinished
 from controller.hosts.lifeline import hold
 from controller.meshes.gpus import gpus_here
 from controller.meshes.rank_processes import RankProcesses
+from rl.owned_folder import OwnedFolder
 from rl.weights.host import available_memory_bytes, host_identity
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class HostAgent(Actor):
         self._controller = controller
         self._lost_after_s = lost_after_s
         self._meshes: dict[str, RankProcesses] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="ownloop-logs-"))
+        self._folder = OwnedFolder("ownloop-logs-")
 
     @endpoint
     async def hold(self, lifeline: tuple[str, int]) -> None:
@@ -109,7 +109,7 @@ class HostAgent(Actor):
             gpu_kind=_gpu_kind() if gpus else "",
             address=address,
             network=network_variables(interface_of(address)),
-            log_folder=self._folder,
+            log_folder=self._folder.path,
             clock=time.time(),
             memory_bytes=available_memory_bytes(),
         )

@@ -76,7 +76,8 @@ def test_only_the_controllers_own_processes_are_ended(ranks: list[subprocess.Pop
 def test_a_host_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0,ib1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    facts = ask(HostAgent("me", 20.0), "facts", "127.0.0.1")
+    agent = HostAgent("me", 20.0)
+    facts = ask(agent, "facts", "127.0.0.1")
     assert interface_of("127.0.0.1") == facts.network["GLOO_SOCKET_IFNAME"] == "lo"
     assert facts.network["NCCL_SOCKET_IFNAME"] == "ib0,ib1"  # its own
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")

@@ -1,16 +1,17 @@
 """Certificates for the workers that a run starts itself: an authority that this process makes, for nobody else.
 
-The folder is removed when the process ends, and the authority's key with it.
+The folder is in memory. It is removed when the process ends, and the authority's key with it. What a killed process
+left is removed by the next one.
 """
 
 import functools
 import ipaddress
 import json
-import tempfile
 from pathlib import Path
 
 from controller.hosts.addresses import is_loopback
 from controller.hosts.certificates import CA, CERTIFICATE, KEY, make_certificates
+from rl.owned_folder import OwnedFolder
 
 _FILES = (CA, CERTIFICATE, KEY)
 
@@ -65,14 +66,13 @@ def unpack(data: bytes, folder: Path) -> None:
 
 
 @functools.cache
-def _folder() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="ownloop-certs-")
+def _folder() -> OwnedFolder:
+    return OwnedFolder("ownloop-certs-", in_memory=True)
 
 
 @functools.cache
 def _made(names: str, kind: str) -> Path:
-    folder = Path(_folder().name)
-    (own,) = make_certificates(folder, [names], below=kind)
+    (own,) = make_certificates(_folder().path, [names], below=kind)
     return own
 
 

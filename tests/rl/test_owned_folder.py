@@ -1,0 +1,51 @@
+"""Temporary folders of processes that end in order, are killed, or still run."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rl.owned_folder import OwnedFolder
+
+PREFIX = "ownloop-test-"
+OWNER = f"""
+import sys
+from rl.owned_folder import OwnedFolder
+folder = OwnedFolder({PREFIX!r})
+(folder.path / "key.pem").write_text("secret")
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def _owner(folder: Path) -> tuple["subprocess.Popen[str]", Path]:
+    """A process that has a folder and runs until its standard input ends, and the folder."""
+    pipe = subprocess.PIPE
+    code = [sys.executable, "-c", OWNER]
+    process = subprocess.Popen(code, stdin=pipe, stdout=pipe, text=True, env={"TMPDIR": str(folder), "PYTHONPATH": "."})
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_leaves_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{PREFIX}mine").mkdir()  # somebody else's, who has no lock
+    (killed, left), (running, held), (ended, gone) = (_owner(tmp_path) for _ in range(3))
+    for process in (killed, ended):
+        process.kill() if process is killed else process.communicate("", timeout=30)
+    killed.wait()
+    assert ended.returncode == 0
+    assert not gone.exists()
+    assert (left / "key.pem").exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = OwnedFolder(PREFIX)
+    assert {each.name for each in tmp_path.iterdir()} == {f"{PREFIX}mine", held.name, folder.path.name}
+    assert (held / "key.pem").read_text() == "secret"
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+    running.communicate("", timeout=30)
