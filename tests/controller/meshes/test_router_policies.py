@@ -171,6 +171,5 @@ def test_a_server_that_makes_frozen_versions_for_ever_keeps_nothing_of_those_it_
 
 def _num_objects(router: GeneratorRouter) -> int:
     """How many objects the router's own containers hold."""
-    return sum(len(value) for value in vars(router).values() if isinstance(value, dict | set | list)) + len(
-        [*router._pulls]
-    )
+    parts = vars(router)
+    return len([*parts["_pulls"]]) + sum(len(each) for each in parts.values() if isinstance(each, dict | set | list))
