@@ -48,8 +48,8 @@ class GeneratorRouter:
         self._on_failure: OnFailure = on_failure
         self._pauses_s = tuple(pauses_s)
         self._versions: dict[Policy, int] = {}  # what a restarted replica has to pull
-        self._cache_resets: dict[Policy, int] = {}  # by policy: when its prefix cache was last emptied
-        self._reset_numbers = itertools.count()
+        self._cache_resets: dict[Policy, int] = {}  # the number of the reset that last emptied its prefix cache
+        self._resets = itertools.count()
         self._affinity = PrefixAffinity(len(generators))
         self._pulls = PolicyLocks()
         self._pull_task: asyncio.Task[None] | None = None
@@ -180,9 +180,9 @@ class GeneratorRouter:
     async def _pull(self, pull: Pull) -> None:
         num_failures = 0
         while True:
-            await self._replicas.wait_for(_can_pull)
+            await self._replicas.wait_for(Replica.can_pull)
             async with self._pulls.hold(pull.key):  # versions of one policy come in order
-                replicas = [replica for replica in self._replicas if _can_pull(replica)]
+                replicas = [replica for replica in self._replicas if replica.can_pull()]
                 if not replicas:  # between the wait and the lock, the only replica that was up has died
                     continue
                 all_died = await self._pull_all(replicas, pull)
@@ -202,7 +202,7 @@ class GeneratorRouter:
         if len(errors) < len(replicas):
             self._versions[pull.key] = pull.version
             if not pull.keep_prefix_cache:
-                self._cache_resets[pull.key] = next(self._reset_numbers)
+                self._cache_resets[pull.key] = next(self._resets)
         died = [isinstance(o, MeshError) and o.mesh == name for o, name in zip(outcomes, names, strict=True)]
         for replica, outcome, has_died in zip(replicas, outcomes, died, strict=True):
             replica.pulling.discard(pull.key)
@@ -280,7 +280,7 @@ class GeneratorRouter:
         pulled: dict[Policy, int | None] = {}
         while behind := [
             policy
-            for policy in dict.fromkeys((*self._versions, *pulled, *self._pulls))  # in the order of their first pulls
+            for policy in dict.fromkeys((*self._versions, *pulled, *self._pulls))  # in the order of first pulls
             if policy in self._pulls or pulled.get(policy) != self._versions.get(policy)
         ]:
             for policy in behind:
@@ -297,7 +297,3 @@ class GeneratorRouter:
                     except (ValueError, PublisherGoneError):  # the version is gone; the next pull brings a newer one
                         replica.missing.add(policy)
         replica.pulling.clear()
-
-
-def _can_pull(replica: Replica) -> bool:
-    return replica.state in ("serving", "outdated")

@@ -55,6 +55,10 @@ class Replica:
             return "down"
         return "pulling" if None in self.pulling else "outdated" if None in self.missing else "serving"
 
+    def can_pull(self) -> bool:
+        """Whether a version can be pulled now."""
+        return self.state in ("serving", "outdated")
+
     def serves(self, policy: Policy) -> bool:
         """Whether it can answer requests for a policy now. Without the right model no adapter of it is right."""
         return self.up and not {None, policy} & (self.pulling | self.missing)
