@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
 from rl.deadlines import Deadlines
-from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
+from rl.hf_config import PROVEN_ARCHITECTURES, longest_context, read_config
 from rl.lora import LivePolicy, Policy
 from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
@@ -134,11 +134,10 @@ class GeneratorConfig:
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no *.safetensors weights")
         model = read_config(self.model)
         architectures = model.get("architectures") or []
-        if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
-            # vLLM would start others, but no test shows that a pull replaces all of their weights.
+        if not set(architectures) & set(PROVEN_ARCHITECTURES) and not set(architectures) & _vllm_architectures():
             raise ValueError(
-                f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'};"
-                f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+                f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
+                f" which vLLM cannot serve; proven are {', '.join(PROVEN_ARCHITECTURES)}"
             )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
@@ -148,7 +147,7 @@ class GeneratorConfig:
                 f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; this model has {heads} attention heads and"
                 f" {kv_heads} key-value heads, which can be split over {', '.join(map(str, accepted))} ranks"
             )
-        longest = model.get("max_position_embeddings", self.max_model_len)
+        longest = longest_context(model)
         if self.max_model_len > longest:
             raise ValueError(
                 f"GeneratorConfig.max_model_len is {self.max_model_len}; this model's context is {longest}"
@@ -227,14 +226,32 @@ def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
 
 
 def _engine_arg_names() -> list[str]:
-    """The fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None, "vllm is not installed"
-    module = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
-    classes = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    """The fields of vLLM's `EngineArgs`."""
+    body = _vllm_source("engine/arg_utils.py").body
+    classes = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     return [
         field.target.id
         for field in next(classes).body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
+
+
+def _vllm_architectures() -> set[str]:
+    """The language models that vLLM serves, by code of its own or by that of transformers."""
+    tables = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+    return {
+        key.value
+        for node in _vllm_source("model_executor/models/registry.py").body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets)
+        for key in node.value.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+def _vllm_source(name: str) -> ast.Module:
+    """A file of vLLM, parsed: importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None, "vllm is not installed"
+    return ast.parse((Path(spec.origin).parent / name).read_text())

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from generator._compat import packed_experts, packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
+from rl.checks import first_names
+from rl.hf_config import stored_shapes
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord, WeightsError, WeightsMismatchError
 from rl.weights.transport import WeightMemory
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]
-
-_MAX_NAMED = 5
 
 
 class WeightLoader:
@@ -35,7 +34,7 @@ class WeightLoader:
         """
         self._model = model
         self._dtype = next(model.parameters()).dtype
-        self._expected = _stored_shapes(directory)
+        self._expected = stored_shapes(directory)
         if tied_embeddings:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
         self._workers = Workers()
@@ -66,7 +65,7 @@ class WeightLoader:
     def _check_shapes(self, record: VersionRecord) -> None:
         published = {spec.name: spec.shape for spec in record.manifest}
         problems = [
-            f"{what}: {_some(names)}"
+            f"{what}: {first_names(names)}"
             for what, names in (
                 ("missing", self._expected.keys() - published.keys()),
                 ("not of this model", published.keys() - self._expected.keys()),
@@ -128,20 +127,4 @@ class WeightLoader:
         # vLLM puts adapters around the layers of the model, and leaves this out of the names of what it has loaded.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
         if left:
-            raise WeightsError(f"vLLM loaded nothing into these parameters: {_some(left)}")
-
-
-def _stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a model directory's safetensors files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _MAX_NAMED} more" if len(ordered) > _MAX_NAMED else ""
-    return ", ".join(ordered[:_MAX_NAMED]) + more
+            raise WeightsError(f"vLLM loaded nothing into these parameters: {first_names(left)}")

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+_MAX_NAMES = 5
+
 
 def check_at_least(minimum: float, **values: float) -> None:
     """Raises ValueError naming the first value that is below the minimum or NaN."""
@@ -55,3 +57,10 @@ def check_empty_folder(directory: Path) -> None:
     """Raises ValueError if something is there already."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists; --to names a new folder")
+
+
+def first_names(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
+    return ", ".join(ordered[:_MAX_NAMES]) + more

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-SUPPORTED_ARCHITECTURES = (
+PROVEN_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
@@ -19,6 +19,9 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Architectures that trainer and generator both implement, and for which pulling weights is tested."""
+
+_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+"""How transformers names the classes of language models."""
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
@@ -29,7 +32,7 @@ class ModelInfo:
 
     path: Path
     architecture: str
-    """One of `SUPPORTED_ARCHITECTURES`."""
+    """A class of transformers, often one of `PROVEN_ARCHITECTURES`."""
     max_context: int
     """Tokens that prompt and completion may have together."""
     vocab_size: int
@@ -66,10 +69,9 @@ def inspect_model(path: Path) -> ModelInfo:
     return ModelInfo(
         path=path,
         architecture=architecture,
-        max_context=_positive(path, config, "max_position_embeddings"),
+        max_context=min(_positive(path, config, "max_position_embeddings"), longest_context(config)),
         vocab_size=_positive(path, config, "vocab_size"),
-        # An absent key means untied in every supported architecture.
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=is_tied(config),
         hidden_size=_positive(path, config, "hidden_size"),
         num_layers=_positive(path, config, "num_hidden_layers"),
         num_attention_heads=num_attention_heads,
@@ -77,6 +79,37 @@ def inspect_model(path: Path) -> ModelInfo:
         eos_token_ids=_eos_token_ids(path, config),
         weight_files=weight_files,
     )
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the output layer is the embedding matrix."""
+    # Gemma's files leave the key out because its models are always tied; elsewhere its absence means untied.
+    always = any(name.startswith("Gemma") for name in config.get("architectures") or ())
+    return bool(config.get("tie_word_embeddings", always))
+
+
+def longest_context(config: Mapping[str, Any]) -> int:
+    """The longest sequence whose log-probs trainer and generator agree on, in tokens.
+
+    That is the model's context, and with rotary scaling that depends on a sequence's length ("longrope" of Phi 3 and 4,
+    "dynamic") the context before scaling. Beyond it, vLLM scales every sequence and transformers only long ones.
+    """
+    # A model that states no limit takes sequences as long as fit into memory.
+    longest: int = config.get("max_position_embeddings") or config.get("n_positions") or 1 << 20
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su", "dynamic"):
+        return longest
+    name = "original_max_position_embeddings"
+    return min(longest, rope.get(name) or config.get(name) or longest)
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights in a model directory's safetensors files, without old checkpoints' buffers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        header, _ = _read_header(file)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def check_architecture(path: Path) -> None:
@@ -101,17 +134,17 @@ def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
-    """The first supported architecture that the config names."""
-    named = config.get("architectures") or []
-    supported = [name for name in named if name in SUPPORTED_ARCHITECTURES]
-    if not supported:
+    """The first architecture of a language model that the config names. Whether it fits, trainer and generator know."""
+    named: list[str] = config.get("architectures") or []
+    language_models = [name for name in named if name.endswith(_LM_SUFFIXES)]
+    if not language_models:
         raise ValueError(
-            f"model directory {path} is of architecture {', '.join(named) or '(none named)'}; "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
+            f"model; proven are {', '.join(PROVEN_ARCHITECTURES)}"
         )
     if "quantization_config" in config:
         raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
-    return supported[0]
+    return language_models[0]
 
 
 def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -159,20 +192,25 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _check_complete(file: Path) -> None:
-    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy.
-
-    Format: https://huggingface.co/docs/safetensors/index#format
-    """
+    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy."""
     size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > size:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(header_size))
+        header, data_start = _read_header(file)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    expected = 8 + header_size + max(ends, default=0)
+    expected = data_start + max(ends, default=0)
     if size != expected:
         raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the byte at which its data begin.
+
+    Format: https://huggingface.co/docs/safetensors/index#format
+    """
+    with file.open("rb") as stream:
+        (header_size,) = struct.unpack("<Q", stream.read(8))
+        if header_size > file.stat().st_size:
+            raise ValueError("its header is cut off")
+        return json.loads(stream.read(header_size)), 8 + header_size

@@ -30,6 +30,19 @@ from transformers import (
 from rl.types import Datum
 
 VOCAB_SIZE = 64
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # large enough that a mistake anywhere changes the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
+}
+"""The shape of every model made here, by the names of `config.json`."""
 SERVABLE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -46,42 +59,42 @@ def tiny_llama(
 
     The directory holds config, weights and a tokenizer whose words are "w0" to "w63", as every directory made here.
     """
-    config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**_shape(), **options})
-    return _save(LlamaForCausalLM, config, path, dtype)
+    config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**TINY_SHAPE, **options})
+    return save_tiny(LlamaForCausalLM, config, path, dtype)
 
 
 def tiny_critic(path: Path) -> Path:
     """Writes the same Llama with a head that gives one value per position instead of logits."""
-    options: dict[str, Any] = {**_shape(), "num_labels": 1}
+    options: dict[str, Any] = {**TINY_SHAPE, "num_labels": 1}
     config = LlamaConfig(tie_word_embeddings=False, num_key_value_heads=2, **options)
-    return _save(LlamaForSequenceClassification, config, path, torch.float32)
+    return save_tiny(LlamaForSequenceClassification, config, path)
 
 
 def tiny_mistral(path: Path, *, tied: bool = True, **options: Any) -> Path:
     """Writes a Mistral without a sliding window, of the same shape."""
-    shape: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": None, **_shape(), **options}
-    return _save(MistralForCausalLM, MistralConfig(tie_word_embeddings=tied, **shape), path, torch.float32)
+    shape: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": None, **TINY_SHAPE, **options}
+    return save_tiny(MistralForCausalLM, MistralConfig(tie_word_embeddings=tied, **shape), path)
 
 
 def tiny_qwen2(path: Path, *, tied: bool = True, **options: Any) -> Path:
     """Writes a Qwen2, whose queries, keys and values have biases, of the same shape."""
-    config = Qwen2Config(tie_word_embeddings=tied, num_key_value_heads=2, **{**_shape(), **options})
-    return _save(Qwen2ForCausalLM, config, path, torch.float32)
+    config = Qwen2Config(tie_word_embeddings=tied, num_key_value_heads=2, **{**TINY_SHAPE, **options})
+    return save_tiny(Qwen2ForCausalLM, config, path)
 
 
 def tiny_qwen3(
     path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
 ) -> Path:
     """Writes a Qwen3 of the same shape, except that its head size is not hidden size / heads."""
-    options = {**_shape(), "head_dim": 16, **options}
+    options = {**TINY_SHAPE, "head_dim": 16, **options}
     config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **options)
-    return _save(Qwen3ForCausalLM, config, path, dtype)
+    return save_tiny(Qwen3ForCausalLM, config, path, dtype)
 
 
 def tiny_qwen3_moe(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Writes a Qwen3 of the same shape with four experts per layer, two of them used per token."""
     options = {
-        **_shape(),
+        **TINY_SHAPE,
         "head_dim": 16,
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -89,25 +102,14 @@ def tiny_qwen3_moe(path: Path, *, dtype: torch.dtype = torch.float32, **options:
         "norm_topk_prob": True,
         **options,
     }
-    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(num_key_value_heads=2, **options), path, dtype)
+    return save_tiny(Qwen3MoeForCausalLM, Qwen3MoeConfig(num_key_value_heads=2, **options), path, dtype)
 
 
-def _shape() -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,  # large enough that a mistake anywhere changes the logits
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
-    }
+def save_tiny(model_class: Any, config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes a model of any class of transformers with random weights, and the tokenizer, to `path`.
 
-
-def _save(model_class: Any, config: Any, path: Path, dtype: torch.dtype) -> Path:
+    `config` should hold `TINY_SHAPE`. Norms and biases are random too.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class(config)

@@ -45,8 +45,7 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
     if isinstance(name_or_path, Path) or name not in _BUILDERS:
         raise ValueError(
             f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
-            "any local directory of a Llama or Qwen3 model works by its path, and any on the Hugging Face Hub as "
-            "ORG/NAME"
+            "a local directory of a language model works by its path, and one on the Hugging Face Hub as ORG/NAME"
         )
     target = cache_directory() / "models" / name
     with _exclusive(target):

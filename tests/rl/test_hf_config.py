@@ -94,10 +94,27 @@ def test_weights_that_were_cut_off(model: Path, keep: int) -> None:
         inspect_model(model)
 
 
-def test_unsupported_architecture_names_the_supported(model: Path) -> None:
-    edit_config(model, architectures=["MambaForCausalLM"])
-    with pytest.raises(ValueError, match="MambaForCausalLM; supported are LlamaForCausalLM, MistralForCausalLM"):
+def test_what_is_no_language_model_names_the_proven(model: Path) -> None:
+    edit_config(model, architectures=["BertModel"])
+    with pytest.raises(ValueError, match="BertModel, which is no language model; proven are "):
         inspect_model(model)
+
+
+@pytest.mark.parametrize(("spelling", "kind"), [("rope_parameters", "rope_type"), ("rope_scaling", "type")])
+def test_scaling_by_length_ends_the_context_before_it(model: Path, spelling: str, kind: str) -> None:
+    edit_config(model, rope_parameters=None, original_max_position_embeddings=64)
+    edit_config(model, **{spelling: {kind: "longrope"}})
+    assert inspect_model(model).max_context == 64
+    edit_config(model, **{spelling: {kind: "llama3"}})
+    assert inspect_model(model).max_context == 128
+
+
+def test_gemma_is_tied_without_saying_so(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    for architecture, tied in (("Gemma3ForCausalLM", True), ("LlamaForCausalLM", False)):
+        (model / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        assert inspect_model(model).tied == tied
 
 
 def test_quantised_weights(model: Path) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.hf_config import SUPPORTED_ARCHITECTURES, read_config
+from rl.hf_config import read_config
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
-_FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",  # the same layers, where no sliding window is set
     "Qwen2ForCausalLM": "qwen2",
@@ -108,10 +108,11 @@ def _family(config: Mapping[str, Any]) -> Family:
     architectures: list[str] = config.get("architectures") or []
     for name in architectures:
         backbone = name.removesuffix(CLASSIFIER_SUFFIX) + _LM_SUFFIX if name.endswith(CLASSIFIER_SUFFIX) else name
-        if backbone in _FAMILIES:
-            return _FAMILIES[backbone]
+        if backbone in FAMILIES:
+            return FAMILIES[backbone]
     raise ValueError(
-        f"config.json: architectures is {architectures}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"config.json: architectures is {architectures}; this engine's are {', '.join(FAMILIES)}. The engine 'fsdp2' "
+        "trains others"
     )
 
 

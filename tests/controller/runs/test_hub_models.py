@@ -106,7 +106,7 @@ def test_names_that_cannot_be_had(hub: Hub, tmp_path: Path, files: dict[str, byt
         f"{NAME}@v9": f"has no revision 'v9'; {url}/{NAME} names those it has",
         "lab/gated": f"is gated: accept its terms at {url}/lab/gated, then log in with `hf auth login` or set HF_TOKEN",
         "lab/pickle": "has no model.safetensors on the hub: ownloop reads safetensors only",
-        "lab/other": "is of architecture BertModel; supported are",
+        "lab/other": "is of architecture BertModel, which is no language model",
     }
     lines = fetch(hub.url, tmp_path, *said)
     for line, (name, part) in zip(lines, said.items(), strict=True):

@@ -51,7 +51,7 @@ def test_a_broken_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'smollm2-135m-instruct'\?; any local directory"):
+    with pytest.raises(ValueError, match=r"did you mean 'smollm2-135m-instruct'\?; a local directory"):
         resolve_model("smollm2-135m")
 
 

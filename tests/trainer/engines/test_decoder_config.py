@@ -73,7 +73,7 @@ def test_experts_that_cannot_be_trained_are_refused(change: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]; supported are Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]; this engine's are Llama"),
         ({"architectures": None}, "architectures is"),
         ({"attention_bias": True}, "attention_bias is True; only False"),
         ({"mlp_bias": True}, "mlp_bias is True"),

@@ -27,6 +27,8 @@ from trainer.engines import load_engine
 from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
 from trainer.engines.plain_ranks import relative_error
 
+pytestmark = pytest.mark.filterwarnings("ignore:no test covers")
+
 SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -71,7 +73,7 @@ def test_families_that_only_transformers_knows(
         (
             Gemma2ForCausalLM,
             Gemma2Config(**SHAPE, num_key_value_heads=2, intermediate_size=48, head_dim=16),
-            "scales or caps its logits",
+            "changes its logits after the output projection",
         ),
         (PhiForCausalLM, PhiConfig(**SHAPE, intermediate_size=48), "without a bias is needed"),
         (BloomForCausalLM, BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "takes no positions"),

@@ -1,8 +1,8 @@
 """Any causal language model of transformers as a policy or critic: its forward pass ends in log-probs or values.
 
-The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix,
-and packed documents do not attend to each other. They are tested once on the model itself; there is no list of
-architectures.
+The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix
+and perhaps a factor of config.json, and packed documents do not attend to each other. They are tested once on the model
+itself; there is no list of architectures.
 """
 
 import inspect
@@ -58,6 +58,7 @@ class TransformersPolicy(nn.Module):
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
+        self._logit_factor = _logit_factor(config)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
@@ -121,6 +122,9 @@ class TransformersPolicy(nn.Module):
             if self._has_values:
                 return values(hidden, model.score.weight), None
             head = model.get_output_embeddings()
+            # The head is linear, so a factor of the logits can be taken before it. Those of published models are powers
+            # of two, which cost no precision.
+            hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
             return logprobs_and_entropy(hidden, head.weight, targets, entropy=entropy, low_rank=low_rank)
 
@@ -175,14 +179,15 @@ class TransformersPolicy(nn.Module):
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
                 more = document_kernel.arguments(one)
                 logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False, **more).logits
-            return packed, single, logits, _MAGNIFIED * (single @ head.weight.T)
+            return packed, single, logits, _MAGNIFIED * self._logit_factor * (single @ head.weight.T)
 
         packed, single, logits, product = (x.float() for x in self._run(compute))
         if (packed - single).norm() > 0.1 * single.norm():
             raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
         if (logits - product).norm() > 0.01 * logits.norm():
             raise ValueError(
-                f"{self._name} scales or caps its logits after the output projection, which is not computed here"
+                f"{self._name} changes its logits after the output projection, by a cap or an unknown factor, which "
+                "is not computed here"
             )
 
 
@@ -193,6 +198,11 @@ class _AdaptedLinear(Adaptable):
         """[..., in] -> [..., out]"""
         y = super().forward(x)
         return y if self.low_rank is None else y + self.low_rank.product(x)
+
+
+def _logit_factor(config: Any) -> float:
+    """What logits are multiplied by after the output projection, under the names of Granite's and Cohere's config."""
+    return getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
 
 
 def _hidden(model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None = None) -> Tensor:

@@ -1,0 +1,85 @@
+"""Tiny random checkpoints of many architectures: what tests of `fsdp2` show of one, they show of all.
+
+Every option that a family has and Llama lacks is set so that leaving it out changes the logits: Granite's multipliers,
+Gemma's sliding windows, windows shorter than the tests' sequences.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from rl.tiny_models import (
+    SERVABLE,
+    TINY_SHAPE,
+    save_tiny,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
+
+_SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
+_WINDOW = 8
+
+
+def _gemma3(path: Path) -> Path:
+    layers = ["sliding_attention", "full_attention"]
+    options = {**_SHAPE, "sliding_window": _WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
+    return save_tiny(Gemma3ForCausalLM, Gemma3TextConfig(tie_word_embeddings=True, **options), path)
+
+
+def _granite(path: Path) -> Path:
+    factors = {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    }
+    return save_tiny(GraniteForCausalLM, GraniteConfig(tie_word_embeddings=True, **_SHAPE, **factors), path)
+
+
+def _olmo2(path: Path) -> Path:
+    return save_tiny(Olmo2ForCausalLM, Olmo2Config(tie_word_embeddings=False, **_SHAPE), path)
+
+
+def _phi3(path: Path, **options: Any) -> Path:
+    config = Phi3Config(tie_word_embeddings=False, **{**_SHAPE, "pad_token_id": None, **options})
+    return save_tiny(Phi3ForCausalLM, config, path)
+
+
+def _phi4_mini(path: Path) -> Path:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.1 * i for i in range(12)],
+        "long_factor": [2.0 + 0.5 * i for i in range(12)],
+        "original_max_position_embeddings": 128,
+    }
+    options = {"max_position_embeddings": 512, "original_max_position_embeddings": 128, "rope_parameters": rope}
+    return _phi3(path, **options)
+
+
+MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
+    "llama": ("LlamaForCausalLM", lambda path: tiny_llama(path, **SERVABLE)),
+    "mistral": ("MistralForCausalLM", lambda path: tiny_mistral(path, **SERVABLE, sliding_window=_WINDOW)),
+    "qwen2": ("Qwen2ForCausalLM", lambda path: tiny_qwen2(path, **SERVABLE)),
+    "qwen3": ("Qwen3ForCausalLM", lambda path: tiny_qwen3(path, **SERVABLE)),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "granite": ("GraniteForCausalLM", _granite),
+    "olmo2": ("Olmo2ForCausalLM", _olmo2),
+    "phi3": ("Phi3ForCausalLM", lambda path: _phi3(path, sliding_window=_WINDOW)),
+    "phi4-mini": ("Phi3ForCausalLM", _phi4_mini),
+}
+"""Name -> the architecture, and a function that writes a float32 checkpoint with heads that vLLM's CPU kernels know."""
