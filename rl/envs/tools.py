@@ -13,11 +13,12 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rl.checks import check_above_zero, check_at_least, check_known
+from rl.envs.mcp_server import MCPServer, Tool
 from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
@@ -46,8 +47,9 @@ class ToolEnv:
 
     env: Env
     """The source of questions, whose prompts are chats, and of the reward for the last message."""
-    tools: tuple[str, ...]
-    """Functions as "module:function", with type hints and a docstring that describes every argument under `Args:`."""
+    tools: tuple[str | MCPServer, ...]
+    """Functions as "module:function", with type hints and a docstring that describes every argument under `Args:`; and
+    servers, which bring all their tools."""
     tool_format: ToolFormat = "hermes"
     """How the model writes calls: "hermes" (Qwen2.5, Qwen3, Hermes) or "llama3_json"."""
     show_tools: ShowTools = "template"
@@ -66,14 +68,13 @@ class ToolEnv:
             raise ValueError(f"ToolEnv.tool_format is {self.tool_format!r}; show_tools 'system' needs 'hermes'")
         check_at_least(1, **{"ToolEnv.max_turns": self.max_turns, "the number of ToolEnv.tools": len(self.tools)})
         check_above_zero(**{"ToolEnv.tool_time_limit_s": self.tool_time_limit_s})
-        names = [_tool(path)[0]["function"]["name"] for path in self.tools]
-        if len(set(names)) < len(names):
-            raise ValueError(f"ToolEnv.tools has two functions of one name: {', '.join(names)}")
+        _check_names([_tool(path) for path in self.tools if isinstance(path, str)])
 
     @property
     def name(self) -> str:
         """The environment's, and the tools'."""
-        return f"{self.env.name} with {', '.join(path.partition(':')[2] for path in self.tools)}"
+        names = (t.partition(":")[2] if isinstance(t, str) else " ".join(t.command) for t in self.tools)
+        return f"{self.env.name} with {', '.join(names)}"
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ class ToolEnv:
         prompt = problem.prompt
         if isinstance(prompt, str):
             raise ValueError(f"{self.env.name} has prompts of text; ToolEnv.env needs prompts that are chats")
-        schemas = tuple(_tool(path)[0] for path in self.tools)
+        schemas = tuple(schema for schema, _ in find_tools(self.tools))
         if self.show_tools == "system":
             text = _SYSTEM.format(tools="\n".join(json.dumps(schema) for schema in schemas))
             has_system = prompt[0]["role"] == "system"
@@ -135,7 +136,7 @@ class ToolEpisode:
         """`episode` has just been started."""
         self._settings = settings
         self._episode = episode
-        self._functions = {schema["function"]["name"]: f for schema, f in map(_tool, settings.tools)}
+        self._functions = {schema["function"]["name"]: f for schema, f in find_tools(settings.tools)}
         self._num_turns = self._num_calls = self._num_errors = 0
 
     async def reply(self, completion: str) -> Reply:
@@ -187,8 +188,21 @@ class ToolEpisode:
         return ""
 
 
+def find_tools(tools: Sequence[str | MCPServer]) -> list[Tool]:
+    """All functions, and all tools of the servers, which are started if need be. Raises ValueError as they do."""
+    found = [each for tool in tools for each in ((_tool(tool),) if isinstance(tool, str) else tool.tools())]
+    _check_names(found)
+    return found
+
+
+def _check_names(tools: Sequence[Tool]) -> None:
+    names = [schema["function"]["name"] for schema, _ in tools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"ToolEnv.tools has two functions of one name: {', '.join(names)}")
+
+
 @functools.cache
-def _tool(path: str) -> tuple[dict[str, Any], Callable[..., Any]]:
+def _tool(path: str) -> Tool:
     """The JSON schema and the function. Raises ValueError if it cannot be imported or has no schema."""
     from transformers.utils.chat_template_utils import get_json_schema  # a second, which `--help` should not take
 

@@ -1,0 +1,88 @@
+"""Tools of a real MCP server, a child process."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl.envs.mcp_server import MCPServer
+from rl.envs.tools import ToolEnv
+from rl.protocols import Done, Observation
+from tests.rl.envs.test_tools import CALCULATE, Sums
+
+WORDS = str(Path(__file__).with_name("mcp_words.py"))
+SERVER = MCPServer(command=(sys.executable, WORDS))
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_an_episode_uses_the_tools_of_a_server_and_functions() -> None:
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, SERVER))
+    assert env.name == f"sums with calculate, {sys.executable} {WORDS}"
+    (problem,) = env.train_problems(0, 0, 1)
+    assert [tool["function"]["name"] for tool in problem.tools] == ["calculate", "count_letters", "fail"]
+    assert problem.tools[1]["function"]["parameters"]["required"] == ["word"]
+
+    async def play() -> tuple[list[str], Done]:
+        episode = await problem.start()
+        text = call("count_letters", word="seven") + call("fail", reason="no luck") + call("count_letters", worm="x")
+        observed = await episode.reply(text)
+        assert isinstance(observed, Observation)
+        done = await episode.reply("42")
+        assert isinstance(done, Done)
+        assert observed.messages is not None
+        return [message["content"] for message in observed.messages], done
+
+    (counted, failed, misnamed), done = asyncio.run(play())
+    assert counted.startswith("5 letters, says ")
+    assert failed.startswith("Error: ")
+    assert "no luck" in failed
+    assert misnamed.startswith("Error: ")
+    assert "word" in misnamed
+    assert (done.reward, done.metrics["tool_calls"], done.metrics["tool_errors"]) == (1.0, 3.0, 2.0)
+
+
+@pytest.mark.slow  # it starts two processes that import mcp
+def test_a_server_dies_with_its_parent() -> None:
+    script = f"""
+import time
+from rl.envs.mcp_server import MCPServer
+MCPServer(command=({sys.executable!r}, {WORDS!r})).tools()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        (child,) = psutil.Process(parent.pid).children()
+        parent.send_signal(signal.SIGKILL)
+        child.wait(10)
+
+
+def test_what_is_no_server_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MCPServer\.command is \('nowhere',\); it must begin with a program"):
+        MCPServer(command=("nowhere",))
+    with pytest.raises(ValueError, match=r"MCPServer\.command 'true' named no tools: "):
+        MCPServer(command=("true",)).tools()
+    silent = MCPServer(command=("sleep", "600"), start_time_limit_s=0.2)
+    with pytest.raises(ValueError, match=r"'sleep 600' named no tools: TimeoutError"):
+        silent.tools()
+    deadline = time.monotonic() + 10
+    while any("sleep" in child.name() for child in psutil.Process(os.getpid()).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    env = ToolEnv(env=Sums(), tools=(SERVER, SERVER))
+    with pytest.raises(ValueError, match=r"ToolEnv\.tools has two functions of one name: count_letters, fail, count"):
+        env.train_problems(0, 0, 1)
