@@ -137,7 +137,7 @@ class GeneratorConfig:
         if not set(architectures) & set(PROVEN_ARCHITECTURES) and not set(architectures) & _vllm_architectures():
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
-                f" which vLLM cannot serve; proven are {', '.join(PROVEN_ARCHITECTURES)}"
+                f" which vLLM has no code of its own for; proven are {', '.join(PROVEN_ARCHITECTURES)}"
             )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
@@ -237,13 +237,12 @@ def _engine_arg_names() -> list[str]:
 
 
 def _vllm_architectures() -> set[str]:
-    """The language models that vLLM serves, by code of its own or by that of transformers."""
-    tables = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+    """The language models that vLLM serves by code of its own. Through that of transformers, pulls are not proven."""
     return {
         key.value
         for node in _vllm_source("model_executor/models/registry.py").body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets)
+        if any(isinstance(target, ast.Name) and target.id == "_TEXT_GENERATION_MODELS" for target in node.targets)
         for key in node.value.keys
         if isinstance(key, ast.Constant) and isinstance(key.value, str)
     }

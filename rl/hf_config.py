@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, cast
 
 PROVEN_ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures that trainer and generator both implement, and for which pulling weights is tested."""
+"""Architectures for which tests compare trainer and generator after a pull."""
 
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""

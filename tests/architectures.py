@@ -35,12 +35,12 @@ _WINDOW = 8
 
 def _gemma3(path: Path) -> Path:
     layers = ["sliding_attention", "full_attention"]
-    options = {**_SHAPE, "sliding_window": _WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
+    options: dict[str, Any] = {**_SHAPE, "sliding_window": _WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
     return save_tiny(Gemma3ForCausalLM, Gemma3TextConfig(tie_word_embeddings=True, **options), path)
 
 
 def _granite(path: Path) -> Path:
-    factors = {
+    factors: dict[str, Any] = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
         "attention_multiplier": 0.2,
@@ -54,7 +54,8 @@ def _olmo2(path: Path) -> Path:
 
 
 def _phi3(path: Path, **options: Any) -> Path:
-    config = Phi3Config(tie_word_embeddings=False, **{**_SHAPE, "pad_token_id": None, **options})
+    shape: dict[str, Any] = {**_SHAPE, **options}
+    config = Phi3Config(tie_word_embeddings=False, **shape)
     return save_tiny(Phi3ForCausalLM, config, path)
 
 
@@ -67,7 +68,11 @@ def _phi4_mini(path: Path) -> Path:
         "long_factor": [2.0 + 0.5 * i for i in range(12)],
         "original_max_position_embeddings": 128,
     }
-    options = {"max_position_embeddings": 512, "original_max_position_embeddings": 128, "rope_parameters": rope}
+    options: dict[str, Any] = {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": rope,
+    }
     return _phi3(path, **options)
 
 

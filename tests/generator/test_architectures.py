@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPT = list(range(3, 43))  # longer than every sliding window
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "olmo2"])  # vLLM has no code of its own for it
 @pytest.mark.filterwarnings("ignore:no test covers")
 def test_a_pulled_step_has_the_trainers_logprobs(tmp_path: Path, build_engine: EngineFactory, name: str) -> None:
     model = MODELS[name][1](tmp_path / "model")

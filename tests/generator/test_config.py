@@ -71,7 +71,9 @@ def test_an_architecture_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     file = model / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["TestForCausalLM"]}))
-    with pytest.raises(ValueError, match="of architecture TestForCausalLM, which vLLM cannot serve; proven are "):
+    with pytest.raises(
+        ValueError, match="of architecture TestForCausalLM, which vLLM has no code of its own for; proven "
+    ):
         GeneratorConfig(model=model, max_model_len=32).check_model()
     file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["StableLmForCausalLM"]}))
     GeneratorConfig(model=model, max_model_len=32).check_model()  # unproven, which the trainer warns of

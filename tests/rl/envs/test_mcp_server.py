@@ -39,8 +39,7 @@ def test_an_episode_uses_the_tools_of_a_server_and_functions() -> None:
         assert isinstance(observed, Observation)
         done = await episode.reply("42")
         assert isinstance(done, Done)
-        assert observed.messages is not None
-        return [message["content"] for message in observed.messages], done
+        return [str(message["content"]) for message in observed.messages or ()], done
 
     (counted, failed, misnamed), done = asyncio.run(play())
     assert counted.startswith("5 letters, says ")
