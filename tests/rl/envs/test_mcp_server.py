@@ -39,7 +39,8 @@ def test_an_episode_uses_the_tools_of_a_server_and_functions() -> None:
         assert isinstance(observed, Observation)
         done = await episode.reply("42")
         assert isinstance(done, Done)
-        return [str(message["content"]) for message in observed.messages or ()], done
+        assert not isinstance(observed.messages, str)
+        return [str(message["content"]) for message in observed.messages], done
 
     (counted, failed, misnamed), done = asyncio.run(play())
     assert counted.startswith("5 letters, says ")
