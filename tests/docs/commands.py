@@ -55,10 +55,10 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 
 def _check_ownloop(arguments: Sequence[str]) -> None:
-    cli = importlib.import_module("controller.commands.cli")
+    command_line = importlib.import_module("controller.commands.command_line")
     if {"-h", "--help"} & set(arguments):
         arguments = [word for word in arguments if word not in ("-h", "--help")]
-    parser, _ = cli._parser(resuming="--resume" in arguments or "--fork" in arguments)
+    parser, _ = command_line._parser(resuming="--resume" in arguments or "--fork" in arguments)
     options, overrides = parser.parse_known_args(arguments)
     if arguments[0] == "show" and arguments[1].startswith(_RUNS):
         assert not overrides, f"unexpected {overrides}"
