@@ -60,7 +60,7 @@ class TrainerConfig(LayoutConfig):
     """Seed of each rank's random state."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
-    their own names, and `model_provider`; see `docs/megatron.md`."""
+    their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`; see `docs/megatron.md`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 

@@ -52,6 +52,12 @@ ENGINES: Mapping[str, EngineEntry] = {
         requires="megatron",
         takes_args=True,
     ),
+    "megatron_fsdp": EngineEntry(
+        engine="trainer.engines.hf.mfsdp_engine:MegatronFsdpEngine",
+        layout_check="trainer.engines.hf.mfsdp_check:check_layout",
+        requires="megatron_fsdp",
+        takes_args=True,
+    ),
 }
 
 

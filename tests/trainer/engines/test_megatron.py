@@ -73,7 +73,9 @@ def test_options_that_cannot_be_chosen_are_refused(args: dict[str, Any], message
 
 
 def test_engines_without_options_refuse_them(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"engine 'torchtitan' takes none\. The engines that do are 'megatron'"):
+    with pytest.raises(
+        ValueError, match=r"engine 'torchtitan' takes none\. The engines that do are 'megatron', 'megatron_fsdp'"
+    ):
         check_model(TrainerConfig(model=tiny_llama(tmp_path / "model"), engine_args={"softmax_scale": 0.1}))
 
 

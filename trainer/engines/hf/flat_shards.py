@@ -1,6 +1,6 @@
-"""From the parts of parameters that FSDP1 leaves on each rank to whole parameters, and back.
+"""From the parts of parameters that FSDP1 and Megatron-FSDP leave on each rank to whole parameters, and back.
 
-FSDP1 flattens a block's parameters into one vector and cuts that into equal stretches. A rank's part of a parameter is
+Both flatten a block's parameters into one vector and cut that into equal stretches. A rank's part of a parameter is
 therefore a stretch of the flattened parameter and no rectangle, so a DTensor cannot describe it.
 """
 

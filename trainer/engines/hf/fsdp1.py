@@ -1,84 +1,40 @@
 """The fsdp1 engine: any causal language model of transformers under torch's `FullyShardedDataParallel`.
 
-Data parallelism only: sharded, replicated, or both. With one rank nothing is wrapped. FSDP1's shards are no DTensors,
-so parameters that leave the engine are gathered whole (`flat_shards.py`), each on one rank, and every rank gathers
-about as many elements.
+Data parallelism only: sharded, replicated, or both. With one rank nothing is wrapped.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rl.data.packing import PackedRow
 from trainer.config import TrainerConfig
+from trainer.engines.hf.flat_engine import FlatEngine, ShardedModel
 from trainer.engines.hf.flat_shards import FlatShards
 from trainer.engines.hf.transformers_policy import TransformersPolicy
-from trainer.engines.model_check import describe_model
-from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.hf_weights import load_hf_weights
-from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
-from trainer.engines.pytorch.row_runner import SequentialRows
+from trainer.engines.pytorch.ranks import DTYPES
 
 _WRAPPED = "_fsdp_wrapped_module."
 
 
-class Fsdp1Engine(TorchEngine):
+class Fsdp1Engine(FlatEngine):
     """One rank of a transformers model."""
 
-    def __init__(self, config: TrainerConfig) -> None:
-        """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
-        device = choose_device()
-        torch.manual_seed(config.seed)
-        init_process_group(config, device)
-        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
-        if config.activation_checkpointing == "full":
-            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.frozen and config.num_ranks == 1:
-            self._policy.freeze(DTYPES[config.compute_dtype])
-        model: nn.Module = self._policy
-        self._averaged_over = config.num_ranks if config.data_parallel_shard == 1 else 1
-        self._shards: FlatShards | None = None
-        if config.num_ranks > 1:
-            model, self._shards, parameters = _build_sharded(self._policy, config, device)
-        else:
-            self._policy.materialize(device)
-            parameters = self._policy.parameters_by_name()
-            with torch.no_grad():
-                load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
-        info = describe_model(config.model, config.head)
-        rows = SequentialRows(self._score, config.num_ranks, device)
-        super().__init__(config, model, parameters, info, device, rows, replicas=config.data_parallel_replicate)
-        self._policy.check(device)
-        self._reshard()
-
-    @property
-    def shares_prefixes(self) -> bool:
-        return False
+    def _shard(self, policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> ShardedModel:
+        return _build_sharded(policy, config, device)
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        results = self._policy.score(row, self._device, entropy=entropy)
-        if self._averaged_over > 1:  # turns FSDP's average of the ranks' gradients back into a sum
+        results = super()._score(row, entropy=entropy)
+        averaged_over = self._config.num_ranks if self._config.data_parallel_shard == 1 else 1
+        if averaged_over > 1:  # turns FSDP's average of the ranks' gradients back into a sum
             for result in results:
                 if result is not None and result.requires_grad:
-                    result.register_hook(lambda grad: self._averaged_over * grad)
+                    result.register_hook(lambda grad: averaged_over * grad)
         return results
-
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        if self._shards is None:
-            yield from self._parameters.items()
-            return
-        has_grad = self._shards.any_rank({name: p.grad is not None for name, p in self._parameters.items()})
-        for name, parameter in self._parameters.items():
-            whole = self._shards.gather(name, parameter.detach())
-            grad = self._shards.gather(name, parameter.grad) if has_grad[name] else None
-            if whole is not None:
-                whole.grad = grad
-                yield name, whole
 
     def _handles(self) -> list[Any]:
         """FSDP's handles, one per flattened block."""
@@ -103,27 +59,9 @@ class Fsdp1Engine(TorchEngine):
             # FSDP reshards to this tensor, which `flat_param_to` leaves on the old device.
             handle.flat_param._local_shard = handle.flat_param.data
 
-    def _state(self, *, optimizer: bool) -> dict[str, Any]:
-        state = super()._state(optimizer=optimizer)
-        if self._shards is None:
-            return state
-        state["model"] = self._shards.gather_all(state["model"])
-        if optimizer:
-            state["optimizer"] = self._shards.gather_moments(state["optimizer"])
-        return state
 
-    def _restore_state(self, state: Mapping[str, Any]) -> None:
-        if self._shards is None:
-            return
-        self._shards.scatter_all(state["model"], {name: p.detach() for name, p in self._parameters.items()})
-        if "optimizer" in state:
-            self._shards.scatter_moments(state["optimizer"], self._optimizer.state())
-
-
-def _build_sharded(
-    policy: TransformersPolicy, config: TrainerConfig, device: torch.device
-) -> tuple[FullyShardedDataParallel, FlatShards, dict[str, nn.Parameter]]:
-    """Wraps and loads the model. Returns its wrapper, its shards and this rank's parts of the parameters by name."""
+def _build_sharded(policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> ShardedModel:
+    """Wraps and loads the model."""
     shapes = {name: parameter.shape for name, parameter in policy.parameters_by_name().items()}
     # Memory pages that were never written to take no memory, and wrapping moves block after block to its device.
     policy.materialize(torch.device("cpu"))
@@ -139,7 +77,7 @@ def _build_sharded(
     }
     shards = FlatShards(parameters, shapes, mesh)
     shards.load(config)
-    return wrapper, shards, parameters
+    return ShardedModel(wrapper, parameters, shards)
 
 
 def _wrap(
