@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 
+import torch
 import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -11,6 +12,7 @@ from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
 from generator.openai_calls import OpenAICall
 from generator.openai_requests import OpenAIRequests
+from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
 from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
@@ -33,6 +35,7 @@ class VLLMGenerator(Actor):
         with without_garbage_collection():
             self._engine = GenerationEngine(config)
         self._store_timeout_s = config.deadlines.at_least_s
+        self._heap = None if torch.cuda.is_available() else Heap()
         self._openai = OpenAIRequests(self._engine)
         self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
 
@@ -91,6 +94,8 @@ class VLLMGenerator(Actor):
         except TimeoutError:
             raise WeightsError(f"TorchStore did not answer within {self._store_timeout_s:g} s") from None
         await self._engine.update_weights(record, store, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
+        if self._heap is not None:
+            self._heap.after_step()
 
     @concurrent_endpoint
     async def rest(self, asleep: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from rl.hardware import cpu_malloc_env
+from rl.heap import Heap
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.startup import without_garbage_collection
@@ -19,7 +20,6 @@ from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.pytorch.ranks import choose_device
-from trainer.heap import Heap
 from trainer.matrix_rate import matrix_rate
 from trainer.push import WeightPublisher
 

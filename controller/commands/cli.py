@@ -17,6 +17,9 @@ def main(arguments: list[str] | None = None) -> None:
     If the reader of the output goes away, as `head` does, the status is that of SIGPIPE and nothing is printed.
     """
     try:
+        from rl.hardware import keep_few_arenas
+
+        keep_few_arenas()
         from controller.commands.command_line import run_command
 
         code = run_command(sys.argv[1:] if arguments is None else arguments)

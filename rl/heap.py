@@ -1,10 +1,10 @@
-"""Keeps the heap of a trainer that computes on the CPU from growing with every step.
+"""Keeps the heap of a trainer or a generator that computes on the CPU from growing with every step.
 
-With the settings of `rl.hardware.cpu_malloc_env`, glibc keeps freed memory. Rows have ever different lengths, so that
-tensors leave holes into which later ones do not fit, and the heap reaches further with each step. Handing it back is
-dear, because the kernel has to find and clear every page again: on a virtual machine whose host takes unused memory
-away, the next step of a model of 135 million parameters takes twice its time. So it is handed back only once the
-process has grown beyond what several steps needed.
+With the settings of `rl.hardware.cpu_malloc_env`, glibc keeps freed memory. Rows and requests have ever different
+lengths, so that tensors leave holes into which later ones do not fit, and the heap reaches further with each step.
+Handing it back is dear, because the kernel has to find and clear every page again: on a virtual machine whose host
+takes unused memory away, the next step of a model of 135 million parameters takes twice its time. So it is handed back
+only once the process has grown beyond what several steps needed.
 """
 
 import resource
@@ -33,7 +33,7 @@ class Heap:
         self._settled, self._steps = 0, 0
 
     def after_step(self) -> None:
-        """To be called after each optimizer step."""
+        """To be called after each optimizer step of a trainer, and each pull of a generator."""
         resident = self._resident_bytes()
         if self._steps < _STEPS_TO_SETTLE:
             self._settled = max(self._settled, resident)

@@ -1,11 +1,13 @@
-"""When a trainer hands memory back, and that the kernel gets it."""
+"""When a process hands memory back, and that the kernel gets it."""
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 from rl.hardware import cpu_malloc_env
-from trainer.heap import Heap
+from rl.heap import Heap
 
 
 def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
@@ -21,7 +23,7 @@ def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
 
 HOLES = """
 import torch
-from trainer.heap import Heap, _resident_bytes
+from rl.heap import Heap, _resident_bytes
 heap = Heap()
 for _ in range(4):
     heap.after_step()
@@ -43,3 +45,29 @@ def test_what_malloc_keeps_goes_back_to_the_kernel() -> None:
     kept_by_malloc, handed_back = map(int, done.stdout.split())
     assert kept_by_malloc < 64 << 20
     assert handed_back > 192 << 20
+
+
+ARENAS = """
+import ctypes, sys, threading
+from rl.hardware import keep_few_arenas
+if sys.argv[1] == "few":
+    keep_few_arenas()
+all_run = threading.Barrier(17)
+kept = []
+threads = [threading.Thread(target=lambda: (kept.append(bytes(600)), all_run.wait())) for _ in range(16)]
+for thread in threads:
+    thread.start()
+all_run.wait()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(stream := libc.fdopen(1, b"w")))
+libc.fflush(ctypes.c_void_p(stream))
+"""
+
+
+@pytest.mark.parametrize(("arenas", "expected"), [("few", range(1, 3)), ("default", range(3, 99))])
+def test_threads_share_two_arenas(arenas: str, expected: range) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    command = [sys.executable, "-c", ARENAS, arenas]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<heap nr") in expected
