@@ -11,7 +11,7 @@ _INTERRUPTED = 128 + 2  # SIGINT; the module `signal` would take a while to load
 _BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
     """Runs one command and exits: 0, 1 if the command failed, 2 for a mistake of the caller, 128 + signal.
 
     If the reader of the output goes away, as `head` does, the status is that of SIGPIPE and nothing is printed.
