@@ -1,7 +1,6 @@
 """`VLLMGenerator`: one tensor-parallel rank of a generator, in a process of its own. The engine does the sampling."""
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
 
 import torch
@@ -26,13 +25,12 @@ class VLLMGenerator(Actor):
 
     def __init__(self, config: GeneratorConfig) -> None:
         """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
-        self._temporary = OwnedFolder("ownloop-generator-")
-        tempfile.tempdir = str(self._temporary.path)  # vLLM leaves its temporary files behind
+        self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         import_for_good("generator.engine")
         from generator.engine import GenerationEngine
 
-        with without_garbage_collection():
+        with without_garbage_collection(), self._temporary.takes_temporary_files():
             self._engine = GenerationEngine(config)
         self._store_timeout_s = config.deadlines.at_least_s
         self._heap = None if torch.cuda.is_available() else Heap()

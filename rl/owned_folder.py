@@ -9,7 +9,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LOCK = ".lock"
@@ -30,6 +31,15 @@ class OwnedFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = made.rename(parent / f"{prefix}{made.name.removeprefix('.ownloop-')}")
         self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+
+    @contextmanager
+    def takes_temporary_files(self) -> Generator[None]:
+        """What `tempfile` makes meanwhile, in any thread, is in this folder."""
+        before, tempfile.tempdir = tempfile.tempdir, str(self.path)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
     def remove(self) -> None:
         """Removes it now. May be called again."""

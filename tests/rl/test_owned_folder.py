@@ -49,3 +49,11 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(
     folder.remove()
     assert not folder.path.exists()
     running.communicate("", timeout=30)
+
+
+def test_temporary_files_go_there_only_meanwhile() -> None:
+    before, folder = tempfile.gettempdir(), OwnedFolder(PREFIX)
+    with folder.takes_temporary_files():
+        assert Path(tempfile.mkdtemp()).parent == folder.path
+    assert tempfile.gettempdir() == before
+    folder.remove()
