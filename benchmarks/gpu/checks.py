@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +32,19 @@ class Check:
     limit_s: float = 120.0
 
 
+def gpu_test_files() -> list[str]:
+    """The files with tests marked `gpu`: the others may need packages that are not there to be collected."""
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(REPOSITORY)) for file in files if "pytest.mark.gpu\n" in file.read_text()]
+
+
 CHECKS = (
     Check(
         name="tests",
         what="The tests marked `gpu` pass.",
         module="pytest",
-        options=("-q", "-m", "gpu", "-p", "no:xdist", "tests"),
-        smoke=("-q", "-m", "gpu", "-p", "no:xdist", "tests"),
+        options=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
+        smoke=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         needs=("pytest", "xdist"),
     ),
     Check(
@@ -91,33 +100,61 @@ def missing_packages(check: Check) -> list[str]:
     return [name for name in check.needs if importlib.util.find_spec(name) is None]
 
 
-def run_check(check: Check, *, smoke: bool, tell: Callable[[str], None] = print) -> Finding:
-    """Runs a check and passes its output on, line by line. A check that outlives its limit is killed, and has failed.
+def run_check(check: Check, *, smoke: bool, left_s: float = math.inf, tell: Callable[[str], None] = print) -> Finding:
+    """Runs a check for at most `left_s` seconds and passes its output on at its end.
 
+    A check that outlives its limit is killed with all its processes, which would keep the GPU's memory, and has failed.
     The bars of a run with `smoke` are those of a tiny model, and are not judged.
     """
     if missing := missing_packages(check):
         return Finding(check, "left out", f"needs {', '.join(missing)}")
-    command = [sys.executable, "-m", check.module, *(check.smoke if smoke else check.options)]
-    last = ""
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=check.limit_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-        tell(output.decode(errors="replace") if isinstance(output, bytes) else output)
-        return Finding(check, "failed", f"did not end within {check.limit_s:g} s")
-    for line in done.stdout.splitlines():
-        tell(line)
-        last = line
+    limit_s = min(check.limit_s, left_s)
+    if limit_s <= 0:
+        return Finding(check, "left out", "no time was left")
+    status, output, errors = _run(
+        [sys.executable, "-m", check.module, *(check.smoke if smoke else check.options)], limit_s
+    )
+    tell(output + errors)
+    if status is None:
+        return Finding(check, "failed", f"did not end within {limit_s:g} s")
     if check.module == "pytest":
         # 5: no test was collected or all were deselected, as where there is no GPU and all are skipped it is 0
-        return Finding(check, "passed" if done.returncode == 0 else "failed", last)
-    if done.returncode != 0:
-        return Finding(check, "failed", f"ended with status {done.returncode}")
-    result = json.loads(last)
-    missed = [bar["name"] for bar in result["bars"] if not bar["ok"]]
+        return Finding(check, "passed" if status == 0 else "failed", _last_line(output))
+    if status != 0:
+        return Finding(check, "failed", f"ended with status {status}: {_last_line(errors)}".removesuffix(": "))
+    return _judged(check, _last_line(output), smoke=smoke)
+
+
+def _judged(check: Check, line: str, *, smoke: bool) -> Finding:
+    """What a check came to whose last line of output this is."""
+    try:
+        result = json.loads(line)
+        bars, figures = result["bars"], result["figures"]
+    except (ValueError, KeyError, TypeError):
+        return Finding(check, "failed", f"its last line is {line!r}, which is no result")
+    missed = [bar["name"] for bar in bars if not bar["ok"]]
     outcome: Outcome = "failed" if missed and not smoke else "passed"
-    why = f"missed {', '.join(missed)}" if outcome == "failed" else ""
-    return Finding(check, outcome, why, result["bars"], result["figures"])
+    return Finding(check, outcome, f"missed {', '.join(missed)}" if outcome == "failed" else "", bars, figures)
+
+
+def _run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+    """Exit status, output and errors; the status is None if the limit came first."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    )
+    status: int | None = None
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return status, output, errors
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]

@@ -77,8 +77,8 @@ async def _host_one(
     async def adapter(name: str, lora: LoRAConfig) -> Trainer:
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
-    throughput = Throughput()
-    whole = WholeModels(launcher, config, options, throughput, places)
+    throughput, vocab_size = Throughput(), inspect_model(model).vocab_size
+    whole = WholeModels(launcher, config, options, vocab_size, throughput, places)
     stack.push_async_callback(whole.close)
     return ServedModel(
         names=options.names,
@@ -88,7 +88,7 @@ async def _host_one(
         openai=await _openai(options, generator.unbound),
         max_rank=config.max_rank,
         max_context=generator_config.max_model_len,
-        vocab_size=inspect_model(model).vocab_size,
+        vocab_size=vocab_size,
         snapshots=Snapshots(generator.unbound, config.max_snapshots),
         whole=whole.begin if config.full else None,
         throughput=throughput,

@@ -17,7 +17,6 @@ from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher
 from controller.meshes.openai_router import openai
 from generator.openai_calls import OpenAICall, OpenAIReply
-from rl.hf_config import inspect_model
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, PullMode, SamplingParams
@@ -41,14 +40,16 @@ class WholeModels:
         launcher: Launcher,
         config: ServeConfig,
         options: ModelOptions,
+        vocab_size: int,
         throughput: Throughput,
         places: Places,
     ) -> None:
-        """`places` are shared by all models of the server; `options` and `throughput` are those of this one."""
+        """`places` are shared by all models of the server; `options`, `vocab_size` and `throughput` are this one's."""
         self._launcher = launcher
         self._config = config
         self._places = places
         self._options = options
+        self._vocab_size = vocab_size
         self._throughput = throughput
         self._running: list[AsyncExitStack] = []
 
@@ -112,7 +113,7 @@ class WholeModels:
             generator=by_names,
             max_rank=0,
             max_context=self._config.generator.max_model_len,
-            vocab_size=inspect_model(self._options.directory).vocab_size,
+            vocab_size=self._vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
             throughput=self._throughput,

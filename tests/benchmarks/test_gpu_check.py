@@ -1,10 +1,12 @@
 """`make gpu-check`: what it leaves out, what it judges, and the page that it writes. The whole of it runs in `slow`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import gpu_check
@@ -37,18 +39,48 @@ def test_bars_are_judged_on_a_gpu_only(tmp_path: Path, monkeypatch: pytest.Monke
     told: list[str] = []
     finding = run_check(check, smoke=False, tell=told.append)
     assert (finding.outcome, finding.why) == ("failed", "missed speed")
-    assert told[0] == "working"
+    assert told[0].startswith("working\n")
     assert run_check(check, smoke=True, tell=told.append).outcome == "passed"
 
 
 @pytest.mark.parametrize(
-    ("source", "why"), [("import time; time.sleep(60)", "did not end within 1 s"), ("exit(3)", "ended with status 3")]
+    ("source", "why"),
+    [
+        ("import time; time.sleep(60)", "did not end within 1 s"),
+        ("exit(3)", "ended with status 3"),
+        ("raise SystemExit('no kernel image')", "ended with status 1: no kernel image"),
+        ("print('done')", "its last line is 'done', which is no result"),
+    ],
 )
 def test_a_check_that_hangs_or_dies_has_failed(
     source: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = run_check(_check(tmp_path, source, monkeypatch, limit_s=1.0), smoke=False)
     assert (finding.outcome, finding.why) == ("failed", why)
+
+
+def test_a_check_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    told: list[str] = []
+    run_check(_check(tmp_path, source, monkeypatch, limit_s=1.0), smoke=False, tell=told.append)
+    assert not psutil.pid_exists(pid := int(told[0])) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_table_is_there_after_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    first = _check(tmp_path, PRINTS, monkeypatch)
+    second = replace(first, name="second", module="sees_the_table")
+    (tmp_path / "sees_the_table.py").write_text(f"exit('made up' not in open({str(page)!r}).read())")
+    monkeypatch.setattr(gpu_check, "CHECKS", (first, second, replace(first, name="third")))
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--device", "cpu", "--page", str(page), "--only", "made up", "second"])
+    assert "| second | failed: its last line is" in page.read_text()
+    gpu_check.main(["--device", "cpu", "--page", str(page), "--only", "third", "--minutes", "0"])
+    assert "| third | left out: no time was left |" in page.read_text()
+
+
+def test_every_gpu_test_is_in_a_file_that_is_run() -> None:
+    assert "tests/rl/weights/test_gpu_copies.py" in checks.gpu_test_files()
 
 
 def test_the_page_names_the_machine_and_every_outcome() -> None:

@@ -56,6 +56,6 @@ def with_whole_models(served: ServedModel, host: ToyHost, num_places: int) -> Se
     config = ServeConfig(full=num_places, generator=GeneratorConfig(max_model_len=CONTEXT))
     launcher, places = Launcher(Path()), Places(num_places)
     options = ModelOptions(directory=Path("toy"), names=served.names)
-    models = ToyWholeModels(launcher, config, options, served.throughput, places)
+    models = ToyWholeModels(launcher, config, options, served.vocab_size, served.throughput, places)
     models.host = host
     return replace(served, whole=models.begin)

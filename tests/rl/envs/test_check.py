@@ -28,7 +28,7 @@ MODULES = {"check", "check_episodes", "findings", "procedural", "math_answers", 
     *("tool_calls", "calculator"),
 }
 # These need an optional package, a server or another environment, and have tests of their own.
-ELSEWHERE = {"verifiers_env", "math_problems", "judged", "tools"}
+ELSEWHERE = {"verifiers_env", "math_problems", "judged", "tools", "mcp_server"}
 
 
 def _jsonl(folder: Path) -> JsonlReward:

@@ -30,7 +30,7 @@ def test_limits_are_those_of_the_model(model: Path, engine: Any) -> None:
 
 
 def test_unknown_architecture_is_for_transformers_to_judge(model: Path) -> None:
-    change(model, architectures=["NewForCausalLM"], n_positions=77, max_position_embeddings=None)
+    change(model, architectures=["NewForCausalLM"], max_position_embeddings=77)
     with pytest.raises(ValueError, match="NewForCausalLM"):
         check_model(TrainerConfig(model=model))
     assert check_model(TrainerConfig(model=model, engine="fsdp2")).max_seq_len == 77

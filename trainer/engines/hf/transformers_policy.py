@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import accelerate
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,7 +56,7 @@ class TransformersPolicy(nn.Module):
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
         self._logit_factor = _logit_factor(config)
