@@ -107,11 +107,14 @@ def longest_context(config: Mapping[str, Any]) -> int:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a model directory's safetensors files, without old checkpoints' buffers."""
+    """Names and shapes of the weights in a model directory's safetensors files, without old checkpoints' buffers.
+
+    Raises ValueError for a file of another format.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob("*.safetensors")):
-        header, _ = _read_header(file)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        weights, _ = _read_header(file)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in weights.items()}
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -197,23 +200,27 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 def _check_complete(file: Path) -> None:
     """Compares the file's size with the end of its data as its header states it, which detects a truncated copy."""
     size = file.stat().st_size
-    try:
-        header, data_start = _read_header(file)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    expected = data_start + max(ends, default=0)
+    weights, data_start = _read_header(file)
+    expected = data_start + max((entry["data_offsets"][1] for entry in weights.values()), default=0)
     if size != expected:
         raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the byte at which its data begin.
+    """What a safetensors file says of each of its weights, and the byte at which its data begin.
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
-    with file.open("rb") as stream:
-        (header_size,) = struct.unpack("<Q", stream.read(8))
-        if header_size > file.stat().st_size:
-            raise ValueError("its header is cut off")
-        return json.loads(stream.read(header_size)), 8 + header_size
+    try:
+        with file.open("rb") as stream:
+            (header_size,) = struct.unpack("<Q", stream.read(8))
+            if header_size > file.stat().st_size:
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(header_size))
+        weights = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        malformed = next((name for name, entry in weights.items() if not {"shape", "data_offsets"} <= set(entry)), "")
+        if malformed:
+            raise ValueError(f"it gives no shape and place of {malformed!r}")
+    except (struct.error, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
+    return weights, 8 + header_size

@@ -1,7 +1,8 @@
 """Tells whether an answer is mathematically the right one, with math-verify: https://github.com/huggingface/Math-Verify.
 
-Each comparison runs in one of a few processes that are kept for it, with a time limit. math-verify's own limits are
-signals, which only work in a main thread and cannot stop one long operation on large numbers; a process can be killed.
+Each comparison runs in one of a few processes that are kept for it, with a limit of CPU time: on a busy machine a right
+answer stays right. math-verify's own limits are signals, which only work in a main thread and cannot stop one long
+operation on large numbers; a process can be killed.
 """
 
 import functools
@@ -9,13 +10,17 @@ import os
 import queue
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _STARTUP_LIMIT_S = 60.0  # importing SymPy takes a second, and much longer on a busy disk
 _MAX_PROCESSES = 16
+_WAITING_FACTOR = 10  # a process that gets no core may take this many times its limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +46,8 @@ class MathComparer:
     def compare(self, answer: str, completion: str, *, boxed: bool, time_limit_s: float) -> Comparison:
         """Looks for an answer in the completion and compares it. Any thread may call it.
 
-        If `boxed`, only the last `\\boxed{...}` counts; otherwise math-verify finds the answer in the text. Raises
-        ValueError if math-verify is not installed.
+        If `boxed`, only the last `\\boxed{...}` counts; otherwise math-verify finds the answer in the text.
+        `time_limit_s` is in seconds of CPU time. Raises ValueError if math-verify is not installed.
         """
         process = self._idle.get()
         try:
@@ -74,7 +79,7 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe: Any = ours
-        failure = self._answer(_STARTUP_LIMIT_S)
+        failure = self._answer() if self._pipe.poll(_STARTUP_LIMIT_S) else None
         if failure != "":
             self.kill()
             raise ValueError(
@@ -87,11 +92,25 @@ class _Process:
             self._pipe.send(request)
         except OSError:
             return None
-        return self._answer(time_limit_s)
+        return self._answer() if self._answers_within(time_limit_s) else None
 
-    def _answer(self, time_limit_s: float) -> Any:
+    def _answers_within(self, time_limit_s: float) -> bool:
+        """Waits for an answer, or for the end of the process, until it has computed for `time_limit_s`."""
+        begun, deadline = self._cpu_time_s(), time.monotonic() + _WAITING_FACTOR * time_limit_s
+        left = time_limit_s
+        while left > 0 and time.monotonic() < deadline:
+            if self._pipe.poll(max(left, 0.01)):
+                return True
+            left = begun + time_limit_s - self._cpu_time_s()
+        return False
+
+    def _cpu_time_s(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
+    def _answer(self) -> Any:
         try:
-            return self._pipe.recv() if self._pipe.poll(time_limit_s) else None
+            return self._pipe.recv()
         except (EOFError, OSError):
             return None
 

@@ -58,7 +58,7 @@ class MathProblems:
     stop: tuple[str, ...] = ()
     """Strings that end an answer, in addition to the model's own end token."""
     comparison_time_limit_s: float = 5.0
-    """Most seconds for comparing one answer. An answer that takes longer is wrong and counts in
+    """Most seconds of CPU time for comparing one answer. An answer that takes longer is wrong and counts in
     `comparisons_timed_out`."""
     skip_unreadable: bool = False
     """Whether problems are left out whose answer math-verify cannot read. Otherwise they are refused, by name."""

@@ -39,7 +39,8 @@ class MCPServer:
 
     def tools(self) -> tuple[Tool, ...]:
         """The server's tools, in its order. The first call starts it. Raises ValueError if it names none in time."""
-        return _connected(self).tools
+        with _starting:
+            return _connected(self).tools
 
 
 class _Connection:
@@ -94,3 +95,4 @@ def _schema(tool: "MCPTool") -> dict[str, Any]:
 
 _connected = cache(_Connection)
 """One running server for each way to start one."""
+_starting = threading.Lock()  # a cache alone would let two threads start two

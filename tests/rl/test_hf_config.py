@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from rl.hf_config import inspect_model
+from rl.hf_config import inspect_model, stored_shapes
 from rl.tiny_models import VOCAB_SIZE, tiny_llama, tiny_qwen3
 
 
@@ -92,6 +92,16 @@ def test_weights_that_were_cut_off(model: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"model\.safetensors is (incomplete|not a safetensors file)"):
         inspect_model(model)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"\xff" * 16, b"\2" + bytes(7) + b"[]", b"\x08" + bytes(7) + b'{"a":{}}']
+)
+def test_weights_of_another_format_are_named(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    for read in (inspect_model, stored_shapes):
+        with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+            read(model)
 
 
 def test_what_is_no_language_model_names_the_proven(model: Path) -> None:

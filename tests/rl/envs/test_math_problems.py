@@ -85,6 +85,19 @@ def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right  # by a new process
 
 
+def test_a_machine_without_time_does_not_make_a_right_answer_wrong() -> None:
+    comparer, before = MathComparer(1), set(psutil.Process().children())
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
+    (comparing,) = set(psutil.Process().children()) - before
+    comparing.suspend()
+    going_on = threading.Timer(0.5, comparing.resume)
+    going_on.start()
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=0.2) == Comparison(found=True, right=True)
+    going_on.join()
+    comparing.suspend()
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=0.05) == Comparison(timed_out=True)
+
+
 ENDLESS = """
 from rl.envs.math_answers import MathComparer
 comparer = MathComparer(1)
