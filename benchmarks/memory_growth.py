@@ -28,7 +28,7 @@ from controller.meshes.trainer_mesh import TrainerMesh
 from controller.runs.console import Console
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
-from rl.hardware import cpu_dtype
+from rl.hardware import cpu_dtype, keep_few_arenas
 from rl.runs.folder import RunFolder
 from rl.types import AdamParams, Datum, SamplingParams
 from trainer.config import TrainerConfig
@@ -45,6 +45,7 @@ def main() -> None:
     options_parser.add_argument("--steps", type=int, default=100, help="steps of the trainer")
     options_parser.add_argument("--part", choices=("run", "trainer"), help="only this part")
     options = options_parser.parse_args()
+    keep_few_arenas()  # as the command does
     minutes, steps, prompts = options.minutes, options.steps, 16
     if options.quick or options.smoke:
         minutes, steps, prompts = (0.05, 4, 2) if options.smoke else (1 / 3, 12, 4)

@@ -1,12 +1,13 @@
-"""Keeps the heap of a trainer or a generator that computes on the CPU from growing with every step.
+"""Keeps the heap of a process from growing with every step.
 
-With the settings of `rl.hardware.cpu_malloc_env`, glibc keeps freed memory. Rows and requests have ever different
-lengths, so that tensors leave holes into which later ones do not fit, and the heap reaches further with each step.
-Handing it back is dear, because the kernel has to find and clear every page again: on a virtual machine whose host
-takes unused memory away, the next step of a model of 135 million parameters takes twice its time. So it is handed back
-only once the process has grown beyond what several steps needed.
+With the settings of `rl.hardware.cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed
+memory. Rows and requests have ever different lengths, so that tensors leave holes into which later ones do not fit, and
+the heap reaches further with each step. Handing it back is dear, because the kernel has to find and clear every page
+again: on a virtual machine whose host takes unused memory away, the next step of a model of 135 million parameters
+takes twice its time. So it is handed back only once the process has grown beyond what several steps needed.
 """
 
+import gc
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,16 @@ class Heap:
         elif resident > _GROWTH * self._settled:
             self._hand_back()
             self._settled, self._steps = 0, 0
+
+
+def hand_back_garbage() -> None:
+    """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it, such as drawing.
+
+    Takes most of a second, in which all threads wait, unless the collector passes over what it need not walk
+    (`rl.startup`).
+    """
+    gc.collect()
+    hand_back_memory()
 
 
 def _resident_bytes() -> int:

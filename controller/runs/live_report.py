@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from controller.runs.run_tokenizer import decoder_of
-from rl.hardware import hand_back_memory
+from rl.heap import hand_back_garbage
 from rl.runs.folder import RunFolder
 from rl.runs.recording import RecordingError
 from rl.runs.report.page import write_report
@@ -87,6 +87,6 @@ class LiveReport:
             raise
         except Exception:
             traceback.print_exc()
-        hand_back_memory()
+        hand_back_garbage()
         took = time.thread_time() - started
         self._page_due_at = time.monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from controller.runs.console import Console
 from controller.runs.live_report import LiveReport
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
-from rl.hardware import hand_back_memory
+from rl.heap import hand_back_garbage
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.runs.folder import RunFolder
 from rl.runs.loggers.table import RunLoggers
@@ -259,7 +259,7 @@ def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
         except OSError as error:
             raise RecordingError(folder / f"{name}.png", error) from error
-    hand_back_memory()  # matplotlib leaves pieces behind that add up to a megabyte for each drawing
+    hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
 
 
 def _label(step: int) -> str:

@@ -2,11 +2,12 @@
 
 import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
-from rl.startup import import_for_good, without_garbage_collection
+from rl.startup import import_for_good, without_garbage_collection, without_walking_what_exists
 
 
 def test_the_collector_is_as_before_after_the_block() -> None:
@@ -38,3 +39,28 @@ def test_only_the_first_import_exempts_objects(tmp_path: Path, monkeypatch: pyte
     finally:
         gc.unfreeze()
         sys.modules.pop("heavy_module", None)
+
+
+class _Node:
+    """May be part of a cycle."""
+
+    def __init__(self) -> None:
+        self.other: _Node | None = None
+
+
+def _cycle() -> "weakref.ref[_Node]":
+    first, second = _Node(), _Node()
+    first.other, second.other = second, first
+    return weakref.ref(first)
+
+
+def test_what_existed_before_the_block_is_collected_after_it() -> None:
+    gc.collect()
+    before = _cycle()
+    with without_walking_what_exists():
+        within = _cycle()
+        gc.collect()
+        assert within() is None
+        assert before() is not None
+    gc.collect()
+    assert before() is None
