@@ -63,7 +63,7 @@ def main() -> None:
         {
             "cells": len(outcomes),
             "go_on_by_themselves": len(outcomes) - len(ended),
-            "seconds_to_error_max": max((outcome.seconds for outcome in ended), default=0.0),
+            "seconds_until_ended_max": max((outcome.seconds for outcome in ended), default=0.0),
             **{outcome.name: outcome.what for outcome in outcomes},
         },
     )
