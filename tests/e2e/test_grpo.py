@@ -110,7 +110,7 @@ def test_ctrl_c_saves_the_last_step_and_ends_every_process(tmp_path: Path) -> No
     assert run.returncode == 128 + signal.SIGINT
     ended = time.monotonic()
     while _left_behind(run.pid):  # the kernel may still be taking down what was killed
-        assert time.monotonic() - ended <= 5
+        assert time.monotonic() - ended <= 30
         time.sleep(0.05)
     assert "interrupted; saved: " in output
     assert "metrics and rollouts of" in output

@@ -111,7 +111,7 @@ def test_one_ranks_failure_alone_ends_the_mesh() -> None:
             await calls.answers({0: _takes(60), 1: _takes(0, MemoryError("no room"))}, "poke", wait="at once")
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in poke"):
             await other
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
     _run(goes_on)
     _run(waits)

@@ -103,12 +103,10 @@ def test_no_more_requests_than_allowed_run_at_a_time() -> None:
         return "5"
 
     with faulty_server(slowly) as server:
-        judge = Judge(base_url=server.url, model="m", max_concurrent=3, time_limit_s=5)
-        start = time.monotonic()
+        judge = Judge(base_url=server.url, model="m", max_concurrent=3, time_limit_s=50)
         groups = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: f"{i}", count=4, samples=6)
     assert all(group.rewards.tolist() == [0.5] * 6 for group in groups)
     assert 1 < server.most_running <= 3
-    assert time.monotonic() - start < 5
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
     thread.start()
     thread.join()
     assert results == [Comparison(timed_out=True)]
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30  # it would compute for hours
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right  # by a new process
 
 

@@ -117,7 +117,7 @@ def test_errors_go_back_to_the_model(said: str, error: str) -> None:
     env = ToolEnv(env=Sums(), tools=(CALCULATE, f"{HERE}:slow"), tool_time_limit_s=0.2)
     (result,) = _results(env, said)
     assert result.startswith(error)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     *_, done = _play(env, said, "42")
     assert done == Done(reward=1.0, metrics={"tool_calls": 1, "tool_errors": 1})
 

@@ -195,7 +195,7 @@ def test_waiting_for_a_thread_does_not_count() -> None:
 
     start = time.monotonic()
     assert asyncio.run(calls()) == list(range(8 * MAX_THREADS))
-    assert 0.8 <= time.monotonic() - start < 4
+    assert time.monotonic() - start >= 0.8
 
 
 def test_the_loop_stays_free_while_an_environment_blocks() -> None:

@@ -105,7 +105,7 @@ def test_a_step_does_not_wait_for_a_slow_group_before_it_must() -> None:
             release.set()
             assert [int(group.problem_id) for group in await waiting] == [0, 7, 8]
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_failed_group_ends_the_loop_with_its_own_traceback() -> None:
@@ -115,7 +115,7 @@ def test_a_failed_group_ends_the_loop_with_its_own_traceback() -> None:
         await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, 2), steps, lambda _: None)
 
     with pytest.raises(ArithmeticError, match="my own mistake") as caught:
-        asyncio.run(asyncio.wait_for(run(), 5))
+        asyncio.run(asyncio.wait_for(run(), 30))
     assert traceback.extract_tb(caught.value.__traceback__)[-1].line == 'raise ArithmeticError("my own mistake")'
     assert sampler.cancelled > 0
 
@@ -130,7 +130,7 @@ def test_a_failed_loop_cancels_the_groups() -> None:
         await _loop(sampler, RolloutQueue(sampler, range(1, 100), PER_STEP, 5), range(1, 100), after)
 
     with pytest.raises(KeyError, match="the trainer"):
-        asyncio.run(asyncio.wait_for(run(), 5))
+        asyncio.run(asyncio.wait_for(run(), 30))
     assert sampler.cancelled > 0
 
 
@@ -145,7 +145,7 @@ def test_a_cancelled_loop_is_cancelled() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_a_queue_continues_from_the_state_of_another() -> None:

@@ -128,7 +128,7 @@ def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
     async def loop() -> int:
         for number in range(MAX_WAITING):
             writer.submit(lambda number=number: work(number))
-            await asyncio.wait_for(writer.room(), 1)  # does not wait yet
+            await asyncio.wait_for(writer.room(), 15)  # does not wait yet
         writer.submit(lambda: work(MAX_WAITING))
         waiting = asyncio.create_task(writer.room())
         turns = 0
@@ -138,7 +138,7 @@ def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
         assert not waiting.done()
         assert done == []
         disk.set()
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 15)
         left = MAX_WAITING + 1 - len(done)
         await writer.flush()
         return left

@@ -224,6 +224,6 @@ def test_a_killed_reader_does_not_block_the_writer() -> None:
         reader.send_signal(signal.SIGKILL)
         start = time.monotonic()
         _write(buffer, 2)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 30
     finally:
         _end(reader)

@@ -55,7 +55,7 @@ def test_hosts_that_die_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch)
             begin = time.monotonic()
             with pytest.warns(UserWarning, match=r"version 2 did not reach every generator host.*; h2: "):
                 second = push(publisher, 2)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30
         for identity in ("h1", "h3"):
             assert_read(identity, second, monkeypatch)
         with pytest.raises(UnknownVersionError, match="version 2 is not on this host"):
@@ -97,7 +97,7 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
             begin = time.monotonic()
             with pytest.raises(WeightsError, match="version 2 reached no generator host; h1: "):
                 push(publisher, 2)
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 30
         assert_read("h1", first, monkeypatch)
         assert [record.version for record in store.values["ownloop/weights"]] == [1]
         os.kill(pid, signal.SIGCONT)
@@ -126,7 +126,7 @@ def test_a_host_that_the_controller_has_given_up_is_not_waited_for(monkeypatch: 
     begin = time.monotonic()
     with pytest.warns(UserWarning, match="version 1 did not reach every generator host.*; h1: it is gone"):
         first = push(publisher_to(store), 1)
-    assert time.monotonic() - begin < 5  # and not the minutes that a transfer may take to begin
+    assert time.monotonic() - begin < 30  # and not the minutes that a transfer may take to begin
     assert_read("h2", first, monkeypatch)
     whole.close()
     cut.close()

@@ -72,7 +72,7 @@ def test_code_that_fails_says_why(sandbox: Sandbox, code: str, output: str) -> N
 def test_time_is_limited(sandbox: Sandbox, code: str) -> None:
     start = time.monotonic()
     result = run(sandbox, f"print('on', flush=True)\n{code}", time_limit_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert result == SandboxResult(output="on\nTimeoutError: over 0.3 s", ok=False)
 
 
