@@ -17,6 +17,7 @@ from controller.gateway.gateway import Gateway
 from controller.gateway.hosting import Say, host
 from controller.gateway.keys import Keys, needs_keys
 from controller.gateway.monitoring import log
+from rl.startup import without_walking_what_exists
 
 LOG_BYTES = 64 * 2**20
 """The size at which another file of request lines is begun."""
@@ -48,6 +49,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
             )
             for line in invitation(config, listener, needs_key=needs_key):
                 say(line)
+            stack.enter_context(without_walking_what_exists())
             await _Server(options).serve_until_cancelled(listener)
 
 
