@@ -30,6 +30,8 @@ Operation = Callable[[], object]
 class _Source:
     """A view of weight memory, wherever that is mapped."""
 
+    part: int
+    """The index in `WeightMemory.parts`."""
     dtype: torch.dtype
     offset: int
     """In elements of `dtype`."""
@@ -37,7 +39,7 @@ class _Source:
     stride: tuple[int, ...]
 
     def of(self, memory: WeightMemory) -> torch.Tensor:
-        return memory.data.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -46,7 +48,7 @@ class CopyRecorder(TorchDispatchMode):
     def __init__(self, memory: WeightMemory) -> None:
         """The tensors to be copied are views of `memory`."""
         super().__init__()
-        self._storage = memory.data.untyped_storage().data_ptr()
+        self._parts = {_address(part): index for index, part in enumerate(memory.parts)}
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
         """Whether the copies are all that was read: a cast or a sum of published tensors cannot be repeated."""
@@ -57,14 +59,15 @@ class CopyRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and self._in_memory(args[1]):
             source: torch.Tensor = args[1]
-            view = _Source(source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
+            part = self._parts[_address(source)]
+            view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
             self.copies.append((args[0], view))
         elif any(self._in_memory(value) for value in args) and not self._in_memory(result):
             self.complete = False
         return result
 
     def _in_memory(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self._storage
+        return isinstance(value, torch.Tensor) and _address(value) in self._parts
 
 
 class CopyPlan:
@@ -139,20 +142,20 @@ def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]
     if not copies or not weight.is_contiguous():
         return None
     ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())
-    first = ordered[0][1].offset
+    part, first = ordered[0][1].part, ordered[0][1].offset
     end = 0
     for destination, source in ordered:
         rows = torch.empty(source.shape, device="meta").stride()
         if (
             destination.storage_offset() - weight.storage_offset() != end
             or source.offset - first != end
-            or source.dtype != weight.dtype
+            or (source.part, source.dtype) != (part, weight.dtype)
             or not destination.is_contiguous()
             or source.stride != rows
         ):
             return None
         end += destination.numel()
-    return _Source(weight.dtype, first, tuple(weight.shape), weight.stride()) if end == weight.numel() else None
+    return _Source(part, weight.dtype, first, tuple(weight.shape), weight.stride()) if end == weight.numel() else None
 
 
 def _address(tensor: torch.Tensor) -> int:

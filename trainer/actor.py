@@ -68,13 +68,17 @@ class PolicyTrainer(Actor):
         """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
+        self._placement = config.placement
         self._compute_dtype = config.compute_dtype
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
-        return PublishedEngine(engine, WeightPublisher(self._dtype, self._transport, policy=policy, lora=lora))
+        publisher = WeightPublisher(
+            self._dtype, self._transport, policy=policy, lora=lora, own_gpus=self._placement == "split"
+        )
+        return PublishedEngine(engine, publisher)
 
     @endpoint
     async def adapter(self, name: str, config: LoRAConfig) -> None:

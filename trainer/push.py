@@ -39,12 +39,17 @@ class WeightPublisher:
         policy: str | None = None,
         lora: LoRAConfig | None = None,
         store: Store | None = None,
+        own_gpus: bool = True,
         reader_timeout_s: float = 60.0,
         full_checksums: bool = False,
     ) -> None:
         """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
 
         `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
+
+        An adapter, which is small, goes through shared memory where `gpu_memory` was asked for. `own_gpus` says whether
+        generators compute on other GPUs than this trainer: where they take turns, `auto` leaves the GPUs' memory to
+        them.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
@@ -56,7 +61,8 @@ class WeightPublisher:
             accepted = ", ".join(TRANSPORT_CHOICES)
             raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
         self._dtype = dtype
-        self._choice = transport
+        self._choice = "shared_memory" if (transport, policy is None) == ("gpu_memory", False) else transport
+        self._keeps_off_gpus = policy is not None or not own_gpus
         self._policy = policy
         self._lora = lora
         self._store = store
@@ -129,8 +135,8 @@ class WeightPublisher:
         *preferred, last = await self._candidates()
         problem = ""
         for self._transport in (*preferred, last):
-            transport = load_transport(self._transport)
-            sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s)
+            transport, asked = load_transport(self._transport), self._choice != "auto"
+            sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s, asked=asked)
             try:
                 await sender.prepare(self._manifest)
             except WeightsError as error:  # raised on every rank, so all go on to the same transport
@@ -156,7 +162,8 @@ class WeightPublisher:
                 problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         other_hosts = (await asyncio.to_thread(all_gather, other_hosts))[0]
-        return [name for name in TRANSPORTS if load_transport(name).suits(other_hosts=other_hosts)]
+        names = [name for name in TRANSPORTS if not (name == "gpu_memory" and self._keeps_off_gpus)]
+        return [name for name in names if load_transport(name).suits(other_hosts=other_hosts)]
 
     async def _warn_if_unchanged(self, sender: Sender, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""

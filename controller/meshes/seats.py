@@ -156,6 +156,11 @@ class Seats:
             raise ValueError("weight_transport is 'network', and trainer and generator are on one host; use 'auto'")
         if chosen == "shared_memory" and not one_host:
             raise ValueError("weight_transport is 'shared_memory', and trainer and generator are on several hosts")
+        if chosen == "gpu_memory" and not one_host:
+            raise ValueError("weight_transport is 'gpu_memory', and trainer and generator are on several hosts")
+        on_gpus = self.has_gpu("trainer", is_trainer=True)
+        if chosen == "gpu_memory" and not (bool(gpus_here()) if on_gpus is None else on_gpus):
+            raise ValueError("weight_transport is 'gpu_memory', and the trainer's host has no GPU; use 'auto'")
         return chosen
 
     def generator_hosts(self) -> "list[GeneratorHost]":

@@ -21,12 +21,13 @@ import time
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from rl.weights import gpu_copies
 from rl.weights.checksums import BufferChecksums
+from rl.weights.gpu_sharing import GPUPart
 from rl.weights.host import available_memory_bytes
 from rl.weights.manifest import (
     HEADER_BYTES,
@@ -56,6 +57,8 @@ class BufferLocation(NamedTuple):
     """That process's file descriptor."""
     inode: int
     """Tells the buffer from a later file that was given the same numbers."""
+    gpu_parts: tuple[GPUPart, ...] = ()
+    """Where the tensors lie if they are in memory of GPUs; see `gpu_buffer`."""
 
 
 def short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
@@ -90,7 +93,7 @@ class WeightBuffer:
         self._checksums: dict[bool, BufferChecksums] = {}
 
     @classmethod
-    def create(cls, size_bytes: int) -> "WeightBuffer":
+    def create(cls, size_bytes: int) -> Self:
         """Allocates a buffer that this process owns. Raises `WeightsError` if the host has too little memory."""
         fd = os.memfd_create("ownloop-weights", os.MFD_CLOEXEC)
         try:
@@ -103,12 +106,12 @@ class WeightBuffer:
         return buffer
 
     @classmethod
-    def create_for(cls, manifest: Manifest) -> "list[WeightBuffer]":
+    def create_for(cls, manifest: Manifest) -> list[Self]:
         """Allocates `LIVING_VERSIONS` buffers. Raises `WeightsError` if they do not all fit."""
         size_bytes = LIVING_VERSIONS * buffer_size(manifest)
         if size_bytes > available_memory_bytes():
             raise short_of_memory(size_bytes)
-        buffers: list[WeightBuffer] = []
+        buffers: list[Self] = []
         try:
             for _ in range(LIVING_VERSIONS):
                 buffers.append(cls.create(buffer_size(manifest)))
@@ -119,7 +122,7 @@ class WeightBuffer:
         return buffers
 
     @classmethod
-    def open(cls, location: BufferLocation, *, writable: bool = False) -> "WeightBuffer":
+    def open(cls, location: BufferLocation, *, writable: bool = False) -> Self:
         """Maps a buffer that another process of this host created. Raises `WeightsError` if that process is gone."""
         return cls(_open(location, os.O_RDWR if writable else os.O_RDONLY), location, writable=writable)
 
@@ -127,6 +130,11 @@ class WeightBuffer:
     def data(self) -> torch.Tensor:
         """All bytes, header included (uint8 [N]). Valid under the same conditions as `tensor`."""
         return self._bytes
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The memory of the tensors: here, all bytes in one piece."""
+        return (self._bytes,)
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer."""
@@ -253,7 +261,7 @@ def is_kept(location: BufferLocation) -> bool:
 
 
 def _open(location: BufferLocation, flags: int) -> int:
-    pid, owner_fd, inode = location
+    pid, owner_fd, inode = location[:3]
     gone = f"the weights were published by process {pid}, which is gone; they have to be pushed again"
     try:
         fd = os.open(f"/proc/{pid}/fd/{owner_fd}", flags | os.O_CLOEXEC)

@@ -35,9 +35,13 @@ class BufferChecksums:
     def __call__(self, data: torch.Tensor) -> tuple[int, ...]:
         """The checksum of every tensor, from a buffer's bytes (uint8 [N], N a multiple of 64)."""
         lines = data.view(torch.int64).view(-1, LINE_BYTES // 8)
+        if not self._lines:
+            return ()
         if self._full:
-            return tuple(int(lines[first : first + count].sum()) for first, count in self._lines)
-        sums = torch.zeros(len(self._lines), dtype=torch.int64)
+            return tuple(torch.stack([lines[first : first + count].sum() for first, count in self._lines]).tolist())
+        if self._sampled.device != data.device:
+            self._sampled, self._owners = self._sampled.to(data.device), self._owners.to(data.device)
+        sums = torch.zeros(len(self._lines), dtype=torch.int64, device=data.device)
         return tuple(sums.index_add_(0, self._owners, lines.index_select(0, self._sampled).sum(1)).tolist())
 
 

@@ -1,4 +1,4 @@
-"""Copies between a GPU and weight memory of the host, at the speed of the link between them.
+"""Copies between a GPU and weight memory, at the speed of the link between them.
 
 Weights are cast before they travel, so that float32 never does. Copies are queued on the GPU, hundreds in one call and
 without waiting for each, which is only possible if the host's memory is pinned: the GPU then reads and writes it by
@@ -30,7 +30,8 @@ def copy(pairs: Iterable[Pair]) -> None:
     devices: set[torch.device] = set()
     for batch in _batches(pairs):
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
-        cast = [source.to(destination.dtype) for destination, source in batch]
+        # Between GPUs the copy casts by itself, and only what it has cast travels.
+        cast = [source if on_gpu((to, source)) else source.to(to.dtype) for to, source in batch]
         # The public way is one call of Python for each tensor; a mixture of experts has thousands.
         copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
         copy_all([destination for destination, _ in batch], cast, non_blocking=True)

@@ -40,7 +40,8 @@ class Network:
         """Only if there is a host to send to."""
         return other_hosts
 
-    def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "NetworkSender":
+    def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "NetworkSender":
+        del asked  # it needs hosts that receive
         return NetworkSender(index, reader_timeout_s)
 
     def receiver(self, broadcast: Callable[..., Any]) -> "NetworkReceiver":

@@ -7,7 +7,7 @@ small model's weights.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,8 @@ class SharedMemory:
         """Only if all generators are on the trainer's host."""
         return not other_hosts
 
-    def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "SharedMemorySender":
+    def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "SharedMemorySender":
+        del asked  # it needs memory that the host has or lacks
         return SharedMemorySender(index, reader_timeout_s)
 
     def receiver(self, broadcast: Callable[..., Any]) -> "SharedMemoryReceiver":
@@ -55,7 +56,7 @@ class SharedMemorySender:
         self._reader_timeout_s = reader_timeout_s
         self._rank = own_rank()
         self._specs: dict[str, TensorSpec] = {}
-        self._buffers: list[WeightBuffer] = []
+        self._buffers: Sequence[WeightBuffer] = ()
         self._introduced: set[BufferLocation] = set()
         self._workers: Workers | None = None
 
@@ -64,7 +65,13 @@ class SharedMemorySender:
         await asyncio.to_thread(self._prepare, manifest)
 
     def _prepare(self, manifest: Manifest) -> None:
+        self._buffers = self._make_buffers(manifest)
+        self._specs = {spec.name: spec for spec in manifest}
+        self._workers = Workers()
+
+    def _make_buffers(self, manifest: Manifest) -> Sequence[WeightBuffer]:
         outcome: list[Any] = [None]
+        buffers: list[WeightBuffer] = []
         several_hosts = len(set(all_gather(host_identity()))) > 1
         if self._rank == 0:
             try:
@@ -72,8 +79,8 @@ class SharedMemorySender:
                     raise WeightsError(
                         "the trainer's ranks are on several hosts; weights need weight_transport='network'"
                     )
-                self._buffers = WeightBuffer.create_for(manifest)
-                outcome = [[buffer.location for buffer in self._buffers]]
+                buffers += WeightBuffer.create_for(manifest)
+                outcome = [[buffer.location for buffer in buffers]]
             except WeightsError as error:
                 outcome = [error]
         if dist.is_initialized():
@@ -81,11 +88,10 @@ class SharedMemorySender:
         if isinstance(outcome[0], WeightsError):
             raise outcome[0]
         if self._rank > 0:
-            self._buffers = [WeightBuffer.open(location, writable=True) for location in outcome[0]]
-        for buffer in self._buffers:
+            buffers += [WeightBuffer.open(location, writable=True) for location in outcome[0]]
+        for buffer in buffers:
             buffer.pin()
-        self._specs = {spec.name: spec for spec in manifest}
-        self._workers = Workers()
+        return buffers
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
         """Writes the version that follows the newest over the oldest one."""
@@ -107,7 +113,7 @@ class SharedMemorySender:
         del withdrawn
         for buffer in self._buffers:
             buffer.close()
-        self._buffers.clear()
+        self._buffers = ()
 
     def _buffer(self, record: VersionRecord) -> WeightBuffer:
         return self._buffers[record.push_index % LIVING_VERSIONS]
@@ -140,14 +146,12 @@ class SharedMemorySender:
         # No rank may write before rank 0 has locked readers out.
         raise_on_every_rank(problem, CANNOT_PUBLISH)
         try:
-            assert self._workers is not None
             pairs = [
                 (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)
                 for shard in shards
                 if shard.local is not None
             ]
-            copy = gpu_copies.copy if gpu_copies.on_gpu(source for _, source in pairs) else self._workers.copy
-            copy(pairs)
+            self._copy(pairs)
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
             problem = error
         try:
@@ -160,6 +164,12 @@ class SharedMemorySender:
         checksums = buffer.checksums(record)
         buffer.seal(record, checksums)
         return checksums
+
+    def _copy(self, pairs: Sequence[gpu_copies.Pair]) -> None:
+        """Casts each source into its place. All bytes are there when it returns."""
+        assert self._workers is not None
+        copy = gpu_copies.copy if gpu_copies.on_gpu(source for _, source in pairs) else self._workers.copy
+        copy(pairs)
 
 
 class SharedMemoryReceiver:
@@ -180,13 +190,17 @@ class SharedMemoryReceiver:
         location: BufferLocation = record.location
         buffer = self._buffers.get(location)
         if buffer is None:
-            buffer = WeightBuffer.open(location)
-            buffer.pin()
+            buffer = self._map(location)
             self._close_abandoned()
             self._buffers[location] = buffer
         with buffer.reading(record):
             buffer.check_checksums(record)
             yield buffer
+
+    def _map(self, location: BufferLocation) -> WeightBuffer:
+        buffer = WeightBuffer.open(location)
+        buffer.pin()
+        return buffer
 
     def _close_abandoned(self) -> None:
         """Closes buffers whose owner has let go of them: the trainer was restarted, or an adapter was dropped."""

@@ -37,8 +37,8 @@ class StoreTransport:
         del other_hosts
         return True
 
-    def sender(self, index: VersionIndex, *, reader_timeout_s: float) -> "StoreSender":
-        del reader_timeout_s  # a version gets keys of its own, so no reader is in the way
+    def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "StoreSender":
+        del reader_timeout_s, asked  # a version gets keys of its own, so no reader is in the way
         return StoreSender(index)
 
     def receiver(self, broadcast: Callable[..., Any]) -> "StoreReceiver":

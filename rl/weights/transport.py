@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # they load torch
     from rl.weights.version_index import Store, VersionIndex
 
 TRANSPORTS: Mapping[str, str] = {
+    "gpu_memory": "rl.weights.gpu_memory:GPUMemory",
     "shared_memory": "rl.weights.shared_memory:SharedMemory",
     "network": "rl.weights.network:Network",
     "torchstore": "rl.weights.store_transport:StoreTransport",
@@ -73,8 +74,8 @@ class WeightMemory(Protocol):
     """Memory of this process that holds every tensor of a version."""
 
     @property
-    def data(self) -> "torch.Tensor":
-        """All bytes (uint8 [N])."""
+    def parts(self) -> "tuple[torch.Tensor, ...]":
+        """The memory that holds the tensors, in one piece or in several (uint8 [N] each)."""
         ...
 
     def tensor(self, spec: "TensorSpec") -> "torch.Tensor":
@@ -121,8 +122,11 @@ class Transport(Protocol):
         """Whether `auto` considers this transport; `other_hosts` says whether generators on other hosts receive."""
         ...
 
-    def sender(self, index: "VersionIndex", *, reader_timeout_s: float) -> Sender:
-        """A trainer rank's end. A push waits at most `reader_timeout_s` for readers of the version that it replaces."""
+    def sender(self, index: "VersionIndex", *, reader_timeout_s: float, asked: bool) -> Sender:
+        """A trainer rank's end. A push waits at most `reader_timeout_s` for readers of the version that it replaces.
+
+        `asked` says whether the user named this transport, so that it may take more than `auto` should.
+        """
         ...
 
     def receiver(self, broadcast: Callable[..., Any]) -> Receiver:

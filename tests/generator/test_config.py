@@ -22,7 +22,7 @@ from tests.generator.served_models import served_llama
         ({"num_replicas": 0}, r"num_replicas is 0; it must be at least 1"),
         (
             {"weight_transport": "nccl"},
-            r"'nccl'; it must be one of \('auto', 'shared_memory', 'network', 'torchstore'\)",
+            r"'nccl'; it must be one of \('auto', 'gpu_memory', 'shared_memory', 'network', 'torchstore'\)",
         ),
         ({"on_failure": "resend"}, r"on_failure is 'resend'; it must be one of \('retry', 'raise'\)"),
         ({"request_timeout_s": 0}, r"request_timeout_s is 0; it must be above 0"),

@@ -20,6 +20,7 @@ from rl.weights.transport import TRANSPORTS
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_mistral, served_qwen2, served_qwen3
+from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
@@ -28,14 +29,14 @@ pytestmark = pytest.mark.vllm
 
 
 def _cases() -> Iterator[Any]:
-    """The network fills the memory that generators read as shared memory is read, so one of its cases is enough.
+    """Memory that comes over the network, or is a GPU's, is read as shared memory is, so one case of each is enough.
 
     TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow.
     """
     with_torchstore = ((served_llama, True, "float32"), (served_qwen3, False, "bfloat16"))
     for family, tied, dtype in product((served_llama, served_qwen3), (True, False), ("float32", "bfloat16")):
         for transport in TRANSPORTS:
-            if transport != "network" or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
+            if transport not in ("network", "gpu_memory") or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
                 is_slow = transport == "torchstore" and (family, tied, dtype) not in with_torchstore
                 name = f"{family.__name__}-{tied}-{dtype}-{transport}"
                 yield pytest.param(family, tied, dtype, transport, id=name, marks=[pytest.mark.slow] if is_slow else [])
@@ -45,8 +46,15 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "transport"), list(_cases()))
 def test_pulled_weights_equal_a_fresh_engines(
-    tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool, dtype: str, transport: str
+    tmp_path: Path,
+    build_engine: EngineFactory,
+    family: Any,
+    tied: bool,
+    dtype: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
     directory = family(tmp_path / "model", tied=tied)
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] == tied
     engine, torch_dtype = build_engine(directory, dtype), getattr(torch, dtype)

@@ -99,6 +99,10 @@ def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
         apart.transport("shared_memory")
     with pytest.raises(ValueError, match="'network', and trainer and generator are on one host"):
         together.transport("network")
+    with pytest.raises(ValueError, match="'gpu_memory', and trainer and generator are on several hosts"):
+        apart.transport("gpu_memory")
+    with pytest.raises(ValueError, match="'gpu_memory', and the trainer's host has no GPU; use 'auto'"):
+        together.transport("gpu_memory")
 
 
 def test_every_host_with_generators_receives_weights() -> None:

@@ -211,7 +211,7 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, shared_memory, network, torchstore"):
+    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, gpu_memory, shared_memory, network"):
         WeightPublisher(torch.float32, "nccl")
 
 

@@ -185,7 +185,8 @@ time.sleep(60)
 def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> None:
     writer = _child(WRITE_HALF)
     try:
-        location = BufferLocation(*map(int, _line(writer).split()))
+        pid, fd, inode = map(int, _line(writer).split())
+        location = BufferLocation(pid, fd, inode)
         reader = WeightBuffer.open(location)
         with reader.reading(_record(reader, 1)):
             assert (reader.tensor(MANIFEST[0]) == 1).all()

@@ -17,10 +17,18 @@ from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
 from rl.weights.version_index import VersionIndex
+from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore, living
 
 MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.float32)])
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
+
+
 Ranks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -34,7 +42,7 @@ def _sender(name: str, store: FakeStore) -> Sender:
 
     if name == "network":
         register(store, host_entry(ReceivingProcess()))
-    sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0)
+    sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0, asked=True)
     asyncio.run(sender.prepare(MANIFEST))
     return sender
 

@@ -17,7 +17,7 @@ def published(version: int, parameters: Iterable[tuple[str, Tensor]]) -> dict[st
 
     A collective.
     """
-    store = _LocalStore()
+    store = LocalStore()
     publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
     asyncio.run(publisher.publish(version, parameters))
     if not store.values:
@@ -29,7 +29,7 @@ def published(version: int, parameters: Iterable[tuple[str, Tensor]]) -> dict[st
         return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
 
 
-class _LocalStore:
+class LocalStore:
     """A dictionary with TorchStore's interface."""
 
     def __init__(self) -> None:

@@ -1,0 +1,161 @@
+"""Memory of a GPU that other processes of the host open: CUDA IPC.
+
+A process opens memory of any GPU that its own can reach, also of one that `CUDA_VISIBLE_DEVICES` hides from it, and
+addresses it as if it lay on its own GPU.
+"""
+
+import ctypes
+import os
+from importlib import import_module
+from itertools import permutations
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rl.weights.manifest import WeightsError
+
+_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_SUCCESS = 0
+
+
+class GPUPart(NamedTuple):
+    """A part of a weight buffer, in the memory of one GPU."""
+
+    begin: int
+    """The offset in the manifest's layout at which it begins."""
+    num_bytes: int
+    gpu: str
+    """The GPU's UUID, for errors."""
+    handle: bytes
+    """With which other processes open the memory."""
+
+
+class MemorySharing(Protocol):
+    """How processes of one host share memory of its GPUs."""
+
+    def why_not(self) -> str:
+        """Why this process cannot take part; empty if it can."""
+        ...
+
+    def why_not_by_default(self, num_bytes: int) -> str:
+        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may."""
+        ...
+
+    def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
+        """Allocates bytes of zeros (uint8 [num_bytes]) that others can open. Raises `WeightsError`."""
+        ...
+
+    def open(self, part: GPUPart) -> torch.Tensor:
+        """The memory that another process allocated. Raises `WeightsError` if this GPU cannot reach it."""
+        ...
+
+    def close(self, memory: torch.Tensor, *, owned: bool) -> None:
+        """Frees memory that this process allocated and nobody has opened, or closes what it opened."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when everything that was queued on this process's GPU is done."""
+        ...
+
+
+class CUDASharing:
+    """Allocates past torch, whose allocator puts several tensors into one block and moves its blocks."""
+
+    def why_not(self) -> str:
+        if not torch.cuda.is_available() or torch.version.cuda is None:
+            return "this process computes without CUDA"
+        try:
+            _cuda()
+        except ImportError:
+            return "the package cuda-bindings is not installed"
+        return ""
+
+    def why_not_by_default(self, num_bytes: int) -> str:
+        """A tenth of the memory is left to it: the first push comes before training has taken what it needs."""
+        limit = torch.cuda.get_device_properties(_device()).total_memory // 10
+        if num_bytes > limit:
+            return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
+        return unreachable_gpus()
+
+    def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
+        device, cuda = _device(), _cuda()
+        torch.cuda.empty_cache()  # what torch has cached is not free for others
+        with torch.cuda.device(device):
+            pointer = _checked(cuda.cudaMalloc(num_bytes), f"{num_bytes / 1e6:.1f} MB of GPU memory are not free")
+            handle = _checked(cuda.cudaIpcGetMemHandle(pointer), "the GPU's memory cannot be shared")
+        memory = _tensor(int(pointer), num_bytes, device).zero_()
+        torch.cuda.synchronize(device)
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return memory, GPUPart(begin, num_bytes, uuid, ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
+
+    def open(self, part: GPUPart) -> torch.Tensor:
+        if why_not := self.why_not():
+            raise _out_of_reach(part, why_not)
+        device, cuda = _device(), _cuda()
+        handle = cuda.cudaIpcMemHandle_t()
+        ctypes.memmove(handle.getPtr(), part.handle, _HANDLE_BYTES)
+        with torch.cuda.device(device):
+            try:
+                pointer = _checked(cuda.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS), "CUDA refused")
+            except WeightsError as error:
+                raise _out_of_reach(part, str(error)) from error
+        return _tensor(int(pointer), part.num_bytes, device)
+
+    def close(self, memory: torch.Tensor, *, owned: bool) -> None:
+        with torch.cuda.device(memory.device):
+            torch.cuda.synchronize(memory.device)
+            _cuda().cudaFree(memory.data_ptr()) if owned else _cuda().cudaIpcCloseMemHandle(memory.data_ptr())
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(_device())
+
+
+def unreachable_gpus() -> str:
+    """Why GPUs of this host cannot all read each other's memory; empty if they can.
+
+    It asks the driver about all of them, because a process does not know on which the generators are.
+    """
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return "MIG instances do not read each other's memory"
+    try:
+        nvml: Any = import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as error:  # the package or the driver's library is missing
+        return f"the driver does not say which GPUs reach each other ({error})"
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if len(gpus) == 1:
+        return "the host's only GPU needs its memory for trainer and generator"
+    for (i, reader), (j, owner) in permutations(enumerate(gpus), 2):
+        if nvml.nvmlDeviceGetP2PStatus(reader, owner, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK:
+            return f"GPU {i} cannot read the memory of GPU {j}"
+    return ""
+
+
+def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
+    return WeightsError(
+        f"the weights lie in the memory of {part.gpu}, which this process cannot open ({why}); set"
+        " weight_transport='shared_memory'"
+    )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _cuda() -> Any:
+    return import_module("cuda.bindings.runtime")
+
+
+def _checked(result: tuple[Any, Any], what: str) -> Any:
+    """The value of a call. Raises `WeightsError` if it failed."""
+    status, value = result
+    if int(status) != _SUCCESS:
+        raise WeightsError(f"{what}: {status.name}")
+    return value
+
+
+def _tensor(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU as a tensor that does not own it (uint8 [N])."""
+    construct: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer, device, num_bytes))

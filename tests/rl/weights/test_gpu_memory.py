@@ -1,0 +1,194 @@
+"""Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own."""
+
+import asyncio
+import multiprocessing
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from rl.lora import LoRAConfig
+from rl.weights import gpu_memory
+from rl.weights.gpu_buffer import cut
+from rl.weights.gpu_memory import GPUMemory
+from rl.weights.gpu_sharing import CUDASharing, MemorySharing, unreachable_gpus
+from rl.weights.manifest import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
+from tests.rl.weights.host_sharing import HostSharing
+from tests.stores import FakeStore, living
+from trainer.engines.plain_ranks import preloaded_forkserver, spawn
+from trainer.push import WeightPublisher
+
+SHAPES = {"embedding": (300, 10), "norm": (7,), "scale": (), "up": (41, 7), "down": (30, 10)}
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+
+
+def read(record: VersionRecord, sharing: MemorySharing | None = None) -> dict[str, torch.Tensor]:
+    with GPUMemory(sharing).receiver(lambda: None).open(record, None) as memory:
+        return {spec.name: memory.tensor(spec).clone() for spec in record.manifest}
+
+
+def assert_holds(record: VersionRecord, version: int) -> None:
+    for name, tensor in read(record).items():
+        assert torch.equal(tensor, weights(version)[name].bfloat16()), name
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "CUDASharing", HostSharing)
+
+
+def _publish_and_read(rank: int) -> None:
+    gpu_memory.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore(), full_checksums=True)
+    records: list[Any] = [None]
+    for version in (1, 2, 3):
+        tensors = weights(version)
+        for name in ("embedding", "up", "down"):
+            tensors[name] = distribute_tensor(tensors[name], mesh, [Shard(0)])
+        records = [asyncio.run(publisher.publish(version, tensors.items()))]
+        dist.broadcast_object_list(records)
+        assert_holds(records[0], version)
+    parts = records[0].location.gpu_parts
+    assert len({part.gpu for part in parts}) == len(parts) == 2, "each rank's GPU holds a part"
+    dist.barrier()
+    HostSharing.refused = rank == 1
+    with pytest.raises(WeightsError, match="out of reach"):
+        asyncio.run(WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore()).publish(1, weights(1).items()))
+
+
+@pytest.mark.ranks
+def test_gpu_logic_ranks_write_their_shards_into_each_others_memory_and_read_all_of_it() -> None:
+    spawn(2, _publish_and_read)
+
+
+def _serve(pipe: "Connection[Any, Any]", sharing: bool) -> None:
+    if sharing:
+        gpu_memory.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
+    device = "cpu" if sharing else "cuda"
+    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore())
+    while True:
+        version = pipe.recv()
+        tensors = {name: tensor.to(device) for name, tensor in weights(version).items()}
+        pipe.send(asyncio.run(publisher.publish(version, tensors.items())))
+
+
+def _read_from_a_process_that_dies(context: Any, *, sharing: bool) -> None:
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, sharing), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        records: list[VersionRecord] = []
+        for version in (1, 2, 3):
+            pipe.send(version)
+            records.append(pipe.recv())
+            assert {name: t.cpu().tolist() for name, t in read(records[-1]).items()} == {
+                name: t.bfloat16().tolist() for name, t in weights(version).items()
+            }
+        read(records[1])
+        with pytest.raises(UnknownVersionError):
+            read(records[0])
+    finally:
+        process.kill()
+        process.join()
+    with pytest.raises(PublisherGoneError):
+        read(records[-1])
+
+
+@pytest.mark.usefixtures("on_host")
+def test_gpu_logic_another_process_reads_two_versions_until_the_publisher_dies() -> None:
+    _read_from_a_process_that_dies(preloaded_forkserver(), sharing=True)
+
+
+@pytest.mark.gpu
+def test_another_process_opens_memory_of_the_gpu() -> None:
+    torch.zeros(1, device="cuda")
+    _read_from_a_process_that_dies(multiprocessing.get_context("spawn"), sharing=False)
+
+
+@pytest.mark.usefixtures("on_host")
+def test_gpu_logic_a_byte_that_changes_is_found() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=store)
+    record = asyncio.run(publisher.publish(1, weights(1).items()))
+    assert record is not None
+    HostSharing().open(record.location.gpu_parts[0])[record.manifest[2].offset - record.manifest[0].offset] ^= 1
+    with pytest.raises(WeightsError, match="'scale' is not what was published"):
+        read(record)
+
+
+@pytest.mark.usefixtures("on_host")
+def test_gpu_logic_auto_takes_memory_of_gpus_unless_that_is_short_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(**options: Any) -> str:
+        store = FakeStore()
+        asyncio.run(WeightPublisher(torch.bfloat16, store=store, **options).publish(1, weights(1).items()))
+        return living(store)[0].transport if "policy" not in options else next(iter(store.values.values()))[0].transport
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen() == "gpu_memory"
+        assert chosen(own_gpus=False) == "shared_memory"
+        adapter = {"policy": "a", "lora": LoRAConfig(rank=4)}
+        assert chosen(**adapter) == chosen(**adapter, transport="gpu_memory") == "shared_memory"
+    monkeypatch.setattr(HostSharing, "largest_by_default", 2 * 7000)
+    with pytest.warns(UserWarning, match="shared memory carries the weights: .*too large"):
+        assert chosen() == "shared_memory"
+    assert chosen(transport="gpu_memory") == "gpu_memory"
+
+
+def test_gpu_logic_asked_for_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore())
+    with pytest.raises(WeightsError, match="'gpu_memory' is not possible: this process computes without CUDA; use"):
+        asyncio.run(publisher.publish(1, weights(1).items()))
+    assert not GPUMemory().suits(other_hosts=False)
+    part = HostSharing().allocate(4096, 64)[1]
+    with pytest.raises(WeightsError, match=r"memory of GPU-\d+, which .* set weight_transport='shared_memory'"):
+        CUDASharing().open(part)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "why"),
+    [({}, ""), ({(1, 0): 5}, "GPU 1 cannot read the memory of GPU 0"), (None, "the host's only GPU")],
+)
+def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
+    statuses: dict[tuple[int, int], int] | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1 if statuses is None else 3,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetP2PStatus=lambda reader, owner, _: (statuses or {}).get((reader, owner), 0),
+        NVML_P2P_CAPS_INDEX_READ=0,
+        NVML_P2P_STATUS_OK=0,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert unreachable_gpus().startswith(why)
+    assert bool(unreachable_gpus()) == bool(why)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert "MIG" in unreachable_gpus()
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+def test_gpu_logic_parts_are_whole_tensors_in_order(num_parts: int) -> None:
+    manifest = build_manifest((name, shape, torch.bfloat16) for name, shape in SHAPES.items())
+    parts = cut(manifest, num_parts)
+    begins = {spec.offset for spec in manifest}
+    assert len(parts) == num_parts
+    assert all(begin in begins for begin, size in parts if size)
+    assert [begin + size for begin, size in parts[:-1]] == [begin for begin, _ in parts[1:]]
+    assert sum(size for _, size in parts) == sum(-(-spec.nbytes // 64) * 64 for spec in manifest)
