@@ -32,6 +32,9 @@ class TrainerConfig(LayoutConfig):
     compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of matrix products. Parameters, gradients and optimizer state are float32; only a frozen model, under
     `frozen` or `lora`, is kept in this dtype. `docs/memory.md` has the bytes per parameter."""
+    moments_dtype: ComputeDtype = "float32"
+    """Dtype in which AdamW's moments are kept. "bfloat16" saves 4 bytes a parameter; updates are still computed in
+    float32. It needs `AdamParams.beta2` of at most 0.99."""
     frozen: bool = False
     """Whether the model is never trained, as a reference or a teacher is not. It is kept in `compute_dtype`, and calls
     that would train it are refused. `Launcher.reference` and distillation's teacher set it."""
@@ -70,6 +73,7 @@ class TrainerConfig(LayoutConfig):
         choices = {
             "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),
+            "moments_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),
             "pipeline_schedule": get_args(PipelineSchedule),
             "float8": get_args(Float8Recipe),

@@ -116,10 +116,14 @@ def test_gpu_logic_the_documented_bytes_are_those_of_the_tensors(model: Path) ->
             rows[cells[0]] = [float(cell) for cell in cells[1:]]
     assert all(sum(row[:4]) == row[4] for row in rows.values())
     found: dict[str, list[float]] = {}
-    for options in ({"compute_dtype": "bfloat16"}, {"compute_dtype": "float32"}):
+    for title, options in {
+        '"bfloat16"': {"compute_dtype": "bfloat16"},
+        '"float32"': {"compute_dtype": "float32"},
+        "`moments_dtype`": {"compute_dtype": "bfloat16", "moments_dtype": "bfloat16"},
+    }.items():
         engine = load_engine(TrainerConfig(model=model, **options))  # pyright: ignore[reportArgumentType]
         assert isinstance(engine, TorchEngine)
-        found[f'"{options["compute_dtype"]}"'] = bytes_per_parameter(engine)
+        found[title] = bytes_per_parameter(engine)
     base = load_engine(TrainerConfig(model=model, compute_dtype="bfloat16", lora=LoRAConfig(rank=4)))
     adapter = base.adapter("a", LoRAConfig(rank=4))
     assert isinstance(adapter, TorchEngine)

@@ -71,7 +71,7 @@ class TorchEngine(Engine):
         self._masters = masters
         self._parameters = parameters
         self._gradients = Gradients(parameters)
-        self._optimizer = Optimizer(parameters, replicas)
+        self._optimizer = Optimizer(parameters, replicas, DTYPES[config.moments_dtype])
         self._offload = Offload(device, self._move)
         self._memory = PeakMemory(device)
         self._flops = ModelFlops.of(config.model, config.head, frozen=config.is_frozen)

@@ -15,14 +15,22 @@ from rl.types import AdamParams
 from trainer.engines.pytorch.offload import move, to_host
 
 PIECE_BYTES = 1 << 30
-"""Moments that are on the device at a time while the optimizer is offloaded."""
+"""Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""
+
+_MAX_BETA2 = 0.99  # in bfloat16, smaller changes of the second moment than this leaves are rounded away
 
 
 class Optimizer:
     """Owns the moments and step counts. Keeps no hyper-parameter from one step to the next."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], replicas: int = 1) -> None:
-        """`parameters` by Hugging Face name. One that is not a DTensor is held alike by `replicas` ranks."""
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], replicas: int = 1, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`parameters` by Hugging Face name. One that is not a DTensor is held alike by `replicas` ranks.
+
+        Moments are kept in `dtype`, and updated in float32.
+        """
+        self._dtype = dtype
         self._replicas = replicas
         self._parameters = parameters
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
@@ -30,8 +38,14 @@ class Optimizer:
     def check(self, params: AdamParams, device: torch.device) -> None:
         """Raises ValueError, on every rank, for a learning-rate multiplier that matches no parameter of any rank.
 
-        A collective if there are multipliers, because a rank may hold the parameters of a few layers only.
+        And for a beta2 that the moments' dtype does not allow. A collective if there are multipliers, because a rank
+        may hold the parameters of a few layers only.
         """
+        if self._dtype == torch.bfloat16 and params.beta2 > _MAX_BETA2:
+            raise ValueError(
+                f"AdamParams.beta2 is {params.beta2}; with TrainerConfig.moments_dtype 'bfloat16' it must be at most "
+                f"{_MAX_BETA2}, because bfloat16 rounds smaller changes of the second moment away"
+            )
         patterns = list(params.learning_rate_multipliers)
         if not patterns:
             return
@@ -51,7 +65,7 @@ class Optimizer:
         """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping.
 
         With `fetch_to`, moments are on the host: those of a few parameters at a time are brought to this device,
-        updated and sent back.
+        updated and sent back. So are moments that are not in float32.
         """
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
@@ -64,28 +78,34 @@ class Optimizer:
             for grad in grads:
                 grad.mul_(factor)
         groups = self._groups(params)
-        for part in [groups] if fetch_to is None else _pieces(groups):
+        in_place = fetch_to is None and self._dtype == torch.float32
+        for part in [groups] if in_place else _pieces(groups):
             self._adamw.param_groups = part
-            with self._fetched(part, fetch_to):
+            with contextlib.nullcontext() if in_place else self._fetched(part, fetch_to):
                 self._adamw.step()
         return norm
 
     @contextlib.contextmanager
     def _fetched(self, groups: Sequence[dict[str, Any]], device: torch.device | None) -> Generator[None]:
-        """Within the block, the moments of these groups are on the device; None leaves everything where it is."""
-        if device is None:
-            yield
-            return
+        """Within the block, the moments of these groups are in float32 on the device; None is where they are."""
         parameters = [parameter for group in groups for parameter in group["params"]]
         at_home = {parameter: dict(self._adamw.state[parameter]) for parameter in parameters}
         for parameter, state in at_home.items():
-            self._adamw.state[parameter] = {name: value.to(device, non_blocking=True) for name, value in state.items()}
+            self._adamw.state[parameter] = {
+                name: value.to(device or value.device, torch.float32, non_blocking=True)
+                for name, value in state.items()
+            }
         yield
         for parameter, state in at_home.items():
             for name, value in self._adamw.state[parameter].items():
-                # The first step makes a state, which has no memory of its own on the host yet.
+                # The first step makes a state, which has no memory of its own yet.
                 home = state.get(name)
-                self._adamw.state[parameter][name] = to_host(value) if home is None else home.copy_(value)
+                if home is None:
+                    cast = value if name == "step" else value.to(self._dtype)
+                    home = cast if device is None else to_host(cast)
+                else:
+                    home.copy_(value)
+                self._adamw.state[parameter][name] = home
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns moments and step count of every parameter, by name. Allocates zeros before the first step."""
@@ -109,8 +129,8 @@ class Optimizer:
         state: dict[str, torch.Tensor] = self._adamw.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
         return state
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
