@@ -70,6 +70,11 @@ def check_hardware(file: Path, *, has_gpu: bool | None = None) -> None:
         raise ValueError(f"recipe {file.stem} is for GPUs, and no GPU is visible here; {instead}")
 
 
+def has_gpu_elsewhere(config: Any) -> bool | None:
+    """True for a run on other hosts, whose GPUs are counted when they are asked; None for one on this host."""
+    return None if getattr(config, "hosts", None) is None else True
+
+
 def describe(file: Path) -> str:
     """The first line of a recipe's docstring, read without running the file."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))

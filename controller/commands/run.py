@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
-from controller.commands.recipes import check_hardware, configuration, find_recipe
+from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = find_recipe(options.recipe)
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
-        check_hardware(file, has_gpu=_elsewhere(config))
+        check_hardware(file, has_gpu=has_gpu_elsewhere(config))
         from controller.commands.next_command import command_of
         from controller.commands.pinning import with_pinned_models
         from controller.commands.replay import recording_file, replayed
@@ -106,7 +106,7 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(text, file=output.errors)
 
         config = forked_configuration(parent, overrides, tell, trust=options.trust)
-        check_hardware(Path(saved_recipe(parent)["file"]), has_gpu=_elsewhere(config))
+        check_hardware(Path(saved_recipe(parent)["file"]), has_gpu=has_gpu_elsewhere(config))
         loop = _loop(config)
         name = options.name or f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = forked_folder(options.runs / name, config, parent, checkpoint, overrides)
@@ -124,18 +124,13 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_has_checkpoint(path)
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides, trust=options.trust)
-        check_hardware(Path(saved_recipe(path)["file"]), has_gpu=_elsewhere(config))
+        check_hardware(Path(saved_recipe(path)["file"]), has_gpu=has_gpu_elsewhere(config))
         print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, overrides, trust=options.trust)
         folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
-
-
-def _elsewhere(config: Any) -> bool | None:
-    """True for a run on other hosts, whose GPUs are counted when they are asked; None for one on this host."""
-    return None if getattr(config, "hosts", None) is None else True
 
 
 def _loop(config: Any) -> "Loop":

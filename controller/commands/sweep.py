@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from controller.commands.command import FAILED, Commands, add_runs_option
-from controller.commands.recipes import check_hardware, configuration, find_recipe
+from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 _STOPPED = 128  # statuses above this are signals
 
@@ -34,10 +34,10 @@ def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Runs what is left to run and prints a table. Returns 1 if a run failed, and the run's status after a signal."""
     from rl.runs.state import FINISHED, state_of
 
-    check_hardware(find_recipe(options.recipe))
     combinations = combinations_of(overrides)
     for combination in combinations.values():
-        configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
+        config = configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
+        check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
     folder: Path = options.runs / (options.name or f"{Path(options.recipe).stem}-sweep")
     failed = False
     for number, (name, combination) in enumerate(combinations.items(), start=1):

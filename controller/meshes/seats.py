@@ -1,5 +1,6 @@
 """Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,9 +98,9 @@ class Seats:
                 self._hosts.gpus.give_back(name)
 
     def has_gpu(self, name: str, *, is_trainer: bool) -> bool | None:
-        """Whether the hosts of a mesh have GPUs; None if it runs on this one."""
+        """Whether the hosts of a mesh have GPUs; None if it runs on this one. Raises ValueError if only some have."""
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=is_trainer)
-        return None if hosts is None else bool(hosts[0].facts.gpus)
+        return None if hosts is None else _have_gpus(name, hosts)
 
     def trainer(self, name: str, config: TrainerConfig) -> Seat:
         """The seat of a trainer. Raises ValueError if the name is taken, for too few GPUs and for too few hosts."""
@@ -108,6 +109,7 @@ class Seats:
         if hosts is not None:
             assert self.cluster is not None
             _refuse_turns(name, config)
+            _have_gpus(name, hosts)  # only to raise
             return Seat(hosts=self.cluster.place(name, hosts, config.num_ranks, config.gpus))
         return Seat(self._here(name, config, config.num_ranks, 1))
 
@@ -225,6 +227,17 @@ def _receiving_here(other: "Host") -> "GeneratorHost":
         place=lambda: None,
         is_lost=lambda: False,
     )
+
+
+def _have_gpus(name: str, hosts: "Sequence[Host]") -> bool:
+    """Whether the hosts of a mesh have GPUs. Raises ValueError if only some have."""
+    without = [host.name for host in hosts if not host.facts.gpus]
+    if without and len(without) < len(hosts):
+        raise ValueError(
+            f"hosts of {name!r} are {', '.join(host.name for host in hosts)}, and {', '.join(without)} has no GPU; all "
+            "hosts of a mesh must have GPUs, or none"
+        )
+    return not without
 
 
 def _refuse_turns(name: str, config: TrainerConfig | GeneratorConfig) -> None:

@@ -31,7 +31,7 @@ def copy(pairs: Iterable[Pair]) -> None:
     for batch in _batches(pairs):
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
         # Between GPUs the copy casts by itself, and only what it has cast travels.
-        cast = [source if on_gpu((to, source)) else source.to(to.dtype) for to, source in batch]
+        cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
         # The public way is one call of Python for each tensor; a mixture of experts has thousands.
         copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
         copy_all([destination for destination, _ in batch], cast, non_blocking=True)

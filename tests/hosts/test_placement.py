@@ -44,6 +44,9 @@ def test_roles_without_a_group() -> None:
     assert reference.hosts.hosts[0].name == "n1"
     assert made.generators("generator", GeneratorConfig())[0].hosts is None
     assert made.has_gpu("generator", is_trainer=False) is None
+    mixed = seats(trainer=(fake_host("n1", gpus=("0",)), fake_host("n2")))
+    with pytest.raises(ValueError, match="hosts of 'trainer' are n1, n2, and n2 has no GPU; all hosts of a mesh must"):
+        mixed.trainer("trainer", TrainerConfig(data_parallel_shard=2))
 
 
 def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:

@@ -1,5 +1,6 @@
 """`ownloop sweep`: runs one after the other, in processes of their own."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.sweep import combinations_of
+from controller.commands.sweep import combinations_of, sweep
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
 
@@ -54,6 +55,20 @@ def test_every_combination_has_a_run() -> None:
     for wrong, said in ((["--seed", "1"], "needs an option with several values"), (["0"], "unexpected argument 0")):
         with pytest.raises(ValueError, match=said):
             combinations_of(wrong)
+
+
+def test_gpus_are_asked_of_the_hosts_that_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    started: list[object] = []
+    monkeypatch.setattr("controller.commands.sweep._run", lambda *run: started.append(run) or 0)
+    Path("mine_gpu.py").write_text(RECIPE)
+    assert "is for GPUs, and no GPU is visible here" in refused(capfd, "sweep", "mine_gpu.py", *OPTIONS[1:])
+    Path("theirs_gpu.py").write_text(RECIPE.replace("    seed: int", '    hosts: str | None = "n1"\n    seed: int'))
+    options = argparse.Namespace(recipe="theirs_gpu.py", runs=tmp_path / "runs", name=None)
+    assert (sweep(options, OPTIONS[1:]), len(started)) == (0, 2)
 
 
 def test_a_wrong_value_is_refused_before_any_run(
