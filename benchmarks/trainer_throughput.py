@@ -4,7 +4,8 @@
 
 A GRPO batch of mixed lengths: groups of completions that share their prompt. The engine and one rival at a time live
 in processes of their own with the same threads; they take turns, and medians are compared. The comparison is repeated
-with prompts that all differ, where sharing a prefix gains nothing.
+with prompts that all differ, where sharing a prefix gains nothing. The engine `megatron` is shown too, without a bar,
+where the package is installed.
 
 `engine_overhead` is the time of the engine's `forward_backward` over that of the bare model's forward and backward pass
 on the same rows. `actor_overhead` is the fraction of a `forward_backward` call through the handle of a real
@@ -13,6 +14,7 @@ computes in the dtype that the CPU is fast in.
 """
 
 import asyncio
+import importlib.util
 import multiprocessing
 import os
 import statistics
@@ -33,7 +35,8 @@ from rl.types import AdamParams, Datum
 MAX_TOKENS = 2048
 WARM_UPS = 2
 """Steps that are not counted; they fault in the memory that later ones reuse."""
-RIVALS = ("padded", "packed", "bare_model")
+LOOPS = ("padded", "packed")
+"""Loops around a transformers model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def make_batch(size: Size, *, shared: bool) -> list[Datum]:
 
 def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[Datum]], Any]:
     """A function that does one step over a batch in this process."""
-    if name in ("padded", "packed"):
+    if name in LOOPS:
         from benchmarks.reference_trainers import ReferenceTrainer
 
         return ReferenceTrainer(model, cpu_dtype(), packed=name == "packed", max_tokens=MAX_TOKENS).step
@@ -84,7 +87,11 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
     from trainer.engines import load_engine
 
     config = TrainerConfig(
-        model=model, num_threads=threads, max_tokens_per_microbatch=MAX_TOKENS, compute_dtype=cpu_dtype()
+        model=model,
+        engine="megatron" if name == "megatron" else "torchtitan",
+        num_threads=threads,
+        max_tokens_per_microbatch=MAX_TOKENS,
+        compute_dtype=cpu_dtype(),
     )
     params = AdamParams(learning_rate=1e-6, grad_clip_norm=1.0)
     loss = get_loss("importance_sampling")
@@ -111,12 +118,12 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
         rows = [engine._pack(microbatch) for microbatch in microbatches(batch)]
         start = time.perf_counter()
         for row in rows:
-            engine._score(row, entropy=False)[0].sum().backward()
+            engine._rows._score(row, entropy=False)[0].sum().backward()
         seconds = time.perf_counter() - start
         engine.optim_step(params)
         return seconds
 
-    return engine_step if name == "engine" else bare_step
+    return bare_step if name == "bare_model" else engine_step
 
 
 def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], float]:
@@ -217,7 +224,8 @@ def measure(model: Path, size: Size, threads: int) -> dict[str, float]:
 
     os.environ |= trainer_env(TrainerConfig(num_threads=threads))  # the same for all contenders
     figures: dict[str, float] = {"threads": threads}
-    for rival in RIVALS:
+    megatron = ("megatron",) if importlib.util.find_spec("megatron") is not None else ()
+    for rival in (*LOOPS, *megatron, "bare_model"):
         contenders = Contenders(("engine", rival), model, threads)
         try:
             figures |= compare(contenders, rival, size)
@@ -236,7 +244,7 @@ def measure(model: Path, size: Size, threads: int) -> dict[str, float]:
 def compare(contenders: Contenders, rival: str, size: Size) -> dict[str, float]:
     """The figures of the engine and one rival. Ratios are of the medians of steps that took turns."""
     figures: dict[str, float] = {}
-    for shared in (True, False) if rival in ("padded", "packed") else (True,):
+    for shared in (True,) if rival == "bare_model" else (True, False):
         batch = make_batch(size, shared=shared)
         num_tokens = sum(len(datum.tokens) for datum in batch)
         suffix = "" if shared else "_distinct_prompts"
@@ -250,8 +258,8 @@ def compare(contenders: Contenders, rival: str, size: Size) -> dict[str, float]:
                     seconds[name].append(taken)
                     inside[name].append(result)
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"{rival + suffix:<24}" + "".join(f"{n} {num_tokens / t:6.0f} tokens/s   " for n, t in median.items()))
-        if rival in ("padded", "packed"):
+        print(f"{rival + suffix:<28}" + "".join(f"{n} {num_tokens / t:6.0f} tokens/s   " for n, t in median.items()))
+        if rival != "bare_model":
             figures |= {f"tokens_per_s_{name}{suffix}": num_tokens / taken for name, taken in median.items()}
             figures[f"speedup_over_{rival}{suffix}"] = median[rival] / median["engine"]
         else:

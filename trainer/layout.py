@@ -33,7 +33,7 @@ class LayoutConfig:
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
     ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, or
-    `data_parallel_replicate` with the engine `megatron`."""
+    `data_parallel_replicate * tensor_parallel` with the engine `megatron`."""
 
     @property
     def num_ranks(self) -> int:
@@ -53,6 +53,11 @@ class LayoutConfig:
     def data_parallel_rank(self, rank: int) -> int:
         """Index of the local batch that a rank gets, of `num_data_parallel_ranks`."""
         return rank // (self.context_parallel * self.tensor_parallel) % self.num_data_parallel_ranks
+
+    @property
+    def num_token_shards(self) -> int:
+        """Ranks of a tensor-parallel group among which the tokens of a row are divided between matrix products."""
+        return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def num_stages(self) -> int:

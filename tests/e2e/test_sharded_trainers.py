@@ -42,7 +42,7 @@ BATCH = random_batch(LENGTHS)
         pytest.param(False, {"pipeline_parallel": 2}, id="pp2", marks=pytest.mark.slow),
         pytest.param(
             False,
-            {"engine": "megatron", "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False},
+            {"engine": "megatron", "pipeline_parallel": 2, "tensor_parallel": 2},
             id="megatron_pp2_tp2",
             marks=pytest.mark.slow,
         ),

@@ -27,7 +27,6 @@ from trainer.engines.model_check import check_model
 from trainer.engines.plain_ranks import relative_error
 
 needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the package 'megatron' is not installed")
-TP2: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": False}
 
 
 @pytest.mark.parametrize(
@@ -39,18 +38,21 @@ TP2: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": False}
             "engine 'megatron' keeps whole replicas, so it must be 1, and data_par",
         ),
         (tiny_llama, {"context_parallel": 2}, "needs TransformerEngine for it, .* so it must be 1"),
-        (tiny_llama, {"tensor_parallel": 2}, "sequence_parallel is True and tensor_parallel is 2; .* must be False"),
-        (tiny_llama, {**TP2, "tensor_parallel": 4}, r"num_kv_heads 2; its sizes allow \[1, 2\]"),
+        (tiny_llama, {"tensor_parallel": 4}, r"num_kv_heads 2; its sizes allow \[1, 2\]"),
         (tiny_llama, {"pipeline_parallel": 2}, "output projection is its embedding .* so it must be 1"),
         (tiny_llama, {"expert_parallel": 2}, "this model has no experts, so it must be 1"),
         (tiny_llama, {"activation_checkpointing": "selective"}, "with engine 'megatron' it must be 'none' or 'full'"),
         (tiny_llama, {"compile": True}, "it must be False. The engine 'torchtitan' has it"),
-        (tiny_qwen3_moe, TP2, "does not split experts, .* expert_parallel and pipeline_parallel work with it"),
-        (tiny_qwen3_moe, {"expert_parallel": 2}, r"does not divide the 1 data_parallel_replicate; they allow \[1\]"),
         (
             tiny_qwen3_moe,
-            {"data_parallel_replicate": 3, "expert_parallel": 3},
-            r"does not divide the 4 experts; they allow \[1, 2, 4\]",
+            {"tensor_parallel": 2, "sequence_parallel": False},
+            "sequence_parallel is False and tensor_parallel is 2; .* must be True",
+        ),
+        (tiny_qwen3_moe, {"expert_parallel": 2}, r"tensor_parallel, which is 1, and the model's 4 experts: \[1\]"),
+        (
+            tiny_qwen3_moe,
+            {"data_parallel_replicate": 6, "tensor_parallel": 2, "expert_parallel": 3},
+            r"tensor_parallel, which is 12, and the model's 4 experts: \[1, 2, 4\]",
         ),
     ],
 )
@@ -100,7 +102,8 @@ def interleaved_provider(**arguments: Any) -> Any:
     """A model whose fused projection has other rows than the table says."""
     from trainer.engines.mcore.core_api import GPTModel, SelfAttention
 
-    arguments["transformer_layer_spec"].submodules.self_attention.module = SelfAttention
+    for layer in arguments["transformer_layer_spec"].layer_specs:
+        layer.submodules.self_attention.module = SelfAttention
     return GPTModel(**arguments)
 
 
@@ -210,13 +213,15 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
 
 def test_pieces_of_fused_parameters_cover_them_in_order(tmp_path: Path) -> None:
     decoder = read_decoder_config(tiny_qwen3_moe(tmp_path / "model"))
-    fused = pieces_of("decoder.layers.1.self_attention.linear_qkv.weight", 2, 0, decoder, "lm")
+    fused = pieces_of("decoder.layers.1.self_attention.linear_qkv.weight", 2, 0, decoder, "lm", splits_tokens=True)
     names = [f"model.layers.3.self_attn.{letter}_proj.weight" for letter in "qkv"]
     assert [piece.name for piece in fused] == names
     assert [(piece.start, piece.stop, piece.parts) for piece in fused] == [(0, 4, 8), (4, 6, 8), (6, 8, 8)]
-    expert = pieces_of("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 0, 2, decoder, "lm")
+    expert = pieces_of(
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 0, 2, decoder, "lm", splits_tokens=True
+    )
     assert expert == [Piece("model.layers.0.mlp.experts.3.down_proj.weight", is_expert=True)]
     with pytest.raises(
         ValueError, match=r"parameter 'decoder\.layers\.0\.mine\.weight', for which there is no Hugging Face"
     ):
-        pieces_of("decoder.layers.0.mine.weight", 0, 0, decoder, "lm")
+        pieces_of("decoder.layers.0.mine.weight", 0, 0, decoder, "lm", splits_tokens=True)

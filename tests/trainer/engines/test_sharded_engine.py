@@ -22,7 +22,7 @@ from trainer.engines.plain_ranks import spawn
 pytestmark = pytest.mark.ranks
 
 INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
-MEGATRON = {"engine": "megatron", "sequence_parallel": False}
+MEGATRON = {"engine": "megatron"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
     "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
@@ -42,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "megatron_tp2_tied": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_tp2_without_sp_tied": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": False},
     "megatron_replicated2_untied": {**MEGATRON, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
     "megatron_pp2_untied": {**MEGATRON, "pipeline_parallel": 2},
     "megatron_interleaved_pp2_layers": {**MEGATRON, "pipeline_parallel": 2, **INTERLEAVED},
@@ -53,6 +54,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron_pp2_biased": {**MEGATRON, "pipeline_parallel": 2},
     "megatron_pp2_moe": {**MEGATRON, "pipeline_parallel": 2},
     "megatron_pp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_tp2_moe": {**MEGATRON, "tensor_parallel": 2, "activation_checkpointing": "full"},
+    "megatron_tp2_ep2_moe": {**MEGATRON, "tensor_parallel": 2, "expert_parallel": 2},
+    "megatron_replicated2_tp2_ep2_moe": {
+        **MEGATRON,
+        "data_parallel_replicate": 2,
+        "tensor_parallel": 2,
+        "expert_parallel": 2,
+    },
+    "megatron_pp2_tp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2},
     "megatron_replicated4_ep2_moe": {**MEGATRON, "data_parallel_replicate": 4, "expert_parallel": 2},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -90,6 +100,11 @@ SLOW = {
     "megatron_replicated2_tp2_untied",
     "megatron_pp2_replicated2_untied",
     "megatron_replicated4_ep2_moe",
+    "megatron_tp2_without_sp_tied",
+    "megatron_tp2_moe",
+    "megatron_tp2_ep2_moe",
+    "megatron_replicated2_tp2_ep2_moe",
+    "megatron_pp2_tp2_ep2_moe",
     "megatron_tp2_biased",
     "megatron_pp2_biased",
     "megatron_pp2_moe",

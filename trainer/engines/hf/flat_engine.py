@@ -18,7 +18,6 @@ from trainer.engines.hf.flat_shards import FlatShards
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.mixed_precision import MasterWeights
 from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
@@ -61,10 +60,7 @@ class FlatEngine(TorchEngine):
             model, parameters, masters = sharded.wrapper, sharded.parameters, sharded.masters
             self._shards = sharded.shards
         else:
-            self._policy.materialize(device)
-            parameters = self._policy.parameters_by_name()
-            with torch.no_grad():
-                load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
+            parameters = self._policy.load(config.model, device)
         info = describe_model(config.model, config.head)
         rows = SequentialRows(self._score, config.num_ranks, device)
         replicas = config.data_parallel_replicate

@@ -15,7 +15,6 @@ from trainer.config import TrainerConfig
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 
@@ -35,10 +34,7 @@ class Fsdp2Engine(TorchEngine):
             self._policy.freeze(DTYPES[config.compute_dtype])
         if config.num_ranks > 1:
             _shard(self._policy, config, device)
-        self._policy.materialize(device)
-        parameters = self._policy.parameters_by_name()
-        with torch.no_grad():
-            load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, config.model)
+        parameters = self._policy.load(config.model, device)
         info = describe_model(config.model, config.head)
         rows = SequentialRows(self._score, config.num_ranks, device)
         super().__init__(config, self._policy, parameters, info, device, rows)

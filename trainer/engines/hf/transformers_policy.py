@@ -21,6 +21,7 @@ from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
+from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
@@ -102,6 +103,14 @@ class TransformersPolicy(nn.Module):
         for name, buffer in self.named_buffers():
             buffer.copy_(buffers[name])
         self.model.tie_weights()
+
+    def load(self, path: Path, device: torch.device) -> dict[str, nn.Parameter]:
+        """Materializes the model with the weights of a directory. Returns its parameters by name."""
+        self.materialize(device)
+        parameters = self.parameters_by_name()
+        with torch.no_grad():
+            load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, path)
+        return parameters
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name; a tied output projection is the input embedding."""

@@ -1,5 +1,6 @@
 """Builds this rank's stages of a Megatron-core model and the table of its parameters."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -19,9 +20,6 @@ from trainer.engines.mcore.layers import SplitAttention, decoder_spec
 from trainer.engines.mcore.names import Piece, pieces_of
 from trainer.engines.mcore.stage import Stage
 from trainer.engines.pytorch.ranks import DTYPES
-
-_WRAPPED = "_checkpoint_wrapped_module."
-
 
 _PORTABLE: Mapping[str, Any] = {
     # The weights come from files, on whichever device.
@@ -48,26 +46,17 @@ class BuiltModel(NamedTuple):
 
 def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroups, device: torch.device) -> BuiltModel:
     """Builds the stages on the device, uninitialized."""
-    core_config = transformer_config(config, decoder)
-    collection = groups.collection()
-    provider: Any = resolve_name(config.engine_args.get(MODEL_PROVIDER, f"{__name__}:core_api.GPTModel"))
+    # With sequence parallelism, Megatron-core asks for random states that exist on CUDA only. Nothing here is random.
+    core_api.initialize_rng_tracker(inference_rng_tracker=True)
+    core_config, collection = transformer_config(config, decoder), groups.collection()
+    splits_tokens = config.num_token_shards > 1
     stages: list[Stage] = []
     named: list[tuple[nn.Parameter, Sequence[Piece]]] = []
     for index in stage_indices(config, groups.pipeline.get_local_rank()):
-        with torch.device("meta"):
-            model = provider(
-                config=core_config,
-                transformer_layer_spec=decoder_spec(decoder),
-                vocab_size=decoder.vocab_size,
-                max_sequence_length=decoder.max_seq_len,
-                pre_process=index == 0,
-                post_process=index == config.num_stages - 1,
-                share_embeddings_and_output_weights=decoder.tie_embeddings and config.head == "lm",
-                position_embedding_type="none",
-                pg_collection=collection,
-                vp_stage=index // config.pipeline_parallel if config.num_stages > config.pipeline_parallel else None,
-            )
-            stage = Stage(model, decoder, config.head, groups.tensor)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`sequence_parallel` is set to `True`")  # experts are not split
+            model = _core_model(config, decoder, core_config, collection, index)
+            stage = Stage(model, decoder, config.head, groups.tensor, splits_tokens=splits_tokens)
         stage.to_empty(device=device)
         first_expert = 0
         for layer in model.decoder.layers:
@@ -81,11 +70,30 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
                 layer.mlp.token_dispatcher.__class__ = RaggedDispatcher
         first_layer = index * len(model.decoder.layers)
         for name, parameter in model.named_parameters():
-            named.append((parameter, pieces_of(name, first_layer, first_expert, decoder, config.head)))
+            pieces = pieces_of(name, first_layer, first_expert, decoder, config.head, splits_tokens=splits_tokens)
+            named.append((parameter, pieces))
         if config.activation_checkpointing == "full":
             model.decoder.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.decoder.layers)
         stages.append(stage)
     return BuiltModel(stages, named)
+
+
+def _core_model(config: TrainerConfig, decoder: DecoderConfig, core_config: Any, collection: Any, index: int) -> Any:
+    """The GPTModel of a stage."""
+    provider: Any = resolve_name(config.engine_args.get(MODEL_PROVIDER, f"{__name__}:core_api.GPTModel"))
+    return provider(
+        config=core_config,
+        transformer_layer_spec=decoder_spec(decoder, decoder.num_layers // config.num_stages),
+        vocab_size=decoder.vocab_size,
+        max_sequence_length=decoder.max_seq_len,
+        pre_process=index == 0,
+        post_process=index == config.num_stages - 1,
+        share_embeddings_and_output_weights=decoder.tie_embeddings and config.head == "lm",
+        position_embedding_type="none",
+        scatter_embedding_sequence_parallel=False,  # Megatron-core's own needs CUDA; `Stage` splits the tokens
+        pg_collection=collection,
+        vp_stage=index // config.pipeline_parallel if config.num_stages > config.pipeline_parallel else None,
+    )
 
 
 def stage_indices(config: TrainerConfig, pipeline_rank: int) -> list[int]:
@@ -114,6 +122,7 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.tensor_parallel,
+        "sequence_parallel": config.num_token_shards > 1,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "expert_model_parallel_size": config.expert_parallel,

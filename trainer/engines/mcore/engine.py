@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.data.packing import PackedRow, pack_row
+from rl.data.packing import PackedRow, pack_row, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
@@ -43,7 +43,7 @@ class MegatronEngine(TorchEngine):
         with torch.no_grad():
             load_hf_weights(dict(by_name(self._masters)), config.model)
         self._masters.refresh()
-        scorer = RowScorer(stages[0], device)
+        scorer = RowScorer(stages[0], config.num_token_shards, device)
         super().__init__(
             config,
             nn.ModuleList(stages),
@@ -76,9 +76,10 @@ class MegatronEngine(TorchEngine):
 class RowScorer:
     """From packed rows to the inputs of stages, and from the outputs of the last stage to scores."""
 
-    def __init__(self, stage: Stage, device: torch.device) -> None:
+    def __init__(self, stage: Stage, num_token_shards: int, device: torch.device) -> None:
         """`stage` is the whole model, or the first of this rank's pipeline stages."""
         self._stage = stage
+        self._num_token_shards = num_token_shards
         self._device = device
 
     def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -88,6 +89,7 @@ class RowScorer:
 
     def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, None]:
         """Returns what every stage takes."""
+        row = pad_row(row, self._num_token_shards)
         others: dict[str, Any] = {
             "positions": to_tensor(row.positions, self._device)[None],
             "plan": plan_documents(row.documents, self._device),

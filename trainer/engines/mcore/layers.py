@@ -1,10 +1,13 @@
-"""Megatron-core's decoder layers with three changes, made through its layer specs.
+"""Megatron-core's decoder layers with five changes, made through its specs.
 
 * The rows of the fused projection of queries, keys and values are all queries, then all keys, then all values of a
   rank, where Megatron-core interleaves them by group of heads. So each projection of the Hugging Face model is a slice
   of the fused weight, and nothing is copied on load, push or export.
 * Attention keeps the documents of a packed row apart, and works on a CPU.
 * The router stays on its device; Megatron-core's own moves to CUDA.
+* Matrix products exchange shards of the tokens on any device, for sequence parallelism.
+* Norms are PyTorch's. Megatron-core's choice depends on what is installed, and without TransformerEngine it refuses
+  sequence parallelism.
 """
 
 from typing import Any
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from rl.data.packing import Document
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
+from trainer.engines.mcore.token_shards import ColumnLinear, RowLinear
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
 
 
@@ -51,6 +55,15 @@ class RowAttention(nn.Module):
         return attend_by_kernel(query, key, value, attention_mask, self._scale)
 
 
+class Norm(nn.RMSNorm):
+    """PyTorch's norm as Megatron-core builds norms."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        """Called by Megatron-core."""
+        del config
+        super().__init__(hidden_size, eps=eps)
+
+
 class Router(core_api.TopKRouter):
     """A router that is not moved to CUDA. Like transformers, it computes in the dtype of the model by default."""
 
@@ -75,17 +88,24 @@ def plan_documents(documents: tuple[Document, ...], device: torch.device) -> Any
     return plan_row(documents) if device.type == "cpu" else [document.num_tokens for document in documents]
 
 
-def decoder_spec(decoder: DecoderConfig) -> Any:
-    """The spec of a layer: Megatron-core's own, without TransformerEngine, with the changes above."""
+def decoder_spec(decoder: DecoderConfig, num_layers: int) -> Any:
+    """The spec of a stage of `num_layers`: Megatron-core's own, without TransformerEngine, with the changes above."""
+    qk_norm = decoder.family in ("qwen3", "qwen3_moe")
     spec = core_api.layer_spec(
         num_experts=None if decoder.moe is None else decoder.moe.num_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=decoder.family in ("qwen3", "qwen3_moe"),
+        qk_layernorm=qk_norm,
         normalization="RMSNorm",
     )
-    attention = spec.submodules.self_attention
+    layer, attention = spec.submodules, spec.submodules.self_attention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention.module = SplitAttention
     attention.submodules.core_attention = RowAttention
-    if decoder.moe is not None:
-        spec.submodules.mlp.submodules.router = Router
-    return spec
+    attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
+    if qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+    if decoder.moe is None:
+        layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
+    else:
+        layer.mlp.submodules.router = Router
+    return core_api.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

@@ -53,7 +53,9 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
     tensor_parallel = config.tensor_parallel
     if tensor_parallel == 1:
         return
-    sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size", "hidden_dim")}
+    sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
+    if decoder.moe is None:
+        sizes["hidden_dim"] = decoder.hidden_dim
     for name, size in sizes.items():
         if size % tensor_parallel:
             divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
@@ -61,15 +63,10 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
                 f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
                 f"{size}; its sizes allow {divisors}"
             )
-    if config.sequence_parallel:
+    if decoder.moe is not None and not config.sequence_parallel:
         raise ValueError(
-            f"TrainerConfig.sequence_parallel is True and tensor_parallel is {tensor_parallel}; Megatron-core needs "
-            "TransformerEngine's norms for it, which engine 'megatron' does not use, so it must be False"
-        )
-    if decoder.moe is not None:
-        raise ValueError(
-            f"TrainerConfig.tensor_parallel is {tensor_parallel}; engine 'megatron' does not split experts, nor the "
-            "tokens among them, so it must be 1 for this model. expert_parallel and pipeline_parallel work with it"
+            f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
+            "their tokens from equal parts of the sequence, so sequence_parallel must be True"
         )
 
 
@@ -81,16 +78,13 @@ def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
         )
-    for what, size in (
-        ("data_parallel_replicate", config.data_parallel_replicate),
-        ("experts", decoder.moe.num_experts),
-    ):
-        if size % expert_parallel:
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(
-                f"TrainerConfig.expert_parallel is {expert_parallel}, which does not divide the {size} {what}; they "
-                f"allow {divisors}"
-            )
+    sharing, num_experts = config.data_parallel_replicate * config.tensor_parallel, decoder.moe.num_experts
+    if sharing % expert_parallel or num_experts % expert_parallel:
+        divisors = [n for n in range(1, sharing + 1) if sharing % n == 0 and num_experts % n == 0]
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {expert_parallel}; it must divide data_parallel_replicate x "
+            f"tensor_parallel, which is {sharing}, and the model's {num_experts} experts: {divisors}"
+        )
 
 
 def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:

@@ -26,7 +26,7 @@ class Piece:
     """The dimension that tensor parallelism shards; None if every rank holds the whole parameter."""
     is_expert: bool = False
     sums_over_tensor_ranks: bool = False
-    """Whether a rank's gradient is only that of the heads that it holds."""
+    """Whether a rank's gradient is only that of the heads or of the tokens that it holds."""
 
 
 # What stays whole on every rank.
@@ -40,30 +40,35 @@ _HEAD_NORMS = {"self_attention.q_layernorm": "self_attn.q_norm", "self_attention
 _COLUMNS = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}
 
 
-def pieces_of(name: str, first_layer: int, first_expert: int, decoder: DecoderConfig, head: Head) -> list[Piece]:
+def pieces_of(
+    name: str, first_layer: int, first_expert: int, decoder: DecoderConfig, head: Head, *, splits_tokens: bool
+) -> list[Piece]:
     """The pieces of the parameter `name` of a stage, in order.
 
-    The stage's layers begin with `first_layer`, its experts with `first_expert`. Raises ValueError for a parameter that
-    is not in the table, which a model provider may have added.
+    The stage's layers begin with `first_layer`, its experts with `first_expert`. With `splits_tokens`, tensor-parallel
+    ranks hold different tokens outside of attention, matrix products and the heads. Raises ValueError for a parameter
+    that is not in the table, which a model provider may have added.
     """
     if name == "embedding.word_embeddings.weight":
         return [Piece("model.embed_tokens.weight", sharded_dim=0)]
     if name == "output_layer.weight":
         return [Piece(VALUE_HEAD)] if head == "value" else [Piece("lm_head.weight", sharded_dim=0)]
     if name == "decoder.final_layernorm.weight":
-        return [Piece("model.norm.weight")]
+        return [Piece("model.norm.weight", sums_over_tensor_ranks=splits_tokens)]
     pieces = []
     if (match := _LAYER.fullmatch(name)) is not None:
         layer, kind = f"model.layers.{first_layer + int(match[1])}", match[3]
-        pieces = list(_layer_pieces(f"{layer}.{{}}.{kind}", match[2], first_expert, decoder))
+        pieces = list(_layer_pieces(f"{layer}.{{}}.{kind}", match[2], first_expert, decoder, splits_tokens))
     if not pieces:
         raise ValueError(f"the model has a parameter {name!r}, for which there is no Hugging Face name")
     return pieces
 
 
-def _layer_pieces(form: str, module: str, first_expert: int, decoder: DecoderConfig) -> Iterator[Piece]:
+def _layer_pieces(
+    form: str, module: str, first_expert: int, decoder: DecoderConfig, splits_tokens: bool
+) -> Iterator[Piece]:
     if module in _WHOLE:
-        yield Piece(form.format(_WHOLE[module]))
+        yield Piece(form.format(_WHOLE[module]), sums_over_tensor_ranks=splits_tokens)
     elif module in _HEAD_NORMS:
         yield Piece(form.format(_HEAD_NORMS[module]), sums_over_tensor_ranks=True)
     elif module in _COLUMNS:

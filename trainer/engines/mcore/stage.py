@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
+from trainer.engines.mcore.token_shards import gather_tokens, split_tokens
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.rope import inverse_frequencies
 
@@ -16,8 +17,13 @@ from trainer.engines.pytorch.rope import inverse_frequencies
 class Stage(nn.Module):
     """The whole model, or the layers of one pipeline stage. Legend: L tokens of a row, D model dimension."""
 
-    def __init__(self, model: Any, decoder: DecoderConfig, head: Head, tensor_group: dist.ProcessGroup) -> None:
-        """`model` is a GPTModel, on the meta device. A value head replaces its output projection."""
+    def __init__(
+        self, model: Any, decoder: DecoderConfig, head: Head, tensor_group: dist.ProcessGroup, *, splits_tokens: bool
+    ) -> None:
+        """`model` is a GPTModel, on the meta device. A value head replaces its output projection.
+
+        With `splits_tokens` a tensor-parallel rank holds a shard of the hidden states; see `token_shards`.
+        """
         super().__init__()
         if head == "value" and model.post_process:
             model.output_layer = nn.Linear(decoder.dim, 1, bias=False, device="meta", dtype=model.config.params_dtype)
@@ -25,6 +31,7 @@ class Stage(nn.Module):
         self._head = head
         self._config = decoder
         self._group = tensor_group if dist.get_world_size(tensor_group) > 1 else None
+        self._splits_tokens = splits_tokens
         self._frequencies: Tensor | None = None
 
     def forward(
@@ -34,11 +41,14 @@ class Stage(nn.Module):
 
         Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
         output projection. A value head returns values [S] float32 and None. In a pipeline, every stage but the first
-        takes hidden states [1, L, D] instead of tokens, and every stage but the last returns them.
+        takes hidden states [1, L, D] instead of tokens, and every stage but the last returns them; only a shard of L of
+        them where the tokens are split.
         """
         embedded: Tensor | None = None
         if self.model.pre_process:
             embedded = self.model.embedding(input_ids=tokens, position_ids=None)
+            if self._splits_tokens:
+                embedded = split_tokens(embedded, self._group)
         else:
             self.model.set_input_tensor(tokens.transpose(0, 1))
         hidden: Tensor = self.model.decoder(
@@ -46,10 +56,14 @@ class Stage(nn.Module):
         )
         if not self.model.post_process:
             return hidden.transpose(0, 1)
-        hidden = hidden[:, 0].index_select(0, scored)
+        hidden = hidden[:, 0]
+        # A rank's gradient of the hidden states is that of its part of the vocabulary, but a value head is not sharded.
+        if self._splits_tokens:
+            hidden = gather_tokens(hidden, self._group, sums_gradients=self._head == "lm")
+        hidden = hidden.index_select(0, scored)
         if self._head == "value":
             return values(hidden, self.model.output_layer.weight), None
-        if self._group is not None:  # each rank's gradient of the hidden states is that of its part of the vocabulary
+        if self._group is not None and not self._splits_tokens:
             hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
         weight: Any = (
             self.model.shared_embedding_or_output_weight()

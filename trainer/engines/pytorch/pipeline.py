@@ -48,7 +48,7 @@ class Pipeline:
     ) -> None:
         """`parts` are this rank's stages in order, `dim` the size of a hidden state, and `mesh` the pipeline's ranks.
 
-        `tensor_mesh` has the ranks of this rank's tensor-parallel group, if there is such parallelism.
+        `tensor_mesh` has the ranks of this rank's tensor-parallel group, if stages take and return DTensors.
         """
         self._config = config
         self._parts = parts
@@ -96,13 +96,10 @@ class Pipeline:
         return stages[-1].output_chunks if self.is_last else []
 
     def _stage(self, part: nn.Module, index: int, rows: Sequence[StageInputs]) -> "_RowStage":
-        lengths = [row.tokens.shape[1] for row in rows]
+        lengths = [row.tokens.shape[1] // self._config.num_token_shards for row in rows]
         boundary: tuple[DeviceMesh, Placement] | None = None
         if self._tensor_mesh is not None:
-            boundary = (self._tensor_mesh, Replicate())
-            if self._config.sequence_parallel:
-                boundary = (self._tensor_mesh, Shard(1))
-                lengths = [length // self._tensor_mesh.size() for length in lengths]
+            boundary = (self._tensor_mesh, Shard(1) if self._config.sequence_parallel else Replicate())
         hidden = torch.empty(1, 1, self._dim, dtype=DTYPES[self._config.compute_dtype], device="meta").requires_grad_()
         return _RowStage(
             part,
