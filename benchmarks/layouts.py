@@ -2,10 +2,12 @@
 
     python -m benchmarks.layouts [--quick | --smoke] [--only NAME ...]
 
+The engine is torchtitan, and where it is installed megatron as well, which is compared with one rank of torchtitan.
 Tiny random models in float32 see datums of very different lengths in two calls that accumulate. Bar: the worst relative
 error of any gradient tensor of any layout is at most 1e-5. `--quick` runs four layouts of two ranks, `--smoke` one.
 """
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,18 +97,41 @@ LAYOUTS = (
     ),
     Layout("fsdp 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
 )
+MEGATRON = tuple(
+    Layout(f"megatron {name}", model, {"engine": "megatron", **degrees})
+    for name, model, degrees in (
+        ("1", "qwen3", {}),
+        ("replicate 2", "qwen3", {"data_parallel_replicate": 2}),
+        ("tp 2", "qwen3", {"tensor_parallel": 2}),
+        ("tp 2 without sp", "qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
+        ("critic tp 2", "critic", {"tensor_parallel": 2}),
+        ("pp 2", "qwen3", {"pipeline_parallel": 2}),
+        ("pp 2 interleaved", "deep_moe", {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}),
+        ("moe tp 2", "qwen3_moe", {"tensor_parallel": 2}),
+        ("ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "expert_parallel": 2}),
+        ("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
+        ("pp 2 x tp 2", "qwen3", {"pipeline_parallel": 2, "tensor_parallel": 2}),
+        ("replicate 2 x tp 2", "qwen3", {"data_parallel_replicate": 2, "tensor_parallel": 2}),
+        ("tp 2 x ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 2}),
+        ("tp 2 x ep 4", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 4}),
+        ("pp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2}),
+        ("pp 2 x tp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
+    )
+)
+"""Compared with one rank of torchtitan, where Megatron-core is installed."""
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    every = [layout.name for layout in LAYOUTS]
+    layouts = LAYOUTS if importlib.util.find_spec("megatron") is None else (*LAYOUTS, *MEGATRON)
+    every = [layout.name for layout in layouts]
     options_parser = parser(__doc__, quick="four layouts of two ranks")
     options_parser.add_argument("--only", nargs="+", metavar="NAME", choices=every, help="only these layouts")
     options = options_parser.parse_args()
     names = options.only or (QUICK[:1] if options.smoke else QUICK if options.quick else every)
-    errors = measure([layout for layout in LAYOUTS if layout.name in names])
+    errors = measure([layout for layout in layouts if layout.name in names])
     for name, error in errors.items():
-        print(f"{name:<24}{error:10.1e}")
+        print(f"{name:<28}{error:10.1e}")
     print_result(
         "layouts",
         [Bar(name="worst_relative_gradient_error", value=max(errors.values()), limit=LIMIT)],
