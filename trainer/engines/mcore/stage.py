@@ -30,7 +30,8 @@ class Stage(nn.Module):
         self.model = model
         self._head = head
         self._config = decoder
-        self._group = tensor_group if dist.get_world_size(tensor_group) > 1 else None
+        self._group = tensor_group
+        self._is_sharded = dist.get_world_size(tensor_group) > 1
         self._splits_tokens = splits_tokens
         self._frequencies: Tensor | None = None
 
@@ -46,9 +47,8 @@ class Stage(nn.Module):
         """
         embedded: Tensor | None = None
         if self.model.pre_process:
-            embedded = self.model.embedding(input_ids=tokens, position_ids=None)
-            if self._splits_tokens:
-                embedded = split_tokens(embedded, self._group)
+            whole: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
+            embedded = split_tokens(whole, self._group) if self._splits_tokens else whole
         else:
             self.model.set_input_tensor(tokens.transpose(0, 1))
         hidden: Tensor = self.model.decoder(
@@ -63,14 +63,16 @@ class Stage(nn.Module):
         hidden = hidden.index_select(0, scored)
         if self._head == "value":
             return values(hidden, self.model.output_layer.weight), None
-        if self._group is not None and not self._splits_tokens:
+        if self._is_sharded and not self._splits_tokens:
             hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
         weight: Any = (
             self.model.shared_embedding_or_output_weight()
             if self._config.tie_embeddings
             else self.model.output_layer.weight
         )
-        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=self._group)
+        return logprobs_and_entropy(
+            hidden, weight, targets, entropy=entropy, group=self._group if self._is_sharded else None
+        )
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[1, L] positions -> [L, 1, 1, head_dim] angles, the form in which Megatron-core takes them."""
