@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rl.weights.gpu_probe import PATTERN, why_not_opened
 from rl.weights.manifest import WeightsError
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
@@ -76,14 +77,18 @@ class CUDASharing:
         limit = torch.cuda.get_device_properties(_device()).total_memory // 10
         if num_bytes > limit:
             return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
-        return unreachable_gpus()
+        return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
         device, cuda = _device(), _cuda()
         torch.cuda.empty_cache()  # what torch has cached is not free for others
         with torch.cuda.device(device):
             pointer = _checked(cuda.cudaMalloc(num_bytes), f"{num_bytes / 1e6:.1f} MB of GPU memory are not free")
-            handle = _checked(cuda.cudaIpcGetMemHandle(pointer), "the GPU's memory cannot be shared")
+            try:
+                handle = _checked(cuda.cudaIpcGetMemHandle(pointer), "the GPU's memory cannot be shared")
+            except WeightsError:
+                cuda.cudaFree(pointer)
+                raise
         memory = _tensor(int(pointer), num_bytes, device).zero_()
         torch.cuda.synchronize(device)
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -109,6 +114,19 @@ class CUDASharing:
 
     def wait(self) -> None:
         torch.cuda.synchronize(_device())
+
+    def _why_not_opened(self) -> str:
+        """Tries it with a little memory, because an error of a generator would come too late for another transport."""
+        try:
+            memory, part = self.allocate(0, 4096)
+        except WeightsError as error:
+            return str(error)
+        memory[: len(PATTERN)] = torch.frombuffer(bytearray(PATTERN), dtype=torch.uint8)
+        self.wait()
+        try:
+            return why_not_opened(part.handle, _device().index)
+        finally:
+            self.close(memory, owned=True)
 
 
 def unreachable_gpus() -> str:

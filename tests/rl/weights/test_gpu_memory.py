@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 import warnings
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rl.lora import LoRAConfig
 from rl.weights import gpu_memory
 from rl.weights.gpu_buffer import cut
 from rl.weights.gpu_memory import GPUMemory
+from rl.weights.gpu_probe import PATTERN, why_not_opened
 from rl.weights.gpu_sharing import CUDASharing, MemorySharing, unreachable_gpus
 from rl.weights.manifest import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
 from tests.rl.weights.host_sharing import HostSharing
@@ -26,6 +28,31 @@ from trainer.engines.plain_ranks import preloaded_forkserver, spawn
 from trainer.push import WeightPublisher
 
 SHAPES = {"embedding": (300, 10), "norm": (7,), "scale": (), "up": (41, 7), "down": (30, 10)}
+
+
+STAND_IN = """
+import ctypes, enum
+class cudaError_t(enum.IntEnum):
+    cudaSuccess = 0
+    cudaErrorInvalidResourceHandle = 400
+class cudaMemcpyKind(enum.IntEnum):
+    cudaMemcpyDeviceToHost = 2
+cudaIpcMemLazyEnablePeerAccess = 1
+class cudaIpcMemHandle_t:
+    def __init__(self):
+        self.memory = ctypes.create_string_buffer(64)
+    def getPtr(self):
+        return ctypes.addressof(self.memory)
+def cudaSetDevice(device):
+    assert device == 3
+def cudaIpcOpenMemHandle(handle, flags):
+    if not any(handle.memory.raw):
+        return cudaError_t.cudaErrorInvalidResourceHandle, None
+    return cudaError_t.cudaSuccess, handle.getPtr()
+def cudaMemcpy(to, pointer, size, kind):
+    ctypes.memmove(to, pointer, size)
+    return (cudaError_t.cudaSuccess,)
+"""
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -181,6 +208,18 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
     assert bool(unreachable_gpus()) == bool(why)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
     assert "MIG" in unreachable_gpus()
+
+
+def test_gpu_logic_a_host_where_no_other_process_can_open_the_memory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Stands for cuda-bindings: a handle is the memory itself, and one of zeros cannot be opened.
+    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+    (tmp_path / "cuda" / "bindings" / "runtime.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert why_not_opened(PATTERN + bytes(56), 3) == ""
+    assert why_not_opened(bytes(64), 3).endswith("cannot open memory of the GPU: cudaErrorInvalidResourceHandle")
+    assert "found 0909090909090909 there and not 01" in why_not_opened(b"\x09" * 64, 3)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
