@@ -225,7 +225,7 @@ def measure(model: Path, size: Size, threads: int) -> dict[str, float]:
     os.environ |= trainer_env(TrainerConfig(num_threads=threads))  # the same for all contenders
     figures: dict[str, float] = {"threads": threads}
     megatron = ("megatron",) if importlib.util.find_spec("megatron") is not None else ()
-    for rival in (*LOOPS, *megatron, "bare_model"):
+    for rival in (*megatron, *LOOPS, "bare_model"):
         contenders = Contenders(("engine", rival), model, threads)
         try:
             figures |= compare(contenders, rival, size)

@@ -66,6 +66,7 @@ def test_what_megatron_cannot_do_is_refused(make: Any, options: dict[str, Any], 
     [
         ({"tensor_model_parallel_size": 2}, "set TrainerConfig.tensor_parallel instead"),
         ({"num_layers": 3}, "follows from the model or the engine and cannot be chosen"),
+        ({"layernorm_zero_centered_gamma": True}, "follows from the model or the engine and cannot be chosen"),
         ({"model_provider": "mine"}, "is 'mine'; it must be 'module:function'"),
     ],
 )

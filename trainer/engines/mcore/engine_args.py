@@ -29,6 +29,7 @@ _FIXED = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "normalization", "qk_layernorm"),
     *("gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "layernorm_epsilon"),
+    *("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "persist_layer_norm"),
     *("use_cpu_initialization", "perform_initialization", "expert_tensor_parallel_size"),
     *("moe_token_dispatcher_type", "moe_router_load_balancing_type", "moe_router_pre_softmax"),
 }
