@@ -2,7 +2,9 @@
 
     ToolEnv(env=MathProblems(...), tools=(MCPServer(command=("python", "-m", "my_server")),))
 
-The server starts when the first problem is made, serves all episodes of this process and ends with it. What one episode
+The server starts when the first problem is made, serves all episodes of this process and ends with it. A run makes its
+held-out problems before it starts trainer and generator, so it refuses there a server that does not work. A script can
+start the server earlier, without holding up its event loop: `await asyncio.to_thread(server.tools)`. What one episode
 changes in the server, others see. Protocol: https://modelcontextprotocol.io/specification
 """
 
@@ -38,7 +40,10 @@ class MCPServer:
             raise ValueError(f"MCPServer.command is {self.command}; it must begin with a program that can be run")
 
     def tools(self) -> tuple[Tool, ...]:
-        """The server's tools, in its order. The first call starts it. Raises ValueError if it names none in time."""
+        """The server's tools, in its order. The first call starts it, and waits until it has named them.
+
+        Any thread may call this. Raises ValueError if the server names none within `start_time_limit_s`.
+        """
         with _starting:
             return _connected(self).tools
 

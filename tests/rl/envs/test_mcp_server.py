@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, a child process."""
+"""Tools of MCP servers, child processes: one that is written out, and the package's own, which is slow to start."""
 
 import asyncio
 import json
@@ -18,16 +18,17 @@ from rl.protocols import Done, Observation
 from tests.rl.envs.test_tools import CALCULATE, Sums
 
 WORDS = str(Path(__file__).with_name("mcp_words.py"))
-SERVER = MCPServer(command=(sys.executable, WORDS))
+PLAIN = str(Path(__file__).with_name("plain_words.py"))
 
 
 def call(name: str, **arguments: str) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def test_an_episode_uses_the_tools_of_a_server_and_functions() -> None:
-    env = ToolEnv(env=Sums(), tools=(CALCULATE, SERVER))
-    assert env.name == f"sums with calculate, {sys.executable} {WORDS}"
+@pytest.mark.parametrize("script", [PLAIN, pytest.param(WORDS, marks=pytest.mark.slow)], ids=["plain", "package"])
+def test_an_episode_uses_the_tools_of_a_server_and_functions(script: str) -> None:
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, MCPServer(command=(sys.executable, script))))
+    assert env.name == f"sums with calculate, {sys.executable} {script}"
     (problem,) = env.train_problems(0, 0, 1)
     assert [tool["function"]["name"] for tool in problem.tools] == ["calculate", "count_letters", "fail"]
     assert problem.tools[1]["function"]["parameters"]["required"] == ["word"]
@@ -83,6 +84,7 @@ def test_what_is_no_server_is_refused() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    env = ToolEnv(env=Sums(), tools=(SERVER, SERVER))
+    server = MCPServer(command=(sys.executable, PLAIN))
+    env = ToolEnv(env=Sums(), tools=(server, server))
     with pytest.raises(ValueError, match=r"ToolEnv\.tools has two functions of one name: count_letters, fail, count"):
         env.train_problems(0, 0, 1)
