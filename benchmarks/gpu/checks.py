@@ -54,16 +54,16 @@ CHECKS = (
         limit_s=150.0,
     ),
     Check(
-        name="weights",
-        what="A push and a pull from GPU to GPU take at most three copies within a GPU.",
-        module="benchmarks.gpu.weights",
-        limit_s=45.0,
-    ),
-    Check(
         name="utilisation",
         what="A 1.7B Qwen3 computes at a good part of the matrix peak, and faster than a transformers loop.",
         module="benchmarks.gpu.utilisation",
         limit_s=210.0,
+    ),
+    Check(
+        name="weights",
+        what="A push and a pull from GPU to GPU take at most three copies within a GPU.",
+        module="benchmarks.gpu.weights",
+        limit_s=45.0,
     ),
     Check(
         name="placement",
