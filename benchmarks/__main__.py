@@ -9,6 +9,7 @@ from benchmarks import results_page
 from benchmarks.harness import REPOSITORY, parser
 
 BENCHMARKS = (
+    "startup",
     "step",
     "checkpoint_cost",
     "weight_sync",

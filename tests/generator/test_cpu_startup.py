@@ -1,0 +1,99 @@
+"""An engine on the CPU starts without what it never uses."""
+
+import copy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator._cpu_startup import without_compiler
+from tests.generator.conftest import EngineFactory
+from tests.generator.served_models import served_llama
+
+COMPILER = ("torch._inductor.lowering", "torch._inductor.compile_fx")
+START = """
+import sys
+from pathlib import Path
+from generator.actor import VLLMGenerator
+from generator.config import GeneratorConfig
+generator = VLLMGenerator(GeneratorConfig(model=Path(sys.argv[1]), dtype="float32", max_model_len=64))
+print(*sorted(set(sys.argv[2:]) & set(sys.modules)))
+generator._engine.close()
+import vllm.env_override
+assert vllm.env_override._patch_inductor_fallback_allow_list
+"""
+
+
+def test_functions_that_are_marked_for_the_compiler_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.env_override", raising=False)
+    compiler: Any = torch.compile
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    with without_compiler():
+        assert torch.compile(double) is double
+        assert torch.compile(dynamic=True)(double) is double
+        assert "vllm.env_override" in sys.modules
+    assert torch.compile is compiler
+    assert "vllm.env_override" not in sys.modules
+
+
+def test_patches_of_the_compiler_that_are_there_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.env_override", copy)
+    with pytest.raises(KeyError), without_compiler():
+        raise KeyError
+    assert sys.modules["vllm.env_override"] is copy
+
+
+@pytest.mark.vllm
+def test_triton_kernels_are_replaced_wherever_something_refers_to_them(
+    build_engine: EngineFactory, tmp_path: Path
+) -> None:
+    build_engine(served_llama(tmp_path / "model", tied=True), "float32").close()
+    from vllm.triton_utils import dispatcher
+
+    kernels: Any = dispatcher
+    originals = [original for original, _ in kernels._registry.values()]
+    assert originals
+    assert kernels.sys is sys
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()):
+            assert not any(value is original for original in originals), name
+
+
+@pytest.mark.vllm
+def test_tokenizers_are_copied_for_threads_that_use_them(
+    build_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+    original = copy.deepcopy
+
+    def counted(value: Any, memo: Any = None) -> Any:
+        copied.append(value)
+        return original(value, memo)
+
+    from vllm.tokenizers import hf
+
+    monkeypatch.setattr(hf, "copy", type("Copying", (), {"copy": copy.copy, "deepcopy": staticmethod(counted)}))
+    engine = build_engine(served_llama(tmp_path / "model", tied=True), "float32")
+    assert not copied
+    tokenizer: Any = engine.llm.renderer.tokenizer
+    with ThreadPoolExecutor(4) as threads:
+        encoded = list(threads.map(tokenizer.encode, ["w3 w5 w8"] * 100))
+    assert encoded == [encoded[0]] * 100
+    assert len(encoded[0]) == 3
+    assert 1 <= len(copied) <= 4
+
+
+@pytest.mark.slow
+def test_a_generator_starts_without_the_compiler(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    command = [sys.executable, "-c", START, str(model), *COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == ""
