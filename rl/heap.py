@@ -7,6 +7,7 @@ again: on a virtual machine whose host takes unused memory away, the next step o
 takes twice its time. So it is handed back only once the process has grown beyond what several steps needed.
 """
 
+import ctypes
 import gc
 import resource
 from collections.abc import Callable
@@ -52,6 +53,21 @@ def hand_back_garbage() -> None:
     """
     gc.collect()
     hand_back_memory()
+
+
+def touch(num_bytes: int) -> None:
+    """Makes glibc hold that much freed memory which the kernel has already given, for what is allocated next.
+
+    With the settings of `rl.hardware.cpu_malloc_env` glibc keeps it. A step that needs fresh memory waits for every
+    page of it, on a virtual machine for seconds per gigabyte. Other threads run meanwhile, so this is for a thread
+    beside them. Does nothing where there is not so much memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+    if block := libc.malloc(num_bytes):
+        ctypes.memset(block, 0, num_bytes)
+        libc.free(block)
 
 
 def _resident_bytes() -> int:
