@@ -8,10 +8,8 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from generator.config import LORA_RANKS, GeneratorConfig
-from rl.hardware import cpu_features, cpu_malloc_env
+from rl.hardware import cpu_features, cpu_malloc_env, sees_gpu
 from rl.hf_config import read_config
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 
@@ -80,7 +78,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     }
     if config.tensor_parallel > 1:
         options["distributed_executor_backend"] = "external_launcher"
-    if not torch.cuda.is_available():
+    if not sees_gpu():
         options |= {
             "enforce_eager": True,  # compiling takes 25 s longer than it saves in an hour
             "ir_op_priority": {"rms_norm": [CPU_KERNELS], "fused_add_rms_norm": [CPU_KERNELS]},
@@ -95,7 +93,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
-    if config.placement == "colocated" and torch.cuda.is_available():
+    if config.placement == "colocated" and sees_gpu():
         # A trainer's process keeps a little of the memory in the generator's turns, for CUDA itself and NCCL.
         options |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.8}
     if config.lora is not None:
@@ -110,7 +108,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
 
 
 def _has_gpu(told: bool | None) -> bool:
-    return torch.cuda.is_available() if told is None else told
+    return sees_gpu() if told is None else told
 
 
 def _adaptable_modules(config: GeneratorConfig) -> list[str]:
@@ -135,6 +133,8 @@ def cpu_block_size(dtype: str) -> int:
 
 def _kv_cache_bytes(config: GeneratorConfig) -> int:
     """Size of one rank's keys and values of `max_num_seqs` sequences of full length."""
+    import torch  # takes a second to load; the controller needs only the rest of this file
+
     model = read_config(config.model)
     num_heads = model["num_attention_heads"]
     kv_heads = -(-model.get("num_key_value_heads", num_heads) // config.tensor_parallel)

@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +37,23 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         return frozenset()
     told = (line for line in lines if line.lower().startswith(("vendor_id", "flags", "features")))
     return frozenset(word for line in told for word in line.partition(":")[2].split())
+
+
+def is_cpu_build() -> bool:
+    """Whether torch, which takes a second to load, need not be asked for GPUs: it is a build for CPUs.
+
+    False if torch is loaded already.
+    """
+    return "torch" not in sys.modules and version("torch").endswith("+cpu")
+
+
+def sees_gpu() -> bool:
+    """Whether torch can compute on a GPU of this host. Loads torch unless its version says that it cannot."""
+    if is_cpu_build():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def cpu_malloc_env() -> dict[str, str]:

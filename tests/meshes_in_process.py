@@ -11,6 +11,7 @@ import threading
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import pytest
@@ -85,7 +86,7 @@ class InProcessMesh(Mesh):
     async def spawn(
         cls,
         name: str,
-        actor: type[Actor],
+        actor: type[Actor] | str,
         *args: Any,
         num_ranks: int,
         env: Mapping[str, str],
@@ -99,7 +100,8 @@ class InProcessMesh(Mesh):
         log_dir.mkdir(parents=True, exist_ok=True)
         log_file = log_dir / f"{name}-0.log"
         log_file.touch()
-        return cls(name, actor(*args), log_file)
+        made = resolve_name(actor) if isinstance(actor, str) else actor
+        return cls(name, made(*args), log_file)
 
     def rank(self, index: int) -> Any:
         """The only actor."""

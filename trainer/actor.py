@@ -1,6 +1,5 @@
 """`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Literal
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.hardware import cpu_malloc_env
 from rl.heap import Heap
 from rl.lora import LoRAConfig
 from rl.losses import Loss
@@ -26,28 +24,8 @@ from trainer.push import WeightPublisher
 WeightDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that a generator may serve."""
 
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what a user has set stays
-
 ADAPTER_FOLDER = "adapter"
 """The folder, within the directory of a merged model, that holds the adapter itself."""
-
-
-def trainer_env(config: TrainerConfig, *, has_gpu: bool | None = None) -> dict[str, str]:
-    """Environment variables of each trainer process, to be set before it imports anything.
-
-    `has_gpu` says whether the host that computes has a GPU; None stands for this host.
-    """
-    env = {
-        "OMP_NUM_THREADS": str(config.num_threads),
-        # Spinning threads stall each other when ranks, or a generator, share the cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
-        env |= cpu_malloc_env()  # saves a quarter of the time of a small model's step
-    elif not os.environ.keys() & set(_ALLOCATOR):
-        # Every row has another length; without this, freed blocks fit no later row and memory falls to pieces.
-        env[_ALLOCATOR[0]] = "expandable_segments:True"
-    return env
 
 
 @dataclass(frozen=True, slots=True)

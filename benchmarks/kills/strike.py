@@ -84,8 +84,8 @@ class Strike:
         Strike.installed = True
         for (owner, name), phase in _CALLS.items():
             setattr(owner, name, self._watched(getattr(owner, name), phase))
-        setattr(trainer_mesh, "PolicyTrainer", ObedientTrainer)  # noqa: B010  (a name that pyright knows as a class)
-        setattr(generator_handle, "VLLMGenerator", ObedientGenerator)  # noqa: B010
+        trainer_mesh.ACTOR = f"{__name__}:ObedientTrainer"
+        generator_handle.ACTOR = f"{__name__}:ObedientGenerator"
         begin_step, evaluate, strike = Run.begin_step, RolloutSource.evaluate, self
 
         def noting_step(run: Run, step: int) -> Any:

@@ -18,7 +18,6 @@ from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
 from controller.meshes.version_records import VersionRecords
-from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.engine_status import EngineStatus, EngineStoppedError
 from generator.openai_calls import OpenAICall, OpenAIReply
@@ -29,6 +28,8 @@ from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 T = TypeVar("T")
 
+ACTOR = "generator.actor:VLLMGenerator"
+"""The class of the ranks' actors. By its name, so that it is imported while the processes start."""
 _PROBE_S = 2.0  # between two looks at the engines
 _ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
 
@@ -82,7 +83,7 @@ class GeneratorHandle:
         check_hardware(config, has_gpu=has_gpu)
         mesh = await Mesh.spawn(
             name,
-            VLLMGenerator,
+            ACTOR,
             config,
             num_ranks=config.tensor_parallel,
             env={**generator_env(config, has_gpu=has_gpu), **gpu_env(gpus)},

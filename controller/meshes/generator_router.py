@@ -24,7 +24,6 @@ from generator.config import OnFailure
 from rl.checks import check_at_least, check_known
 from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weights.manifest import PublisherGoneError
 
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
@@ -277,6 +276,8 @@ class GeneratorRouter:
 
     async def _catch_up(self, replica: Replica) -> None:
         """Has a new generator pull what the other replicas have pulled, until it has all and no pull is in progress."""
+        from rl.weights.manifest import PublisherGoneError  # loads torch
+
         pulled: dict[Policy, int | None] = {}
         while behind := [
             policy

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rl.hardware import is_cpu_build
+
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -78,6 +80,8 @@ class GPUPool:
 
 def gpus_here() -> tuple[str, ...]:
     """The names of the GPUs that the controller may use, found without initializing CUDA in this process."""
+    if is_cpu_build():
+        return ()
     names = tuple(name.strip() for name in os.environ.get(_VARIABLE, "").split(","))
     if names[0].startswith("MIG-"):
         # torch can count MIG instances only by initializing CUDA, which would put a context on one of them.

@@ -127,7 +127,7 @@ class Launcher:
             _with_model(generator, model).check_model()
             check_lora(config, generator)
             self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
-        # Imported here, because it loads torch: a mistake in a recipe should not have to wait for that.
+        # Imported here, because it may load torch: other mistakes in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
 
         # Other hosts are asked for their hardware when the trainer starts.
@@ -257,7 +257,10 @@ class Launcher:
         root = self._root
 
         async def start() -> "WeightStore":
-            from controller.meshes.store import WeightStore
+            from controller.meshes.mesh import OTHERS_FIRST_S
+
+            await asyncio.sleep(OTHERS_FIRST_S)
+            from controller.meshes.store import WeightStore  # loads torch
 
             running = await WeightStore.launch(
                 root._log_dir, hosts=root._seats.store(), generator_hosts=root._seats.generator_hosts

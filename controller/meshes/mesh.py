@@ -11,8 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar, cast
 
 # Monarch reads these variables once, when it is imported, so they are set before the import.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process after 1 s, not 10 s
@@ -37,6 +39,8 @@ from rl.deadlines import Deadlines
 
 T = TypeVar("T")
 
+OTHERS_FIRST_S = 0.02
+"""How long a start waits before it loads torch here, so that others that begin now start their processes first."""
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
@@ -44,12 +48,16 @@ _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been
 _DEATH_IS_TOLD_S = 1.0  # within which Monarch tells this process that another has died
 
 
-class _PidActor(Actor):
-    """Knows the id of the operating-system process that a rank runs in."""
+class _Process(Actor):
+    """The operating-system process that a rank runs in."""
 
     @endpoint
     async def pid(self) -> int:
         return os.getpid()
+
+    @endpoint
+    async def load(self, module: str) -> None:
+        import_module(module)
 
 
 def _prepare_process() -> None:
@@ -132,7 +140,7 @@ class Mesh:
     async def spawn(
         cls,
         name: str,
-        actor: type[Actor],
+        actor: type[Actor] | str,
         *args: Any,
         num_ranks: int,
         env: Mapping[str, str],
@@ -141,6 +149,9 @@ class Mesh:
         hosts: Place | None = None,
     ) -> "Mesh":
         """Starts `num_ranks` processes, each with `actor(*args)` in it, on `hosts` or else on this host.
+
+        `actor` may be a name, "module:class". Then the processes import its module while this one does, which takes
+        seconds if it loads torch.
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
@@ -159,11 +170,18 @@ class Mesh:
 
         host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
         procs = host_mesh.spawn_procs(per_host, bootstrap=_prepare_process, bootstrap_command=command, name=name)
-        pid_actors = procs.spawn(f"{name}_process", _PidActor)
+        process = procs.spawn(f"{name}_process", _Process)
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
         mesh.calls = Calls(name, processes, deadlines)
         try:
-            pids = tuple((await mesh.answer(pid_actors.pid.call(), "start")).values())
+            asked, loaded = process.pid.call(), None
+            if isinstance(actor, str):
+                loaded = process.load.call(actor.partition(":")[0])
+                await asyncio.sleep(OTHERS_FIRST_S)
+                actor = cast(type[Actor], resolve_name(actor))
+            pids = tuple((await mesh.answer(asked, "start")).values())
+            if loaded is not None:
+                await mesh.answer(loaded, "start")
             async with asyncio.timeout(deadlines.first_s):
                 mesh.calls = Calls(name, await place.processes(name, pids, log_files), deadlines)
                 await setup_torch_elastic_env_async(procs, *await place.master())

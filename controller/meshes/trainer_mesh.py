@@ -6,7 +6,7 @@ The handles of all policies of a trainer share one: the model's own, and that of
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
@@ -15,12 +15,17 @@ from controller.meshes.run_files import RunFiles
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
-from trainer.actor import PolicyTrainer, WeightDtype, trainer_env
 from trainer.config import TrainerConfig
-from trainer.engines.base import RankFailureError
 from trainer.engines.model_check import ModelLimits, check_model
+from trainer.environment import trainer_env
+
+if TYPE_CHECKING:  # the import would load torch
+    from trainer.actor import WeightDtype
 
 T = TypeVar("T")
+
+ACTOR = "trainer.actor:PolicyTrainer"
+"""The class of the ranks' actors. By its name, so that it is imported while the processes start."""
 
 
 def _no_meshes() -> Sequence[Mesh]:
@@ -57,7 +62,7 @@ class TrainerMesh:
     async def launch(
         cls,
         config: TrainerConfig,
-        generator_dtype: WeightDtype | None,
+        generator_dtype: "WeightDtype | None",
         log_dir: Path,
         *,
         name: str = "trainer",
@@ -80,7 +85,7 @@ class TrainerMesh:
         limits = limits or check_model(config)
         env = {**trainer_env(config, has_gpu=None if hosts is None else hosts.has_gpu), **gpu_env(gpus)}
         mesh = await Mesh.spawn(
-            *(name, PolicyTrainer, config, generator_dtype, transport),
+            *(name, ACTOR, config, generator_dtype, transport),
             num_ranks=config.num_ranks,
             env=env,
             log_dir=log_dir,
@@ -165,4 +170,6 @@ async def _traits(mesh: Mesh) -> tuple[bool, float]:
 
 
 def _is_consequence(error: BaseException) -> bool:
+    from trainer.engines.base import RankFailureError  # loads torch
+
     return isinstance(error, RankFailureError)

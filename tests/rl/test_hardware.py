@@ -1,10 +1,13 @@
-"""The dtype that a CPU computes fast, from the list of features as Linux prints it."""
+"""The dtype that a CPU computes fast, from the list of features as Linux prints it; and whether there is a GPU."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from configs.grpo_smollm2_cpu import recipe
+from rl import hardware
 from rl.hardware import cpu_dtype
 
 
@@ -38,3 +41,15 @@ def test_float32_where_the_features_cannot_be_read(tmp_path: Path) -> None:
 def test_the_recipe_computes_generates_and_pushes_in_one_dtype() -> None:
     config = recipe()
     assert config.trainer.compute_dtype == config.generator.dtype == cpu_dtype()
+
+
+def test_a_build_for_cpus_is_not_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0+cpu"}.__getitem__)
+    assert not hardware.sees_gpu()
+    assert "torch" not in sys.modules
+    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0"}.__getitem__)
+    assert not hardware.is_cpu_build()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0+cpu"}.__getitem__)
+    assert hardware.sees_gpu(), "torch is loaded, so it can be asked"

@@ -1,16 +1,19 @@
 """Training backends, one folder each. `trainer.engine_table` lists them."""
 
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from trainer.config import TrainerConfig
 from trainer.engine_table import ENGINES, find_engine
-from trainer.engines.base import Engine
 from trainer.engines.model_check import check_model
+
+if TYPE_CHECKING:  # the import would load torch
+    from trainer.engines.base import Engine
 
 __all__ = ["ENGINES", "load_engine"]
 
 
-def load_engine(config: TrainerConfig) -> Engine:
+def load_engine(config: TrainerConfig) -> "Engine":
     """Builds this rank's engine. With several ranks, torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 
     Raises ValueError for a model or a layout that the engine cannot train.

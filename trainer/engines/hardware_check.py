@@ -2,8 +2,7 @@
 
 import importlib.util
 
-import torch
-
+from rl.hardware import sees_gpu
 from trainer.config import TrainerConfig
 
 
@@ -16,6 +15,8 @@ def check_hardware(config: TrainerConfig, *, has_experts: bool) -> None:
 
 
 def _check_float8(config: TrainerConfig) -> None:
+    import torch  # takes a second to load, and few options need it
+
     needed, family = ((9, 4), "an AMD GPU") if torch.version.hip else ((8, 9), "an NVIDIA GPU")
     missing = [] if _capability() >= needed else [f"{family} of compute capability {needed[0]}.{needed[1]} or later"]
     if importlib.util.find_spec("torchao") is None:
@@ -30,7 +31,11 @@ def _check_float8(config: TrainerConfig) -> None:
 
 
 def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if not sees_gpu():
+        return (0, 0)
+    import torch
+
+    return torch.cuda.get_device_capability()
 
 
 def _check_compile(config: TrainerConfig, has_experts: bool) -> None:
@@ -39,7 +44,7 @@ def _check_compile(config: TrainerConfig, has_experts: bool) -> None:
             "TrainerConfig.compile is True and compute_dtype is 'float32'; torch compiles experts in bfloat16 only, so "
             "compute_dtype must be 'bfloat16', or compile False"
         )
-    if torch.cuda.is_available():
+    if sees_gpu():
         return
     if has_experts or config.tensor_parallel > 1:
         reason = "the model has experts" if has_experts else f"tensor_parallel is {config.tensor_parallel}"

@@ -1,7 +1,10 @@
 """A launcher refuses mistakes before any process starts."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -112,3 +115,38 @@ def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, m
         "generator-0": "6",
         "generator-1": "7",
     }
+
+
+_STARTS = """
+import asyncio, os, sys
+from pathlib import Path
+from controller.meshes.launch import Launcher
+from controller.meshes.mesh import Mesh
+from generator.config import GeneratorConfig
+from trainer.config import TrainerConfig
+
+async def spawn(name, actor, *args, **options):
+    print(name, "torch" in sys.modules, flush=True)
+    if name == "generator":
+        os._exit(0)
+    await asyncio.sleep(60)
+
+async def main(model):
+    Mesh.spawn = spawn
+    async with Launcher(model / "logs") as launcher:
+        config = GeneratorConfig(dtype="float32", max_model_len=64)
+        starts = launcher.trainer(model, TrainerConfig(), generator=config), launcher.generator(model, config)
+        await asyncio.gather(*starts)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="another build of torch is asked for GPUs first")
+def test_processes_start_before_the_controller_loads_torch(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", **SERVABLE)
+    command = [sys.executable, "-c", _STARTS, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["trainer False", "generator False"], done.stdout
