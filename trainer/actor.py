@@ -1,6 +1,7 @@
 """`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ from typing import Literal
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.heap import Heap
+from rl.heap import Heap, touch
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.startup import without_garbage_collection
@@ -51,6 +52,7 @@ class PolicyTrainer(Actor):
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
+        self._touches = config.num_ranks == 1  # once; several ranks hold parts, whose sizes a push does not tell
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
         publisher = WeightPublisher(
@@ -120,8 +122,14 @@ class PolicyTrainer(Actor):
     async def push_model_state_dict(self, policy: str | None) -> VersionRecord | None:
         """Publishes the current weights in the generator's dtype; `WeightPublisher.publish` says what it returns."""
         engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
+        sizes: list[int] = []
         with engine.memory.phase("push_model_state_dict"):
-            return await publisher.publish(engine.policy_version, engine.hf_parameters())
+            record = await publisher.publish(engine.policy_version, _counted(engine.hf_parameters(), sizes))
+        if self._heap is not None and self._touches and engine.policy_version == 0:
+            self._touches = False
+            # The generator evaluates now. The first step will need room for a gradient and AdamW's two moments.
+            threading.Thread(target=touch, args=(3 * sum(sizes),), name="touch", daemon=True).start()
+        return record
 
     @endpoint
     async def save_checkpoint(self, policy: str | None, path: Path, asynchronous: bool, keep_last: int | None) -> None:
@@ -157,3 +165,12 @@ class PolicyTrainer(Actor):
         engine = self._policies[policy].engine
         with engine.memory.phase("export_peft"):
             engine.export_peft(path, torch.float32)
+
+
+def _counted(
+    named_parameters: Iterator[tuple[str, torch.Tensor]], sizes: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same parameters. Appends the bytes of each to `sizes`."""
+    for name, parameter in named_parameters:
+        sizes.append(parameter.nbytes)
+        yield name, parameter

@@ -1,0 +1,47 @@
+"""What one rank's actor adds to its engine."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+import trainer.actor
+from controller.meshes.mesh import Mesh
+from controller.meshes.trainer_mesh import ACTOR
+from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama
+from rl.types import AdamParams
+from tests.meshes_in_process import meshes_in_process
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+
+
+def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"), compute_dtype="float32")
+    touched: list[int] = []
+    monkeypatch.setattr(trainer.actor, "touch", touched.append)
+
+    async def pushes() -> list[int]:
+        mesh = await Mesh.spawn("trainer", ACTOR, config, "float32", "auto", num_ranks=1, env={}, log_dir=tmp_path)
+        rank, versions = mesh.rank(0), list[int]()
+        try:
+            for _ in range(2):
+                versions.append((await rank.push_model_state_dict.call_one(None)).version)
+            loss = get_loss("cross_entropy")
+            await rank.forward_backward.call_one(None, [random_batch((5, 9))], loss)
+            await rank.optim_step.call_one(None, AdamParams(learning_rate=1e-4), 1.0)
+            versions.append((await rank.push_model_state_dict.call_one(None)).version)
+        finally:
+            await mesh.stop()
+        return versions
+
+    with meshes_in_process():
+        assert asyncio.run(pushes()) == [0, 0, 1]
+    for thread in threading.enumerate():
+        if thread.name == "touch":
+            thread.join()
+    engine = load_engine(config)
+    assert touched == [sum(3 * 4 * parameter.numel() for _, parameter in engine.hf_parameters())]
