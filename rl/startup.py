@@ -8,10 +8,15 @@ cycles waits for minutes.
 
 import contextlib
 import gc
+import os
 import sys
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Sequence
 from importlib import import_module
 from types import ModuleType
+
+_PATIENT = 10
+"""What Linux adds to a thread's `nice` value: a tenth of the processor where another process wants all of it."""
 
 
 @contextlib.contextmanager
@@ -48,3 +53,26 @@ def import_for_good(name: str) -> ModuleType:
         module = import_module(name)
         gc.freeze()  # vLLM collects explicitly while it builds an engine
     return module
+
+
+def import_patiently(names: Sequence[str]) -> None:
+    """Imports modules while other processes that want the cores go first.
+
+    A thread of its own does it, at a low priority: no priority can be raised again without rights.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT)
+        try:
+            for name in names:
+                import_module(name)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="imports")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]

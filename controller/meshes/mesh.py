@@ -6,12 +6,9 @@ This is the only file that knows how Monarch runs processes. The handles that ar
 import asyncio
 import atexit
 import contextlib
-import ctypes
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar, cast
@@ -25,57 +22,24 @@ os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
 import monarch.actor
-from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
-from monarch.actor import Actor, ActorError, default_bootstrap_cmd, endpoint
+from monarch.actor import Actor, ActorError
 from monarch.spmd import setup_torch_elastic_env_async
 
 from controller.meshes.calls import Calls, ProcessDiedError, Wait
 from controller.meshes.errors import DeadlineError
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.rank import Rank, answering
-from controller.meshes.rank_processes import RankProcesses, answer_stack_signal
+from controller.meshes.rank_processes import RankProcesses
+from controller.meshes.rank_start import OTHERS_FIRST_S, RankProcess, command_of_rank, prepare_process
 from rl.deadlines import Deadlines
 
 T = TypeVar("T")
 
-OTHERS_FIRST_S = 0.02
-"""How long a start waits before it loads torch here, so that others that begin now start their processes first."""
-_LOG_FILE = "OWNLOOP_LOG_FILE"
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
 _DEATH_IS_TOLD_S = 1.0  # within which Monarch tells this process that another has died
-
-
-class _Process(Actor):
-    """The operating-system process that a rank runs in."""
-
-    @endpoint
-    async def pid(self) -> int:
-        return os.getpid()
-
-    @endpoint
-    async def load(self, module: str) -> None:
-        import_module(module)
-
-
-def _prepare_process() -> None:
-    """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
-
-    Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
-    """
-    # Slurm and systemd send SIGTERM to every process of a job at once. A process of a mesh has to live until the
-    # controller has saved the run. Python sets handlers in the main thread only, which is not this one.
-    libc = ctypes.CDLL(None)
-    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        libc.signal(number, int(signal.SIG_IGN))
-    log = os.open(os.environ[_LOG_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    answer_stack_signal()
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
@@ -147,11 +111,13 @@ class Mesh:
         log_dir: Path,
         deadlines: Deadlines | None = None,
         hosts: Place | None = None,
+        loads: Sequence[str] = (),
+        urgent: bool = False,
     ) -> "Mesh":
         """Starts `num_ranks` processes, each with `actor(*args)` in it, on `hosts` or else on this host.
 
-        `actor` may be a name, "module:class". Then the processes import its module while this one does, which takes
-        seconds if it loads torch.
+        `actor` may be a name, "module:class". Then the processes import its module, and those in `loads`, while this
+        one imports it. Where cores are few, they leave them to `urgent` meshes meanwhile.
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
@@ -162,30 +128,18 @@ class Mesh:
         log_dir.mkdir(parents=True, exist_ok=True)
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
         deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
-        processes = await place.processes(name, (), log_files)
-
-        def command(point: Any) -> BootstrapCommand:
-            own = {**place.env(point.rank, log_files), _LOG_FILE: str(place.log_file(point.rank, log_files))}
-            return default_bootstrap_cmd().with_env({**env, **own})
-
+        processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
         host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
-        procs = host_mesh.spawn_procs(per_host, bootstrap=_prepare_process, bootstrap_command=command, name=name)
-        process = procs.spawn(f"{name}_process", _Process)
+        procs = host_mesh.spawn_procs(per_host, bootstrap=prepare_process, bootstrap_command=command, name=name)
+        process = procs.spawn(f"{name}_process", RankProcess)
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
         mesh.calls = Calls(name, processes, deadlines)
         try:
-            asked, loaded = process.pid.call(), None
-            if isinstance(actor, str):
-                loaded = process.load.call(actor.partition(":")[0])
-                await asyncio.sleep(OTHERS_FIRST_S)
-                actor = cast(type[Actor], resolve_name(actor))
-            pids = tuple((await mesh.answer(asked, "start")).values())
-            if loaded is not None:
-                await mesh.answer(loaded, "start")
+            pids, made = await mesh._loaded(process, actor, loads, urgent=urgent)
             async with asyncio.timeout(deadlines.first_s):
                 mesh.calls = Calls(name, await place.processes(name, pids, log_files), deadlines)
                 await setup_torch_elastic_env_async(procs, *await place.master())
-            mesh.actors = procs.spawn(name, answering(actor), *args)
+            mesh.actors = procs.spawn(name, answering(made), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
             atexit.unregister(_LastDeath.wait_until_told)
             atexit.register(_LastDeath.wait_until_told)
@@ -197,6 +151,20 @@ class Mesh:
             await mesh.stop()
             raise
         return mesh
+
+    async def _loaded(
+        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], *, urgent: bool
+    ) -> tuple[tuple[int, ...], type[Actor]]:
+        """The ids of the processes, once these have their modules, and the class of their actors."""
+        asked, loaded = process.pid.call(), None
+        if isinstance(actor, str):
+            loaded = process.load.call([actor.partition(":")[0], *loads], urgent)
+            await asyncio.sleep(OTHERS_FIRST_S)
+            actor = cast(type[Actor], resolve_name(actor))
+        pids = tuple((await self.answer(asked, "start")).values())
+        if loaded is not None:
+            await self.answer(loaded, "start")
+        return pids, actor
 
     @property
     def num_ranks(self) -> int:

@@ -13,7 +13,6 @@ import torchstore
 from monarch.actor import endpoint, get_or_spawn_controller
 from torchstore.api import DEFAULT_TORCHSTORE_NAME
 from torchstore.controller import Controller, StorageInfo
-from torchstore.storage_volume import StorageVolume
 from torchstore.transport.pipe import Request
 
 from controller.meshes.errors import DeadlineError
@@ -21,6 +20,7 @@ from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
 from controller.meshes.weight_receivers import GeneratorHost, WeightReceivers
 
+_VOLUME = "torchstore.storage_volume:StorageVolume"
 _START_S = 60.0
 _STOP_S = 5.0
 
@@ -91,7 +91,7 @@ class WeightStore:
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
         strategy = torchstore.SingletonStrategy()
         mesh = await Mesh.spawn(
-            "store", StorageVolume, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir, hosts=hosts
+            "store", _VOLUME, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir, hosts=hosts
         )
         try:
             async with asyncio.timeout(_START_S):

@@ -16,6 +16,7 @@ from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
 from trainer.config import TrainerConfig
+from trainer.engine_table import find_engine
 from trainer.engines.model_check import ModelLimits, check_model
 from trainer.environment import trainer_env
 
@@ -76,21 +77,21 @@ class TrainerMesh:
     ) -> "TrainerMesh":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`; with a `generator_dtype` of None they cannot be
-        pushed. `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by
-        default all. `hosts` are other hosts to run on. `limits` is `check_model(config)`, if it is known already.
+        Weights are pushed in `generator_dtype` over `transport`; without it they cannot be. `name` is for log file
+        names and errors. `gpus` are this host's, one per rank; by default all. `hosts` are other hosts to run on.
+        `limits` is `check_model(config)`, if it is known already.
 
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
         limits = limits or check_model(config)
-        env = {**trainer_env(config, has_gpu=None if hosts is None else hosts.has_gpu), **gpu_env(gpus)}
         mesh = await Mesh.spawn(
             *(name, ACTOR, config, generator_dtype, transport),
             num_ranks=config.num_ranks,
-            env=env,
+            env={**trainer_env(config, has_gpu=None if hosts is None else hosts.has_gpu), **gpu_env(gpus)},
             log_dir=log_dir,
             deadlines=config.deadlines,
             hosts=hosts,
+            loads=[find_engine(config.engine).engine.partition(":")[0]],
         )
         try:
             share_prefixes, rate = await _traits(mesh)

@@ -1,0 +1,68 @@
+"""What a rank's process does before its actor is there: where its output goes, its signals, and what it imports."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import Actor, default_bootstrap_cmd, endpoint
+
+from controller.meshes.place import Place
+from controller.meshes.rank_processes import answer_stack_signal
+from rl.startup import import_patiently
+
+OTHERS_FIRST_S = 0.02
+"""How long a start waits before it loads torch here, so that others that begin now start their processes first."""
+_LOG_FILE = "OWNLOOP_LOG_FILE"
+
+
+class RankProcess(Actor):
+    """The operating-system process that a rank runs in."""
+
+    @endpoint
+    async def pid(self) -> int:
+        """Its id."""
+        return os.getpid()
+
+    @endpoint
+    async def load(self, modules: Sequence[str], urgent: bool) -> None:
+        """Imports modules. What is not urgent leaves the cores to other processes."""
+        if not urgent:
+            import_patiently(modules)
+            return
+        for module in modules:
+            import_module(module)
+
+
+def command_of_rank(
+    place: Place, log_files: tuple[Path, ...], env: Mapping[str, str]
+) -> Callable[[Any], BootstrapCommand]:
+    """For Monarch: rank -> the command that starts its process, whose environment has `env` in it."""
+
+    def command(point: Any) -> BootstrapCommand:
+        own = {**place.env(point.rank, log_files), _LOG_FILE: str(place.log_file(point.rank, log_files))}
+        return default_bootstrap_cmd().with_env({**env, **own})
+
+    return command
+
+
+def prepare_process() -> None:
+    """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
+
+    Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
+    """
+    # Slurm and systemd send SIGTERM to every process of a job at once. A process of a mesh has to live until the
+    # controller has saved the run. Python sets handlers in the main thread only, which is not this one.
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        libc.signal(number, int(signal.SIG_IGN))
+    log = os.open(os.environ[_LOG_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    answer_stack_signal()
