@@ -2,9 +2,10 @@
 
     python -m benchmarks.startup [--quick | --smoke] [--steps N] [--recipe NAME]
 
-Runs the recipe as a user does, with `ownloop run`, in processes of its own. CPU seconds are those of all its processes:
-on a machine with few cores, which they share, these are what the wait consists of. Bars: the first answer is there 12 s
-after the command, and the first step takes at most 1.5 times the median of the later ones.
+Runs the recipe twice as a user does, with `ownloop run`. The first run has one held-out problem, whose answer of a few
+tokens is the first that is sampled; the second one is the recipe's own. CPU seconds are those of all processes: on a
+machine with few cores, which they share, these are what the wait consists of. Bars: the first answer is there 12 s after
+the command, and the first step takes at most 1.5 times the median of the later ones.
 """
 
 import dataclasses
@@ -44,25 +45,23 @@ def main() -> None:
     options = options_parser.parse_args()
     num_steps = 3 if options.smoke or options.quick else options.steps
     with tempfile.TemporaryDirectory() as folder, benchmark_model(smoke=options.smoke) as model:
-        arguments = [options.recipe, "--num-steps", str(num_steps), "--checkpoint-every", "0"]
-        if options.smoke:
-            arguments = [str(smoke_recipe(Path(folder), model)), "--num-steps", str(num_steps)]
-        run = Path(folder) / "runs" / "startup"
-        began, looks, names = watch_run(arguments, run)
-        answered = first_answer(run / TIMELINE)
-        step_s = [row["seconds_step"] for row in read_metrics(run / METRICS) if "seconds_push" in row]
-    by_process = cpu_until(looks, answered, names)
+        recipe = str(smoke_recipe(Path(folder), model)) if options.smoke else options.recipe
+        runs = Path(folder) / "runs"
+        wait_s, by_process = first_answer(recipe, runs / "first-answer")
+        steps = runs / "steps"
+        watch_run([recipe, "--num-steps", str(num_steps), "--checkpoint-every", "0"], steps)
+        step_s = [row["seconds_step"] for row in read_metrics(steps / METRICS) if "seconds_push" in row]
     later_s = statistics.median(step_s[1:])
 
     print(f"{'process':<24}{'CPU seconds to the first answer':>32}")
     for name, seconds in by_process.items():
         print(f"{name:<24}{seconds:32.2f}")
-    print(f"{'first answer':<24}{answered - began:8.2f} s, {sum(by_process.values()):.2f} CPU s")
+    print(f"{'first answer':<24}{wait_s:8.2f} s, {sum(by_process.values()):.2f} CPU s")
     print(f"{'first step':<24}{step_s[0]:8.2f} s; median of the later ones {later_s:.2f} s")
     print_result(
         "startup",
         [
-            Bar(name="first_answer_s", value=answered - began, limit=12.0),
+            Bar(name="first_answer_s", value=wait_s, limit=12.0),
             Bar(name="first_step_ratio", value=step_s[0] / later_s, limit=1.5),
         ],
         {
@@ -74,6 +73,13 @@ def main() -> None:
             "seconds_later_steps": later_s,
         },
     )
+
+
+def first_answer(recipe: str, run: Path) -> tuple[float, dict[str, float]]:
+    """Seconds from the command to the answer to the only held-out problem, and each process's CPU seconds until then."""
+    began, looks, names = watch_run([recipe, "--num-steps", "1", "--num-eval", "1", "--checkpoint-every", "0"], run)
+    answered = min(end for _, name, _, _, end in read_timeline(run / TIMELINE) if name == "generate")
+    return answered - began, cpu_until(looks, answered, names)
 
 
 def watch_run(arguments: Sequence[str], run: Path) -> tuple[float, list[Look], Mapping[int, str]]:
@@ -116,11 +122,6 @@ def look(controller: psutil.Process, names: dict[int, str]) -> Look:
 def _mesh(process: psutil.Process) -> str:
     """The name of the log that a process of a mesh writes to, such as "trainer-0"; "other" for other processes."""
     return Path(process.environ().get("OWNLOOP_LOG_FILE", "other")).stem
-
-
-def first_answer(timeline: Path) -> float:
-    """When the first request for samples was answered, in seconds since 1970."""
-    return min(end for _, name, _, _, end in read_timeline(timeline) if name == "generate")
 
 
 def cpu_until(looks: Sequence[Look], until: float, names: Mapping[int, str]) -> dict[str, float]:

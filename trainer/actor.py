@@ -49,6 +49,7 @@ class PolicyTrainer(Actor):
         self._transport: WeightTransport = transport
         self._placement = config.placement
         self._compute_dtype = config.compute_dtype
+        self._moments_dtype: torch.dtype = getattr(torch, config.moments_dtype)
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
@@ -128,7 +129,9 @@ class PolicyTrainer(Actor):
         if self._heap is not None and self._touches and engine.policy_version == 0:
             self._touches = False
             # The generator evaluates now. The first step will need room for a gradient and AdamW's two moments.
-            threading.Thread(target=touch, args=(3 * sum(sizes),), name="touch", daemon=True).start()
+            moments = 2 * self._moments_dtype.itemsize / torch.float32.itemsize
+            num_bytes = int((1 + moments) * sum(sizes))
+            threading.Thread(target=touch, args=(num_bytes,), name="touch", daemon=True).start()
         return record
 
     @endpoint
