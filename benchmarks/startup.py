@@ -4,8 +4,8 @@
 
 Runs the recipe twice as a user does, with `ownloop run`. The first run has one held-out problem, whose answer of a few
 tokens is the first that is sampled; the second one is the recipe's own. CPU seconds are those of all processes: on a
-machine with few cores, which they share, these are what the wait consists of. Bars: the first answer is there 12 s after
-the command, and the first step takes at most 1.5 times the median of the later ones.
+machine with few cores, which they share, these are what the wait consists of. Bars: the first answer is there 12 s
+after the command, and the first step takes at most 1.5 times the median of the later ones.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def first_answer(recipe: str, run: Path) -> tuple[float, dict[str, float]]:
-    """Seconds from the command to the answer to the only held-out problem, and each process's CPU seconds until then."""
+    """Seconds from the command to the answer to the only held-out problem, and CPU seconds until then by process."""
     began, looks, names = watch_run([recipe, "--num-steps", "1", "--num-eval", "1", "--checkpoint-every", "0"], run)
     answered = min(end for _, name, _, _, end in read_timeline(run / TIMELINE) if name == "generate")
     return answered - began, cpu_until(looks, answered, names)

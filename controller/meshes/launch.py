@@ -257,7 +257,7 @@ class Launcher:
         root = self._root
 
         async def start() -> "WeightStore":
-            from controller.meshes.rank_start import OTHERS_FIRST_S
+            from controller.meshes.mesh import OTHERS_FIRST_S  # before Monarch is imported
 
             await asyncio.sleep(OTHERS_FIRST_S)
             from controller.meshes.store import WeightStore  # loads torch
