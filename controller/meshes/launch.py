@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # the imports would load torch and Monarch
 Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
 T = TypeVar("T")
 
+_OTHERS_FIRST_S = 0.02  # in which the processes of a trainer and a generator, which take longer, are started
+
 
 @asynccontextmanager
 async def launch(
@@ -257,9 +259,7 @@ class Launcher:
         root = self._root
 
         async def start() -> "WeightStore":
-            from controller.meshes.mesh import OTHERS_FIRST_S  # before Monarch is imported
-
-            await asyncio.sleep(OTHERS_FIRST_S)
+            await asyncio.sleep(_OTHERS_FIRST_S)
             from controller.meshes.store import WeightStore  # loads torch
 
             running = await WeightStore.launch(

@@ -31,7 +31,7 @@ from controller.meshes.errors import DeadlineError
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses
-from controller.meshes.rank_start import OTHERS_FIRST_S, RankProcess, command_of_rank, prepare_process
+from controller.meshes.rank_start import RankProcess, command_of_rank, prepare_process
 from rl.deadlines import Deadlines
 
 T = TypeVar("T")
@@ -135,9 +135,8 @@ class Mesh:
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
         mesh.calls = Calls(name, processes, deadlines)
         try:
-            pids, made = await mesh._loaded(process, actor, loads, urgent=urgent)
+            made = await mesh._loaded(process, actor, loads, deadlines, urgent=urgent)
             async with asyncio.timeout(deadlines.first_s):
-                mesh.calls = Calls(name, await place.processes(name, pids, log_files), deadlines)
                 await setup_torch_elastic_env_async(procs, *await place.master())
             mesh.actors = procs.spawn(name, answering(made), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
@@ -153,18 +152,20 @@ class Mesh:
         return mesh
 
     async def _loaded(
-        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], *, urgent: bool
-    ) -> tuple[tuple[int, ...], type[Actor]]:
-        """The ids of the processes, once these have their modules, and the class of their actors."""
+        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines, *, urgent: bool
+    ) -> type[Actor]:
+        """The class of the actors, once the processes have their modules. Their ids come first, so that they can be killed."""
         asked, loaded = process.pid.call(), None
         if isinstance(actor, str):
             loaded = process.load.call([actor.partition(":")[0], *loads], urgent)
-            await asyncio.sleep(OTHERS_FIRST_S)
-            actor = cast(type[Actor], resolve_name(actor))
         pids = tuple((await self.answer(asked, "start")).values())
-        if loaded is not None:
-            await self.answer(loaded, "start")
-        return pids, actor
+        async with asyncio.timeout(deadlines.first_s):
+            self.calls = Calls(self.name, await self.place.processes(self.name, pids, self.log_files), deadlines)
+        if loaded is None:
+            return cast(type[Actor], actor)
+        made = resolve_name(cast(str, actor))
+        await self.answer(loaded, "start")
+        return made
 
     @property
     def num_ranks(self) -> int:

@@ -15,8 +15,6 @@ from controller.meshes.place import Place
 from controller.meshes.rank_processes import answer_stack_signal
 from rl.startup import import_patiently
 
-OTHERS_FIRST_S = 0.02
-"""How long a start waits before it loads torch here, so that others that begin now start their processes first."""
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 
 
