@@ -154,7 +154,7 @@ class Mesh:
     async def _loaded(
         self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines, *, urgent: bool
     ) -> type[Actor]:
-        """The class of the actors, once the processes have their modules. Their ids come first, so that they can be killed."""
+        """The class of the actors, once the processes have their modules. Their ids come first, for kills."""
         asked, loaded = process.pid.call(), None
         if isinstance(actor, str):
             loaded = process.load.call([actor.partition(":")[0], *loads], urgent)
