@@ -47,9 +47,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, benchmark_model(smoke=options.smoke) as model:
         recipe = str(smoke_recipe(Path(folder), model)) if options.smoke else options.recipe
         runs = Path(folder) / "runs"
-        wait_s, by_process = first_answer(recipe, runs / "first-answer")
         steps = runs / "steps"
-        watch_run([recipe, "--num-steps", str(num_steps), "--checkpoint-every", "0"], steps)
+        if options.smoke:  # one run shows both
+            wait_s, by_process = first_answer(recipe, steps, num_steps)
+        else:
+            wait_s, by_process = first_answer(recipe, runs / "first-answer", 1)
+            watch_run([recipe, "--num-steps", str(num_steps), "--checkpoint-every", "0"], steps)
         step_s = [row["seconds_step"] for row in read_metrics(steps / METRICS) if "seconds_push" in row]
     later_s = statistics.median(step_s[1:])
 
@@ -75,9 +78,10 @@ def main() -> None:
     )
 
 
-def first_answer(recipe: str, run: Path) -> tuple[float, dict[str, float]]:
+def first_answer(recipe: str, run: Path, num_steps: int) -> tuple[float, dict[str, float]]:
     """Seconds from the command to the answer to the only held-out problem, and CPU seconds until then by process."""
-    began, looks, names = watch_run([recipe, "--num-steps", "1", "--num-eval", "1", "--checkpoint-every", "0"], run)
+    options = ["--num-steps", str(num_steps), "--num-eval", "1", "--checkpoint-every", "0"]
+    began, looks, names = watch_run([recipe, *options], run)
     answered = min(end for _, name, _, _, end in read_timeline(run / TIMELINE) if name == "generate")
     return answered - began, cpu_until(looks, answered, names)
 
