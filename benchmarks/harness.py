@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
@@ -98,7 +99,9 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that was measured, marked "-dirty" if tracked files have other changes."""
+    """The commit that was measured, marked "-dirty" if tracked files have other changes; "unknown" without git."""
+    if shutil.which("git") is None:
+        return "unknown"
     command = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

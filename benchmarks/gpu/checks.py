@@ -46,6 +46,7 @@ CHECKS = (
         options=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         smoke=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         needs=("pytest", "xdist"),
+        limit_s=105.0,
     ),
     Check(
         name="numerics",
@@ -70,7 +71,7 @@ CHECKS = (
         what="Trainer and generator on the same GPU take turns, and agree about every token.",
         module="benchmarks.gpu.placement",
         needs=("monarch", "torchstore", "vllm"),
-        limit_s=135.0,
+        limit_s=150.0,
     ),
     Check(
         name="weight_sync",

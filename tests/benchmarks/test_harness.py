@@ -25,6 +25,14 @@ def test_machine_names_the_caps_in_force(monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine()["isa_caps"] == {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+def test_a_machine_without_git_gets_its_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    print_result("none", [], {})
+    assert json.loads(capsys.readouterr().out)["commit"] == "unknown"
+
+
 def test_quick_and_smoke_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser("", quick="less").parse_args(["--quick", "--smoke"])

@@ -93,11 +93,7 @@ class FlatShards:
     def scatter_all(self, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
         """Fills this rank's parts from the whole tensors that their owners hold."""
         for name, part in parts.items():
-            whole = (
-                wholes[name]
-                if name in wholes
-                else torch.empty(self._shapes[name], dtype=part.dtype, device=part.device)
-            )
+            whole = wholes[name] if name in wholes else torch.empty(self._shapes[name], device=part.device)
             part.copy_(self._part(name, self._broadcast(name, whole), part))
 
     def scatter_moments(
