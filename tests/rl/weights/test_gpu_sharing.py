@@ -71,7 +71,7 @@ class Runtime(NamedTuple):
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """On a host with a GPU of 8,000 bytes, which stands for the CPU."""
+    """On a host with a GPU of 80,000 bytes, which stands for the CPU."""
     runtime = Runtime({}, [], set())
     for name, module in {
         "cuda": ModuleType("cuda"),
