@@ -18,9 +18,12 @@ _NAMES = "Ada Ben Chen Dana Eli Fay Gus Hana Ivan Jo Kim Leo Mia Nora Omar Pia".
 _THINGS = "apples books coins pens stamps shells cards beads".split()
 
 
-def word_problems_file(num_problems: int = 4000) -> Path:
-    """The dataset in ownloop's cache, written there if it is not there yet. The same on every machine."""
-    rows = _rows(num_problems, seed=0)
+def word_problems_file(num_problems: int = 4000, *, max_steps: int = 2) -> Path:
+    """The dataset in ownloop's cache, written there if it is not there yet. The same on every machine.
+
+    `max_steps` is the most calculations that a problem needs, 1 or 2.
+    """
+    rows = _rows(num_problems, 0, max_steps)
     file = cache_directory() / f"word-problems-{content_id(rows)}.jsonl"  # another version writes another file
     if not file.exists():
         _write(file, rows)
@@ -29,14 +32,16 @@ def word_problems_file(num_problems: int = 4000) -> Path:
 
 def write_word_problems(file: Path, num_problems: int, seed: int = 0) -> None:
     """Writes different problems as JSON lines. `file` appears only when it is complete."""
-    _write(file, _rows(num_problems, seed))
+    _write(file, _rows(num_problems, seed, max_steps=2))
 
 
-def _rows(num_problems: int, seed: int) -> dict[str, str]:
-    """Question -> worked solution."""
+def _rows(num_problems: int, seed: int, max_steps: int) -> dict[str, str]:
+    """Question -> worked solution. Raises ValueError for another `max_steps` than 1 and 2."""
+    if max_steps not in (1, 2):
+        raise ValueError(f"max_steps is {max_steps}; it must be 1 or 2")
     rng, rows = random.Random(seed), dict[str, str]()
     while len(rows) < num_problems:
-        question, answer = _problem(rng)
+        question, answer = _problem(rng, max_steps)
         rows.setdefault(question, answer)
     return rows
 
@@ -48,11 +53,11 @@ def _write(file: Path, rows: Mapping[str, str]) -> None:
     os.replace(part.name, file)  # noqa: PTH105 - another process may write the same file at the same time
 
 
-def _problem(rng: random.Random) -> tuple[str, str]:
+def _problem(rng: random.Random, max_steps: int) -> tuple[str, str]:
     """A question and its worked solution."""
     (name, other), thing = rng.sample(_NAMES, 2), rng.choice(_THINGS)
     a, b, c = rng.randint(3, 12), rng.randint(2, 9), rng.randint(2, 9)
-    match rng.randrange(5):
+    match rng.randrange(3 if max_steps == 1 else 5):
         case 0:
             start = f"{name} has {a} {thing}. {other} gives {name} {b} more."
             return f"{start} {_now(name, thing)}", _solved((a, "+", b))

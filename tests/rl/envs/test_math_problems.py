@@ -204,3 +204,6 @@ def test_word_problems_are_a_dataset_whose_answers_are_right(tmp_path: Path) -> 
         warnings.simplefilter("error")
         assert check_env(env) == []
     assert all(p.reply(p.answer).reward == 1 for p in env.train_problems(0, 0, 50))
+    assert not any(" and " in line for line in word_problems_file(300, max_steps=1).read_text().splitlines())
+    with pytest.raises(ValueError, match="max_steps is 3; it must be 1 or 2"):
+        word_problems_file(300, max_steps=3)
