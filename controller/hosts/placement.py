@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
 from controller.hosts.settings import forwarded_env
 from controller.meshes.gpus import gpu_env
+from controller.meshes.place import free_port
 from controller.meshes.rank_processes import RankProcesses
 
 _RELEASE_S = 3.0
@@ -137,12 +137,6 @@ class Placement:
 
     def _host_index(self, rank: int, num_ranks: int) -> int:
         return rank // (num_ranks // self.num_hosts)
-
-
-def free_port(address: str) -> int:
-    """A free TCP port of this host."""
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
-        return int(server.getsockname()[1])
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> None:

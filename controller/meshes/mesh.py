@@ -24,14 +24,14 @@ os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
 from monarch.actor import Actor, ActorError
-from monarch.spmd import setup_torch_elastic_env_async
 
+from controller.meshes._compat import forward_no_output
 from controller.meshes.calls import Calls, ProcessDiedError, Wait
 from controller.meshes.errors import DeadlineError
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses
-from controller.meshes.rank_start import RankProcess, command_of_rank, prepare_process
+from controller.meshes.rank_start import RankProcess, command_of_rank
 from rl.deadlines import Deadlines
 
 T = TypeVar("T")
@@ -125,19 +125,22 @@ class Mesh:
         actor raises its exception.
         """
         ignore_unhandled_faults()
+        forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
         deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
         processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
         host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
-        procs = host_mesh.spawn_procs(per_host, bootstrap=prepare_process, bootstrap_command=command, name=name)
+        procs = host_mesh.spawn_procs(per_host, bootstrap_command=command, name=name)
         process = procs.spawn(f"{name}_process", RankProcess)
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
         mesh.calls = Calls(name, processes, deadlines)
         try:
             made = await mesh._loaded(process, actor, loads, deadlines, urgent=urgent)
             async with asyncio.timeout(deadlines.first_s):
-                await setup_torch_elastic_env_async(procs, *await place.master())
+                await process.setup_env.call(*await place.master())
+                # Monarch asks every actor each second whether it lives, and keeps some memory each time.
+                await process.stop("the process is ready")
             mesh.actors = procs.spawn(name, answering(made), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
             atexit.unregister(_LastDeath.wait_until_told)

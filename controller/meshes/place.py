@@ -3,12 +3,15 @@
 Other hosts are in controller/hosts/placement.py.
 """
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from controller.hosts.files import OtherHost
 from controller.meshes.rank_processes import RankProcesses
+
+_LOOPBACK = "127.0.0.1"
 
 
 class Place(Protocol):
@@ -49,8 +52,8 @@ class Place(Protocol):
         """The running processes. Before they run there are no `pids`."""
         ...
 
-    async def master(self) -> tuple[str | None, int | None]:
-        """Address and port at which the ranks find each other. None leaves both to Monarch."""
+    async def master(self) -> tuple[str, int]:
+        """Address and port at which the ranks find each other."""
         ...
 
     async def check_there(self, check: Callable[..., object], *args: Any) -> None:
@@ -95,12 +98,18 @@ class ThisHost:
         del mesh
         return RankProcesses(pids, log_files)
 
-    async def master(self) -> tuple[str | None, int | None]:
-        """Monarch finds a free port."""
-        return None, None
+    async def master(self) -> tuple[str, int]:
+        """No other host can connect there."""
+        return _LOOPBACK, free_port(_LOOPBACK)
 
     async def check_there(self, check: Callable[..., object], *args: Any) -> None:
         """There is no other host."""
 
     async def release(self, host_mesh: Any) -> None:
         """Nothing to give up."""
+
+
+def free_port(address: str) -> int:
+    """A free TCP port of this host."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+        return int(server.getsockname()[1])

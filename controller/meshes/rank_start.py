@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import Actor, default_bootstrap_cmd, endpoint
+from monarch.actor import default_bootstrap_cmd, endpoint
+from monarch.spmd import SPMDActor
 
 from controller.meshes.place import Place
 from controller.meshes.rank_processes import answer_stack_signal
@@ -18,16 +19,21 @@ from rl.startup import import_patiently
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 
 
-class RankProcess(Actor):
-    """The operating-system process that a rank runs in."""
+class RankProcess(SPMDActor):
+    """The operating-system process that a rank runs in. Its `setup_env` sets what torch wants to know of the rank."""
+
+    def __init__(self) -> None:
+        """Prepares the process. This is its first actor."""
+        _prepare_process()
+        super().__init__()
 
     @endpoint
-    async def pid(self) -> int:
+    def pid(self) -> int:
         """Its id."""
         return os.getpid()
 
     @endpoint
-    async def load(self, modules: Sequence[str], urgent: bool) -> None:
+    def load(self, modules: Sequence[str], urgent: bool) -> None:
         """Imports modules. What is not urgent leaves the cores to other processes."""
         if not urgent:
             import_patiently(modules)
@@ -48,7 +54,7 @@ def command_of_rank(
     return command
 
 
-def prepare_process() -> None:
+def _prepare_process() -> None:
     """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
 
     Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
