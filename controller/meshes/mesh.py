@@ -14,7 +14,9 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar, cast
 
 # Monarch reads these variables once, when it is imported, so they are set before the import.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process after 1 s, not 10 s
+# A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
+_POLL_S = 2.0
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", f"{_POLL_S:g}s")
 # On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
 # dies, they end at once, whatever these timeouts are.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
@@ -39,7 +41,7 @@ T = TypeVar("T")
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
-_DEATH_IS_TOLD_S = 1.0  # within which Monarch tells this process that another has died
+_DEATH_IS_TOLD_S = _POLL_S  # within which Monarch tells this process that another has died
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
@@ -139,7 +141,7 @@ class Mesh:
             made = await mesh._loaded(process, actor, loads, deadlines, urgent=urgent)
             async with asyncio.timeout(deadlines.first_s):
                 await process.setup_env.call(*await place.master())
-                # Monarch asks every actor each second whether it lives, and keeps some memory each time.
+                # Monarch looks at every actor again and again, and keeps some memory each time.
                 await process.stop("the process is ready")
             mesh.actors = procs.spawn(name, answering(made), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.

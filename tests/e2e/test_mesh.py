@@ -97,14 +97,14 @@ def test_calls_keep_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_idle_mesh_keeps_no_memory(tmp_path: Path) -> None:
-    """Monarch asks every second whether its actors live. As it comes, it keeps some 800 KB a minute for one process."""
+    """Monarch asks again and again whether actors live. As it comes, it would keep some 400 KB a minute here."""
 
     async def body(mesh: Mesh) -> None:
         await mesh.answer(mesh.rank(0).add.call_one(1), "add")
         await asyncio.sleep(20)
         before = _bytes_in_use()
         await asyncio.sleep(60)
-        assert _bytes_in_use() - before < 500_000
+        assert _bytes_in_use() - before < 300_000
 
     _with_mesh(tmp_path, body)
 
