@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 
 # Monarch reads these variables once, when it is imported, so they are set before the import.
 # A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
-_POLL_S = 2.0
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", f"{_POLL_S:g}s")
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "2s")
 # On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
 # dies, they end at once, whatever these timeouts are.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
@@ -41,7 +40,7 @@ T = TypeVar("T")
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
-_DEATH_IS_TOLD_S = _POLL_S  # within which Monarch tells this process that another has died
+_DEATH_IS_TOLD_S = 2.0  # within which Monarch tells this process that another has died
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
