@@ -32,7 +32,7 @@ from controller.meshes.errors import DeadlineError
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses
-from controller.meshes.rank_start import RankProcess, command_of_rank
+from controller.meshes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.deadlines import Deadlines
 
 T = TypeVar("T")
@@ -139,9 +139,7 @@ class Mesh:
         try:
             made = await mesh._loaded(process, actor, loads, deadlines, urgent=urgent)
             async with asyncio.timeout(deadlines.first_s):
-                await process.setup_env.call(*await place.master())
-                # Monarch looks at every actor again and again, and keeps some memory each time.
-                await process.stop("the process is ready")
+                await prepare_ranks(process, *await place.master())
             mesh.actors = procs.spawn(name, answering(made), *args)
             # The function registered last runs first: this one before Monarch's, which ends its client.
             atexit.unregister(_LastDeath.wait_until_told)

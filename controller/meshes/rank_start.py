@@ -54,6 +54,15 @@ def command_of_rank(
     return command
 
 
+async def prepare_ranks(processes: Any, address: str, port: int) -> None:
+    """Tells processes where rank 0 is, and ends their `RankProcess` actors, whose work this is the last of.
+
+    Monarch would look at them again and again, and keep some memory each time.
+    """
+    await processes.setup_env.call(address, port)
+    await processes.stop("the process is ready")
+
+
 def _prepare_process() -> None:
     """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
 
