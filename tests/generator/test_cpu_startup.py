@@ -5,12 +5,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from generator._cpu_startup import without_compiler
+from generator._cpu_startup import patch_startup, without_compiler
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
 
@@ -64,6 +65,23 @@ def test_triton_kernels_are_replaced_wherever_something_refers_to_them(
     for name, module in list(sys.modules.items()):
         for value in list(vars(module).values()):
             assert not any(value is original for original in originals), name
+
+
+@pytest.mark.vllm
+def test_references_to_a_kernel_are_looked_for_in_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.triton_utils import dispatcher
+
+    patch_startup()
+    kernels: Any = dispatcher
+    original, wrapper = object(), object()
+    for name in ("vllm.holder.of_a_kernel", "holder.of_a_kernel"):
+        holder = ModuleType(name)
+        setattr(holder, "kernel", original)  # noqa: B010
+        monkeypatch.setitem(sys.modules, name, holder)
+    kernels._rebind_kernels([(original, wrapper)])
+    assert vars(sys.modules["vllm.holder.of_a_kernel"])["kernel"] is wrapper
+    assert vars(sys.modules["holder.of_a_kernel"])["kernel"] is original
+    assert kernels.sys is sys
 
 
 @pytest.mark.vllm
