@@ -71,6 +71,7 @@ def import_patiently(names: Sequence[str]) -> None:
         except BaseException as error:
             failures.append(error)
 
+    import_module("numpy")  # its BLAS starts threads, which would keep the low priority
     thread = threading.Thread(target=run, name="imports")
     thread.start()
     thread.join()
