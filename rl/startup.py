@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -55,16 +55,27 @@ def import_for_good(name: str) -> ModuleType:
     return module
 
 
-def import_patiently(names: Sequence[str]) -> None:
-    """Imports modules while other processes that want the cores go first.
+def patient_thread(function: Callable[[], object]) -> threading.Thread:
+    """Starts a thread that runs `function` while others that want the cores, of any process, go first.
 
-    A thread of its own does it, at a low priority: no priority can be raised again without rights.
+    It is for this function alone: no priority can be raised again without rights.
     """
-    failures: list[BaseException] = []
 
     def run() -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT)
+        function()
+
+    thread = threading.Thread(target=run, name="patient", daemon=True)
+    thread.start()
+    return thread
+
+
+def import_patiently(names: Sequence[str]) -> None:
+    """Imports modules while other processes that want the cores go first."""
+    failures: list[BaseException] = []
+
+    def imports() -> None:
         try:
             for name in names:
                 import_module(name)
@@ -72,8 +83,6 @@ def import_patiently(names: Sequence[str]) -> None:
             failures.append(error)
 
     import_module("numpy")  # its BLAS starts threads, which would keep the low priority
-    thread = threading.Thread(target=run, name="imports")
-    thread.start()
-    thread.join()
+    patient_thread(imports).join()
     if failures:
         raise failures[0]

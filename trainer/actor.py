@@ -12,7 +12,7 @@ from monarch.actor import Actor, endpoint
 from rl.heap import Heap, touch
 from rl.lora import LoRAConfig
 from rl.losses import Loss
-from rl.startup import without_garbage_collection
+from rl.startup import patient_thread, without_garbage_collection
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig
@@ -53,6 +53,8 @@ class PolicyTrainer(Actor):
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
+        self._touching: threading.Thread | None = None
+        self._computes = threading.Event()
         self._touches = config.num_ranks == 1  # once; several ranks hold parts, whose sizes a push does not tell
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
@@ -92,6 +94,10 @@ class PolicyTrainer(Actor):
         self, policy: str | None, microbatches: Sequence[Microbatch], loss: Loss
     ) -> ForwardBackwardOutput:
         """`Engine.forward_backward` on this rank's local batch."""
+        self._computes.set()
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
         return self._policies[policy].engine.forward_backward(microbatches, loss)
 
     @endpoint
@@ -131,7 +137,7 @@ class PolicyTrainer(Actor):
             # The generator evaluates now. The first step will need room for a gradient and AdamW's two moments.
             moments = 2 * self._moments_dtype.itemsize / torch.float32.itemsize
             num_bytes = int((1 + moments) * sum(sizes))
-            threading.Thread(target=touch, args=(num_bytes,), name="touch", daemon=True).start()
+            self._touching = patient_thread(lambda: touch(num_bytes, self._computes.is_set))
         return record
 
     @endpoint

@@ -1,7 +1,8 @@
 """What one rank's actor adds to its engine."""
 
 import asyncio
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,15 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
     model = tiny_llama(tmp_path / "model")
     config = TrainerConfig(model=model, compute_dtype="float32", moments_dtype="bfloat16")
     touched: list[int] = []
-    monkeypatch.setattr(trainer.actor, "touch", touched.append)
+    stops: list[bool] = []
+
+    def touch(num_bytes: int, stopped: Callable[[], bool]) -> None:
+        touched.append(num_bytes)
+        while not stopped():
+            time.sleep(0.001)
+        stops.append(stopped())
+
+    monkeypatch.setattr(trainer.actor, "touch", touch)
 
     async def pushes() -> list[int]:
         mesh = await Mesh.spawn("trainer", ACTOR, config, "float32", "auto", num_ranks=1, env={}, log_dir=tmp_path)
@@ -31,8 +40,10 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
         try:
             for _ in range(2):
                 versions.append((await rank.push_model_state_dict.call_one(None)).version)
+            assert not stops
             loss = get_loss("cross_entropy")
             await rank.forward_backward.call_one(None, [random_batch((5, 9))], loss)
+            assert stops == [True], "the memory is given back before a step needs it"
             await rank.optim_step.call_one(None, AdamParams(learning_rate=1e-4), 1.0)
             versions.append((await rank.push_model_state_dict.call_one(None)).version)
         finally:
@@ -41,8 +52,5 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
 
     with meshes_in_process():
         assert asyncio.run(pushes()) == [0, 0, 1]
-    for thread in threading.enumerate():
-        if thread.name == "touch":
-            thread.join()
     engine = load_engine(config)
     assert touched == [sum((4 + 2 + 2) * parameter.numel() for _, parameter in engine.hf_parameters())]
