@@ -46,10 +46,15 @@ _DEATH_IS_TOLD_S = 2.0  # within which Monarch tells this process that another h
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
     """Keeps the controller alive when a process dies. Without it Monarch ends the controller.
 
-    Calls to the dead process raise `MeshError` instead.
+    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it tells of processes that this
+    one killed too, and neither a terminal nor a notebook is the place for that.
     """
     _LastDeath.at = time.monotonic()
-    print(failure.report(), flush=True)
+    if _LastDeath.log_file is None:
+        print(failure.report(), flush=True)
+        return
+    with contextlib.suppress(OSError), _LastDeath.log_file.open("a", encoding="utf-8") as log:  # it may be gone
+        print(failure.report(), file=log)
 
 
 def ignore_unhandled_faults() -> None:
@@ -61,6 +66,8 @@ class _LastDeath:
     """When this process last killed, or heard of the death of, another."""
 
     at = -_DEATH_IS_TOLD_S
+    log_file: Path | None = None
+    """Where the deaths of the newest mesh are reported."""
 
     @classmethod
     def wait_until_told(cls) -> None:
@@ -122,12 +129,13 @@ class Mesh:
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
-        On other hosts the log is a copy, at most a second old. If the actor's constructor raises, the first call to the
-        actor raises its exception.
+        On other hosts the log is a copy, at most a second old. Monarch's reports of deaths go to
+        `<log_dir>/controller.log`. If the actor's constructor raises, the first call to the actor raises its exception.
         """
         ignore_unhandled_faults()
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
+        _LastDeath.log_file = log_dir.absolute() / "controller.log"
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
         deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
         processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)

@@ -36,7 +36,10 @@ class Console:
         """The progress bar is live if `stream` is a terminal."""
         self._live = stream.isatty()
         width = None if self._live else _PLAIN_WIDTH
-        self._rich = _RichConsole(file=stream, highlight=False, width=width, soft_wrap=not self._live)
+        # In a notebook, rich would show each line as a piece of HTML, and write nothing to the stream.
+        self._rich = _RichConsole(
+            file=stream, highlight=False, width=width, soft_wrap=not self._live, force_jupyter=False
+        )
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

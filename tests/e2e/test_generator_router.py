@@ -115,5 +115,5 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
 
     asyncio.run(main())
     _assert_no_process_is_left(before)
-    names = {re.sub(r"-\d+\.log$", "", file.name) for file in logs.iterdir()}
+    names = {re.sub(r"-\d+\.log$", "", file.name) for file in logs.glob("*-*.log")}
     assert names == {"trainer", "store", "generator-0", "generator-1"}
