@@ -2,6 +2,7 @@ import io
 import math
 
 import pytest
+import rich.console
 
 from controller.runs.console import Console, step_line
 from rl.rollouts.evaluation import Evaluation
@@ -84,3 +85,12 @@ def test_text_in_brackets_is_not_markup() -> None:
 def test_phase_warning_and_end() -> None:
     lines = shown([("phase", "starting"), ("warn", "a step was skipped"), ("done", "Done.")])
     assert lines == ["[00:00] starting", "warning: a step was skipped", "Done."]
+
+
+def test_in_a_notebook_lines_go_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ZMQInteractiveShell:
+        """What rich takes for a notebook's kernel."""
+
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    assert rich.console.Console().is_jupyter
+    assert shown([("note", "a line")]) == ["a line"]
