@@ -9,7 +9,7 @@ from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
 # Two solved examples, because a small model continues a pattern better than it follows an instruction. Answers without
-# words take fewer tokens. Problems of two steps are left out: so few sampled answers are right that it learns nothing.
+# words take fewer tokens. Problems of two steps are left out: too few sampled answers to them are right.
 _TEMPLATE = """Question: Sam has 7 nuts. Sam eats 2 and then finds 6. How many nuts does Sam have now?
 Answer: 7 - 2 = 5, 5 + 6 = 11
 
