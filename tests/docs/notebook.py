@@ -6,6 +6,7 @@ Needs ipykernel and nbclient, of `ownloop[dev]`.
 import importlib
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ def source(cell: dict[str, Any]) -> str:
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """What a cell wrote to standard output, and the name of the error that ended it."""
+    """What a cell wrote to standard output, without colours, and the name of the error that ended it."""
     texts = [
         "".join(output["text"]) if output["output_type"] == "stream" else output.get("ename", "")
         for output in cell["outputs"]
         if output.get("name") != "stderr"
     ]
-    return "".join(texts)
+    return re.sub(r"\x1b\[[\d;]*m", "", "".join(texts))
 
 
 def execute(folder: Path) -> Path:
@@ -55,7 +56,7 @@ def execute(folder: Path) -> Path:
                 if "traceback" in output:
                     output.traceback = [f"{output.ename}: {output.evalue}"]
     executed = folder / NOTEBOOK.name
-    nbformat.write(notebook, executed)
+    executed.write_text(nbformat.writes(notebook).replace(f"{folder}/", "") + "\n")
     return executed
 
 
