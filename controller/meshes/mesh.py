@@ -57,8 +57,9 @@ def _ignore_unhandled_fault(failure: MeshFailure) -> None:
         print(failure.report(), file=log)
 
 
-def ignore_unhandled_faults() -> None:
-    """Has Monarch tell this process of deaths, instead of ending it."""
+def ignore_unhandled_faults(log_file: Path | None = None) -> None:
+    """Has Monarch tell this process of deaths, instead of ending it. From now on, its reports go to `log_file`."""
+    _LastDeath.log_file = log_file or _LastDeath.log_file
     monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
 
 
@@ -129,13 +130,12 @@ class Mesh:
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
-        On other hosts the log is a copy, at most a second old. Monarch's reports of deaths go to
-        `<log_dir>/controller.log`. If the actor's constructor raises, the first call to the actor raises its exception.
+        On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
+        the actor's constructor raises, the first call to the actor raises its exception.
         """
-        ignore_unhandled_faults()
+        ignore_unhandled_faults(log_dir.absolute() / "controller.log")
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
-        _LastDeath.log_file = log_dir.absolute() / "controller.log"
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
         deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
         processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
