@@ -98,7 +98,7 @@ class Placement:
                 await answer
         return RemoteRanks(key, self.hosts, pids, log_files)
 
-    async def master(self) -> tuple[str | None, int | None]:
+    async def master(self) -> tuple[str, int]:
         """The first host, by its address: its name may mean 127.0.1.1 there."""
         first = self.hosts[0]
         return first.facts.address, await first.ask(free_port, first.facts.address)
