@@ -9,16 +9,11 @@ import pytest
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
 
-from controller.meshes.trainer_handle import TrainerHandle  # noqa: E402, needs the packages of the extra
-from controller.meshes.trainer_mesh import TrainerMesh  # noqa: E402
-from rl.lora import LoRAConfig  # noqa: E402
-from rl.tiny_models import tiny_llama  # noqa: E402
-from tests.controller.gateway.running_server import RunningServer, running_server  # noqa: E402
+from rl.tiny_models import tiny_llama  # noqa: E402, needs the packages of the extra
+from tests.controller.gateway.real_trainer_server import real_trainer_server  # noqa: E402
+from tests.controller.gateway.running_server import RunningServer  # noqa: E402
 from tests.controller.gateway.sdk import datum, scores  # noqa: E402
 from tests.controller.gateway.test_training_client import ADVANTAGES, Q, reference  # noqa: E402
-from tests.controller.gateway.toy_model import ToyHost  # noqa: E402
-from tests.meshes_in_process import meshes_in_process  # noqa: E402
-from trainer.config import TrainerConfig  # noqa: E402
 
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 
@@ -27,20 +22,8 @@ TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
     """A server whose adapters are those of a real trainer; it cannot sample from them."""
     folder = tmp_path_factory.mktemp("server")
-    config = TrainerConfig(model=tiny_llama(folder / "model"), compute_dtype="float32", lora=LoRAConfig(rank=4))
-    launched: list[TrainerMesh] = []
-
-    async def adapter(host: ToyHost, name: str, lora: LoRAConfig) -> Any:
-        del host
-        if not launched:
-            launched.append(await TrainerMesh.launch(config, None, folder / "logs"))
-        return await TrainerHandle(launched[0]).adapter(name, lora)
-
-    with meshes_in_process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ToyHost, "adapter", adapter)
-        with running_server(folder) as running:
-            yield running
-        launched[0].mesh.actors.stop()
+    with real_trainer_server(folder, tiny_llama(folder / "model")) as running:
+        yield running
 
 
 def new_client(server: RunningServer, **options: Any) -> Any:
