@@ -51,7 +51,8 @@ class MathComparer:
         """
         process = self._idle.get()
         try:
-            process = process or _Process()
+            if process is None or process.has_ended():  # killed while it was idle, which is not this answer's fault
+                process = _Process()
             found = process.ask((answer, completion, boxed, time_limit_s), time_limit_s)
             if found is None:
                 process.kill()
@@ -113,6 +114,10 @@ class _Process:
             return self._pipe.recv()
         except (EOFError, OSError):
             return None
+
+    def has_ended(self) -> bool:
+        """Whether it does not run any more."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """Ends the process."""

@@ -18,7 +18,8 @@ HERE = "127.0.0.1"
 
 def workers_here() -> list[psutil.Process]:
     """The processes `ownloop worker` that this test has started."""
-    return [each for each in psutil.Process().children(recursive=True) if "--lifeline" in each.cmdline()]
+    alive = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in alive if "--lifeline" in each.cmdline()]
 
 
 @pytest.mark.seconds

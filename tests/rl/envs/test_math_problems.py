@@ -85,6 +85,16 @@ def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right  # by a new process
 
 
+def test_a_process_that_is_killed_while_it_is_idle_is_replaced() -> None:
+    comparer, before = MathComparer(1), set(psutil.Process().children())
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
+    (comparing,) = set(psutil.Process().children()) - before
+    comparing.kill()
+    while comparing.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
+
+
 def test_a_machine_without_time_does_not_make_a_right_answer_wrong() -> None:
     comparer, before = MathComparer(1), set(psutil.Process().children())
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
