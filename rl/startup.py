@@ -63,7 +63,8 @@ def patient_thread(function: Callable[[], object]) -> threading.Thread:
 
     def run() -> None:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENT)
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, max(_PATIENT, os.getpriority(os.PRIO_PROCESS, own)))
         function()
 
     thread = threading.Thread(target=run, name="patient", daemon=True)

@@ -22,21 +22,15 @@ SMALL = (
 )
 
 
-def _ownloop(runs: Path, *options: str) -> subprocess.Popen[str]:
+TINY_RECIPE = str(Path(__file__).with_name("tiny_recipe.py"))
+
+
+def _ownloop(folder: Path, recipe: str, *options: str) -> subprocess.Popen[str]:
     """A run in a session of its own, whose processes can be counted when it is over."""
-    command = [
-        sys.executable,
-        "-m",
-        "controller.commands.cli",
-        "run",
-        "grpo_smollm2_cpu",
-        "--runs",
-        str(runs),
-        "--name",
-        "run",
-    ]
+    command = [sys.executable, "-m", "controller.commands.cli", "run", recipe]
     return subprocess.Popen(
-        [*command, *SMALL, *options],
+        [*command, "--runs", str(folder), "--name", "run", *options],
+        env={**os.environ, "OWNLOOP_TINY_MODEL": str(folder / "model")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,7 +57,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
-    run = _ownloop(tmp_path)
+    run = _ownloop(tmp_path, "grpo_smollm2_cpu", *SMALL)
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     assert _left_behind(run.pid) == []
@@ -96,9 +90,8 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
 
-@pytest.mark.usefixtures("smollm2")
 def test_ctrl_c_saves_the_last_step_and_ends_every_process(tmp_path: Path) -> None:
-    run = _ownloop(tmp_path, "--num-steps", "1000")
+    run = _ownloop(tmp_path, TINY_RECIPE, "--num-steps", "1000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and '"step": 1.0' in metrics.read_text()):

@@ -75,6 +75,6 @@ def test_a_patient_import_leaves_this_thread_its_priority(tmp_path: Path, monkey
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with pytest.raises(ValueError, match="broken"):
         import_patiently(["patient_module", "broken_module", "never_imported"])
-    assert sys.modules.pop("patient_module").nice > before
+    assert sys.modules.pop("patient_module").nice == max(before, 10)  # who is patient already stays so
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     import_patiently(["json"])
