@@ -102,6 +102,7 @@ MEGATRON = tuple(
     for name, model, degrees in (
         ("1", "qwen3", {}),
         ("replicate 2", "qwen3", {"data_parallel_replicate": 2}),
+        ("shard 2", "qwen3", {"data_parallel_shard": 2}),
         ("tp 2", "qwen3", {"tensor_parallel": 2}),
         ("tp 2 without sp", "qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
         ("critic tp 2", "critic", {"tensor_parallel": 2}),
@@ -112,7 +113,9 @@ MEGATRON = tuple(
         ("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
         ("pp 2 x tp 2", "qwen3", {"pipeline_parallel": 2, "tensor_parallel": 2}),
         ("replicate 2 x tp 2", "qwen3", {"data_parallel_replicate": 2, "tensor_parallel": 2}),
+        ("shard 2 x tp 2", "qwen3", {"data_parallel_shard": 2, "tensor_parallel": 2}),
         ("tp 2 x ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 2}),
+        ("shard 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
         ("tp 2 x ep 4", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 4}),
         ("pp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2}),
         ("pp 2 x tp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),

@@ -16,7 +16,8 @@ class LayoutConfig:
     """
 
     data_parallel_shard: int = 1
-    """Ranks over which parameters, gradients and optimizer state are sharded."""
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP, ZeRO-3). With the engine `megatron`
+    each rank computes with a whole model, and master weights and optimizer state are sharded (ZeRO-1)."""
     data_parallel_replicate: int = 1
     """Replicas of the sharded group (HSDP), or of everything if nothing is sharded."""
     tensor_parallel: int = 1
@@ -32,8 +33,8 @@ class LayoutConfig:
     `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
-    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, or
-    `data_parallel_replicate * tensor_parallel` with the engine `megatron`."""
+    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`; with the
+    engine `megatron`, where `data_parallel_shard` is 1, `data_parallel_replicate * tensor_parallel`."""
 
     @property
     def num_ranks(self) -> int:

@@ -34,8 +34,8 @@ needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the pac
     [
         (
             tiny_llama,
-            {"data_parallel_shard": 2},
-            "engine 'megatron' keeps whole replicas, so it must be 1, and data_par",
+            {"data_parallel_shard": 2, "data_parallel_replicate": 3},
+            "data_parallel_shard is 2 and data_parallel_replicate 3; with engine 'megatron' one of them must be 1",
         ),
         (tiny_llama, {"context_parallel": 2}, "needs TransformerEngine for it, .* so it must be 1"),
         (tiny_llama, {"tensor_parallel": 4}, r"num_kv_heads 2; its sizes allow \[1, 2\]"),

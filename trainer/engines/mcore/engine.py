@@ -18,6 +18,7 @@ from trainer.engines.mcore.core_model import build_model
 from trainer.engines.mcore.groups import make_groups
 from trainer.engines.mcore.layers import plan_documents
 from trainer.engines.mcore.masters import MasterSlices, by_name
+from trainer.engines.mcore.sharded_masters import ShardedMasters
 from trainer.engines.mcore.stage import Stage
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
@@ -39,7 +40,8 @@ class MegatronEngine(TorchEngine):
         init_process_group(config, device, alone=True)
         groups = make_groups(config, device)
         stages, named = build_model(config, decoder, groups, device)
-        self._masters = MasterSlices(named, groups)
+        masters = ShardedMasters if config.data_parallel_shard > 1 else MasterSlices
+        self._masters = masters(named, groups)
         with torch.no_grad():
             load_hf_weights(dict(by_name(self._masters)), config.model)
         self._masters.refresh()
@@ -71,6 +73,9 @@ class MegatronEngine(TorchEngine):
 
     def _reduce_gradients(self) -> None:
         self._masters.reduce_gradients()
+
+    def _free_flat_gradients(self) -> None:
+        self._masters.drop_gradients()
 
 
 class RowScorer:

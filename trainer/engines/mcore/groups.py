@@ -19,7 +19,7 @@ class RankGroups:
     """This rank's groups. Consecutive ranks are in one tensor-parallel group, or in one expert-parallel group."""
 
     mesh: DeviceMesh
-    """The axes are `pipeline`, `data`, `tensor`."""
+    """The axes are `pipeline`, `tensor`, `data`."""
     experts: DeviceMesh
     """The axes are `pipeline`, `expert_data`, `expert`."""
 
@@ -30,8 +30,11 @@ class RankGroups:
 
     @property
     def dense_mesh(self) -> DeviceMesh:
-        """The ranks of this pipeline stage, among which everything but experts is sharded or replicated."""
-        return self.mesh["data", "tensor"]
+        """The ranks of this pipeline stage, among which everything but experts is sharded or replicated.
+
+        Its axes are `tensor`, `data`: rows that tensor parallelism divides are divided again among data-parallel ranks.
+        """
+        return self.mesh["tensor", "data"]
 
     @property
     def expert_mesh(self) -> DeviceMesh:
@@ -87,8 +90,9 @@ def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
     """Makes this rank's groups. A collective."""
     stages, data, tensor = config.pipeline_parallel, config.num_data_parallel_ranks, config.tensor_parallel
     expert = config.expert_parallel
+    ranks = torch.arange(stages * data * tensor).view(stages, data, tensor).transpose(1, 2)
     return RankGroups(
-        init_device_mesh(device.type, (stages, data, tensor), mesh_dim_names=("pipeline", "data", "tensor")),
+        DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "tensor", "data")),
         init_device_mesh(
             device.type, (stages, data * tensor // expert, expert), mesh_dim_names=("pipeline", "expert_data", "expert")
         ),

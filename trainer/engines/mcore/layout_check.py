@@ -37,10 +37,11 @@ def _check_options(config: TrainerConfig) -> None:
 
 
 def _check_degrees(config: TrainerConfig) -> None:
-    if config.data_parallel_shard > 1:
+    if config.data_parallel_shard > 1 and config.data_parallel_replicate > 1:
         raise ValueError(
-            f"TrainerConfig.data_parallel_shard is {config.data_parallel_shard}; engine 'megatron' keeps whole "
-            "replicas, so it must be 1, and data_parallel_replicate the number of ranks that get different data"
+            f"TrainerConfig.data_parallel_shard is {config.data_parallel_shard} and data_parallel_replicate "
+            f"{config.data_parallel_replicate}; with engine 'megatron' one of them must be 1: master weights and "
+            "optimizer state are sharded over all data-parallel ranks or none"
         )
     if config.context_parallel > 1:
         raise ValueError(
@@ -78,11 +79,11 @@ def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
         )
-    sharing, num_experts = config.data_parallel_replicate * config.tensor_parallel, decoder.moe.num_experts
+    sharing, num_experts = config.num_data_parallel_ranks * config.tensor_parallel, decoder.moe.num_experts
     if sharing % expert_parallel or num_experts % expert_parallel:
         divisors = [n for n in range(1, sharing + 1) if sharing % n == 0 and num_experts % n == 0]
         raise ValueError(
-            f"TrainerConfig.expert_parallel is {expert_parallel}; it must divide data_parallel_replicate x "
+            f"TrainerConfig.expert_parallel is {expert_parallel}; it must divide the data-parallel ranks x "
             f"tensor_parallel, which is {sharing}, and the model's {num_experts} experts: {divisors}"
         )
 

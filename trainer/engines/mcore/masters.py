@@ -7,6 +7,7 @@ several ranks, slices are DTensors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,24 +20,22 @@ from trainer.engines.mcore.names import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class MasterSlice:
     """Where a parameter lies."""
 
     source: nn.Parameter
     rows: slice
+    shape: torch.Size
+    """Of these rows."""
     piece: Piece
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The slice of a tensor that has the shape of the source; a DTensor if there is a mesh."""
-        return self.wrap(tensor[self.rows])
 
     def wrap(self, local: Tensor) -> Tensor:
         """This rank's part as a DTensor if there is a mesh."""
         if self.mesh is None:
             return local
-        shape = list(local.shape)
+        shape = list(self.shape)
         if self.piece.sharded_dim is not None:
             shape[self.piece.sharded_dim] *= self.mesh["tensor"].size()
         stride = (1,) if len(shape) == 1 else (shape[1], 1)
@@ -48,23 +47,24 @@ class _Slice:
 class MasterSlices:
     """The parameters of a model by Hugging Face name."""
 
+    _can_share = True
+    """Whether a parameter in float32 can be the model's own."""
+
     def __init__(self, named: Sequence[tuple[nn.Parameter, Sequence[Piece]]], groups: RankGroups) -> None:
         """`named` are the model's parameters, each with its pieces. Nothing is loaded yet."""
         self._groups = groups
-        self._slices: dict[str, _Slice] = {}
+        self._slices: dict[str, MasterSlice] = {}
         for source, pieces in named:
             of_source = [self._slice(source, piece) for piece in pieces]
             self._slices |= {each.piece.name: each for each in of_source}
         self._shapes = {id(source): source.shape for source, _ in named}
-        self._shared = all(source.dtype == torch.float32 for source, _ in named)
+        self._shared = self._can_share and all(source.dtype == torch.float32 for source, _ in named)
         with torch.no_grad():
             self.parameters: dict[str, nn.Parameter] = {
-                name: nn.Parameter(each.of(each.source.data if self._shared else each.source.data.float()))
-                for name, each in self._slices.items()
+                name: nn.Parameter(each.wrap(self._new_local(each))) for name, each in self._slices.items()
             }
         for source, pieces in named:
-            hook = _Accumulate([(self._slices[piece.name], self.parameters[piece.name]) for piece in pieces])
-            source.register_post_accumulate_grad_hook(hook)
+            source.register_post_accumulate_grad_hook(partial(self._take_gradient, pieces))
 
     def refresh(self) -> None:
         """Recasts the compute copies after the parameters changed."""
@@ -83,7 +83,8 @@ class MasterSlices:
                     source.data = source.data.to(device)
             for name, each in self._slices.items():
                 master = self.parameters[name]
-                moved = each.of(each.source.data) if self._shared else each.wrap(local(master).to(device))
+                own = each.source.data[each.rows] if self._shared else local(master).to(device)
+                moved = each.wrap(own)
                 torch.utils.swap_tensors(master, nn.Parameter(moved))
             for source in sources:
                 if not self._shared:
@@ -117,35 +118,47 @@ class MasterSlices:
             assert work is not None
             work.wait()
 
-    def _slice(self, source: nn.Parameter, piece: Piece) -> _Slice:
+    def drop_gradients(self) -> None:
+        """Drops gradients that are kept elsewhere than in the parameters."""
+
+    def _new_local(self, each: MasterSlice) -> Tensor:
+        """This rank's part of a new parameter."""
+        own = each.source.data[each.rows]
+        return own if self._shared else own.float()
+
+    def _take_gradient(self, pieces: Sequence[Piece], source: Tensor) -> None:
+        """Adds a gradient of the model to those of the parameters that are slices of it, and frees it."""
+        assert source.grad is not None
+        grad = source.grad.float()
+        source.grad = None
+        with torch.no_grad():
+            for piece in pieces:
+                each = self._slices[piece.name]
+                self._add_gradient(each, grad[each.rows])
+
+    def _add_gradient(self, each: MasterSlice, grad: Tensor) -> None:
+        """Adds a float32 gradient, which may be kept, to a parameter's."""
+        parameter = self.parameters[each.piece.name]
+        if parameter.grad is None:
+            parameter.grad = each.wrap(grad)
+        else:
+            local(parameter.grad).add_(grad)
+
+    def _data_placement(self) -> Placement:
+        """How parameters lie on the ranks that compute with the same ones."""
+        return Replicate()
+
+    def _slice(self, source: nn.Parameter, piece: Piece) -> MasterSlice:
         rows = slice(piece.start * len(source) // piece.parts, piece.stop * len(source) // piece.parts)
         mesh = None
         placements: tuple[Placement, ...] = ()
         if self._groups.is_distributed:
             mesh = self._groups.expert_mesh if piece.is_expert else self._groups.dense_mesh
-            placements = (Replicate(),)
+            placements = (self._data_placement(),)
             if not piece.is_expert:
                 sharded = piece.sharded_dim
-                placements = (Replicate(), Replicate() if sharded is None else Shard(sharded))
-        return _Slice(source, rows, piece, mesh, placements)
-
-
-class _Accumulate:
-    """Adds a gradient to those of the parameters that are slices of it, and frees it."""
-
-    def __init__(self, slices: Sequence[tuple[_Slice, nn.Parameter]]) -> None:
-        self._slices = slices
-
-    def __call__(self, source: Tensor) -> None:
-        assert source.grad is not None
-        grad = source.grad.float()
-        source.grad = None
-        with torch.no_grad():
-            for each, parameter in self._slices:
-                if parameter.grad is None:
-                    parameter.grad = each.of(grad)
-                else:
-                    local(parameter.grad).add_(grad[each.rows])
+                placements = (Replicate() if sharded is None else Shard(sharded), *placements)
+        return MasterSlice(source, rows, source.data[rows].shape, piece, mesh, placements)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -154,8 +154,7 @@ class TorchEngine(Engine):
         return self._named_parameters()
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        # Parameters and both moments, 4 bytes each.
-        size_bytes = 12 * sum(parameter.numel() for parameter in self._parameters.values())
+        size_bytes = 12 * sum(p.numel() for p in self._parameters.values())  # parameters and moments, 4 bytes each
         self._saver.save(
             path,
             self._state(optimizer=True),
@@ -221,7 +220,8 @@ class TorchEngine(Engine):
         try:
             yield
         except BaseException:
-            self._model.zero_grad(set_to_none=True)
+            self._model.zero_grad()
+            self.zero_grad()
             self._gradients.restore(earlier)
             self._reshard()
             raise
@@ -286,7 +286,7 @@ class TorchEngine(Engine):
         self._model.to(device)
 
     def _free_flat_gradients(self) -> None:
-        """Hook: frees gradients that are kept elsewhere than in `parameter.grad`."""
+        """Hook: frees gradients that are kept elsewhere than in `parameter.grad`, which is None."""
 
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         """Hook: the state that a step depends on, in tensors that a checkpoint can be loaded into in place."""
