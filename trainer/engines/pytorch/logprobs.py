@@ -9,6 +9,7 @@ R rank of an adapter of the projection, with `inner` [S, R] the scaled product o
 """
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -66,12 +67,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         for part in _chunks(size, weight.shape[0], _chunk_bytes(hidden.device)):
             logits = _logits(hidden, weight, inner, b, part)
-            lse[part] = _sum_over(group, torch.logsumexp(logits, dim=-1), log=True)
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0] * here
+            kept = None if entropies is None else logits.clone()
+            lse[part] = _sum_over(group, _logsumexp_(logits), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
-            if entropies is not None:
-                expected_logit = (torch.exp(logits - lse[part, None]) * logits).sum(-1)
+            if entropies is not None and kept is not None:
+                expected_logit = torch.sub(kept, lse[part, None], out=logits).exp_().mul_(kept).sum(-1)
                 entropies[part] = lse[part] - _sum_over(group, expected_logit)
         ctx.save_for_backward(hidden, weight, inner, b, targets, lse, entropies)
         ctx.start_row = start_row
@@ -146,11 +148,34 @@ def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, inner: Tensor | None, b: Tensor | None, part: slice) -> Tensor:
-    """[C, V] float32, computed in the dtype of the weights."""
-    logits = hidden[part] @ weight.T
+    """[C, V] float32, computed in the dtype of the weights. On a CPU its memory is that of the next chunk as well."""
+    room = _room(part.stop - part.start, weight.shape[0]) if weight.device.type == "cpu" else None
+    logits = torch.mm(hidden[part], weight.T, out=room if weight.dtype == torch.float32 else None)
     if inner is not None and b is not None:
         logits.addmm_(inner[part], b.T)
-    return logits.float()
+    return logits.float() if room is None or logits is room else room.copy_(logits)
+
+
+def _room(num_positions: int, rows: int) -> Tensor:
+    """[C, V] float32 whose content is whatever was there.
+
+    It is the same memory for every chunk that this thread computes: chunks differ in size from row to row, and would
+    leave holes on the heap into which larger ones do not fit.
+    """
+    num_logits = num_positions * rows
+    room: Tensor | None = getattr(_rooms, "room", None)
+    if room is None or len(room) < num_logits:
+        room = _rooms.room = torch.empty(max(num_logits, _CHUNK_BYTES // 4))
+    return room[:num_logits].view(num_positions, rows)
+
+
+_rooms = threading.local()
+
+
+def _logsumexp_(logits: Tensor) -> Tensor:
+    """[C], of [C, V] logits that become something else."""
+    largest = logits.amax(-1)
+    return logits.sub_(largest[:, None]).exp_().sum(-1).log_().add_(largest)
 
 
 def _local_targets(targets: Tensor, start_row: int, rows: int) -> tuple[Tensor, Tensor]:
