@@ -70,8 +70,12 @@ def check_checkpoints(config: TrainerConfig, folder: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(again).items())
 
 
-def test_gpu_logic_a_run_goes_on_from_its_checkpoint_and_from_one_of_float32(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": tiny_llama(tmp_path / "model"), "compute_dtype": "float32"}
+@pytest.mark.parametrize("name", ["torchtitan", "megatron"])
+def test_gpu_logic_a_run_goes_on_from_its_checkpoint_and_from_one_of_float32(tmp_path: Path, name: str) -> None:
+    if name == "megatron":
+        pytest.importorskip("megatron.core")
+    model = tiny_llama(tmp_path / "model")
+    options: dict[str, Any] = {"model": model, "engine": name, "compute_dtype": "float32"}
     halved = TrainerConfig(**options, moments_dtype="bfloat16")
     check_checkpoints(halved, tmp_path)
     engine, other = load_engine(TrainerConfig(**options)), load_engine(halved)

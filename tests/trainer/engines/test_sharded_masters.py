@@ -31,8 +31,8 @@ BATCH = random_batch(LENGTHS)
 
 
 def _config(model: Path, dtype: str, **degrees: int) -> TrainerConfig:
-    options: dict[str, Any] = {"compute_dtype": dtype, "max_tokens_per_microbatch": 50, **degrees}
-    return TrainerConfig(model=model, engine="megatron", **options)
+    options: dict[str, Any] = {"compute_dtype": dtype, "moments_dtype": dtype, **degrees}
+    return TrainerConfig(model=model, engine="megatron", max_tokens_per_microbatch=50, **options)
 
 
 def _failing_late() -> LossFunction:
@@ -57,7 +57,7 @@ def _trained(rank: int, config: TrainerConfig) -> Engine:
         with pytest.raises((ArithmeticError, RuntimeError)):
             engine.forward_backward(local_batch, get_loss(_failing_late()))
         engine.forward_backward(local_batch, LOSS)
-        engine.optim_step(AdamParams(learning_rate=1e-3), 0.01)
+        engine.optim_step(AdamParams(learning_rate=1e-3, beta2=0.95), 0.01)
     engine.forward_backward(local_batch, LOSS)
     return engine
 

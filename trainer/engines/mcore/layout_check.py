@@ -25,7 +25,6 @@ def _check_options(config: TrainerConfig) -> None:
     for name, accepted in (
         ("compile", (False,)),
         ("float8", ("none",)),
-        ("moments_dtype", ("float32",)),
         ("activation_checkpointing", ("none", "full")),
     ):
         if getattr(config, name) not in accepted:
