@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # Which worker runs what, and in which order, is in tests/conftest.py.
-# Tests that start processes wait for them, so four workers keep two cores busy.
-WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+# Tests that start processes wait a quarter of their time, so a third worker has room on two cores; a fourth has not.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-fast test-slow lint bench gpu-check lock clean

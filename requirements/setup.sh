@@ -110,7 +110,10 @@ fi
 rm -f "$stamp"
 say "2/3 $(grep -c '==' "$lock") packages of $lock"
 quietly "$venv/bin/uv" pip sync --python "$venv/bin/python" "$lock"
-say "3/3 ownloop itself"
+say "3/3 ownloop itself, and bytecode"
 quietly "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --editable .
+# Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
 echo "$wanted" >"$stamp"
 say "done in ${SECONDS} s"

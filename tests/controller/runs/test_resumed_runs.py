@@ -49,7 +49,8 @@ def _weights(run: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("loop", "lora"), [*((loop, None) for loop in SYNCHRONOUS), ("ppo", ADAPTER), ("dpo", ADAPTER)]
+    ("loop", "lora"),
+    [*((loop, None) for loop in SYNCHRONOUS), pytest.param("ppo", ADAPTER, marks=pytest.mark.slow), ("dpo", ADAPTER)],
 )
 def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfig | None, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
@@ -65,7 +66,7 @@ def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfi
         assert _weights(run) == _weights(whole), call
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3])
+@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_grpo_async_trains_on_nothing_twice_and_loses_nothing(max_staleness: int, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     changes: dict[str, Any] = {**STEPS, "max_staleness": max_staleness}
