@@ -20,9 +20,10 @@ def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> No
     config = replace(
         recipe,
         num_steps=2,
-        prompts_per_step=2,
+        prompts_per_step=4,
         group_size=4,
         num_eval=2,
+        checkpoint_every=0,
         trainer=replace(recipe.trainer, num_threads=1, compute_dtype="float32"),
         generator=replace(recipe.generator, num_threads=1, dtype="float32"),
         sampling=replace(recipe.sampling, max_tokens=6),
