@@ -66,10 +66,14 @@ def groups(port: int) -> Groups:
     }
 
 
-def running(words: str) -> list[int]:
-    """The processes whose command line contains the words."""
-    found = [(each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
-    return [pid for pid, command in found if words in " ".join(command)]
+def running(cluster: Path, words: str) -> list[int]:
+    """The processes of this cluster, whose programs are on their path, with these words in the command line."""
+    found = [(each.pid, each.info) for each in psutil.process_iter(["cmdline", "environ"])]
+    return [
+        pid
+        for pid, info in found
+        if words in " ".join(info["cmdline"] or []) and str(cluster) in (info["environ"] or {}).get("PATH", "")
+    ]
 
 
 @pytest.mark.seconds
@@ -87,7 +91,7 @@ def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path, mon
             (at,) = (await allocation.workers())["trainer"]
             assert at.scheme == "tls"
             assert accepts(at, 1.0)
-            (worker,) = running("--lifeline")
+            (worker,) = running(cluster, "--lifeline")
             child = psutil.Process(worker).children()[0]
             assert child.environ()["HYPERACTOR_TLS_CERT"].endswith(f"/certs/{NODES[0]}/cert.pem")
             assert await allocation.workers() == {"trainer": (at,)}
@@ -154,11 +158,11 @@ def test_the_allocation_of_this_process_is_used(cluster: Path, port: int, monkey
         allocation = fake_hosts(cluster).allocation(print)
         try:
             assert await allocation.workers() == groups(port)
-            (step,) = running("slurm_stand_in srun")
+            (step,) = running(cluster, "slurm_stand_in srun")
             assert {"--jobid=7", "--overlap", "--cpu-bind=none"} <= set(psutil.Process(step).cmdline())
         finally:
             await allocation.stop()
-        assert not running("slurm_stand_in srun")
+        assert not running(cluster, "slurm_stand_in srun")
         with pytest.raises(
             ValueError, match=r"the allocation 7 has the nodes 127\.0\.0\.1, 127\.0\.0\.2; 3 are needed"
         ):
