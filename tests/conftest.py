@@ -1,7 +1,9 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
 
+import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -59,6 +61,23 @@ class _FilesStayTogether(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Decides which worker runs which tests."""
     return _FilesStayTogether(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clients_end_with_their_module() -> Generator[None]:
+    """Ends the background tasks of Tinker's clients, which would go on calling servers that have ended."""
+    yield
+    client = sys.modules.get("tinker.lib.internal_client_holder")
+    loop = None if client is None else client._internal_client_holder_thread_singleton._loop
+    if loop is not None:
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,8 @@ class LayoutConfig:
     `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
     expert_parallel: int = 1
     """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
-    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`; with the
-    engine `megatron`, where `data_parallel_shard` is 1, `data_parallel_replicate * tensor_parallel`."""
+    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, with the
+    engine `megatron` also times `data_parallel_replicate`."""
 
     @property
     def num_ranks(self) -> int:

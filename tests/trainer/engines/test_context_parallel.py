@@ -6,7 +6,8 @@ import torch
 from rl.data.packing import Document
 from trainer.config import TrainerConfig
 from trainer.engines.pytorch.attention_plan import document_mask
-from trainer.engines.titan.context import context_masks, row_multiple, shard_row
+from trainer.engines.pytorch.context_parallel import attend_in_context, context_masks, shard_row
+from trainer.engines.titan.model.row_lengths import row_multiple
 
 DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(1), Document(9))
 LENGTH = 24
@@ -49,10 +50,22 @@ def test_masks_of_a_share_are_those_of_the_row(num_ranks: int) -> None:
         allowed = torch.zeros(len(shard.rows), LENGTH, dtype=torch.bool)
         first = 0
         for piece in masks.pieces:
+            assert piece.mask is not None
             allowed[first : first + piece.size, piece.first_key : piece.last_key] = piece.mask
             first += piece.size
         expected = [[may_attend(int(query), key) for key in range(LENGTH)] for query in shard.rows]
         assert torch.equal(allowed, torch.tensor(expected))
+
+
+def test_gpu_logic_attention_without_masks_is_that_with_masks() -> None:
+    documents, generator = (Document(7), Document(1), Document(12)), torch.Generator().manual_seed(0)
+    shard = shard_row(20, torch.tensor([0]), 1, 2)
+    masks = context_masks(documents, shard)
+    without = masks._replace(pieces=tuple(piece._replace(mask=None) for piece in masks.pieces))
+    q = torch.randn(1, 10, 4, 8, generator=generator)
+    k, v = (torch.randn(1, 20, 2, 8, generator=generator) for _ in range(2))
+    expected = attend_in_context(q, k, v, masks, scale=0.3)
+    torch.testing.assert_close(attend_in_context(q, k, v, without, scale=0.3), expected)
 
 
 def test_a_document_mask_may_begin_anywhere() -> None:

@@ -37,7 +37,6 @@ needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the pac
             {"data_parallel_shard": 2, "data_parallel_replicate": 3},
             "data_parallel_shard is 2 and data_parallel_replicate 3; with engine 'megatron' one of them must be 1",
         ),
-        (tiny_llama, {"context_parallel": 2}, "needs TransformerEngine for it, .* so it must be 1"),
         (tiny_llama, {"tensor_parallel": 4}, r"num_kv_heads 2; its sizes allow \[1, 2\]"),
         (tiny_llama, {"pipeline_parallel": 2}, "output projection is its embedding .* so it must be 1"),
         (tiny_llama, {"expert_parallel": 2}, "this model has no experts, so it must be 1"),
@@ -51,8 +50,8 @@ needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the pac
         (tiny_qwen3_moe, {"expert_parallel": 2}, r"tensor_parallel, which is 1, and the model's 4 experts: \[1\]"),
         (
             tiny_qwen3_moe,
-            {"data_parallel_replicate": 6, "tensor_parallel": 2, "expert_parallel": 3},
-            r"tensor_parallel, which is 12, and the model's 4 experts: \[1, 2, 4\]",
+            {"data_parallel_replicate": 3, "context_parallel": 2, "tensor_parallel": 2, "expert_parallel": 3},
+            r"context_parallel x tensor_parallel, which is 12, and the model's 4 experts: \[1, 2, 4\]",
         ),
     ],
 )

@@ -130,7 +130,8 @@ def check_steps(results: LayoutResults) -> str:
     """Three steps are those of one rank."""
     many, one = results.many, results.one
     norms = [abs(a - b) / b for a, b in zip(many["grad_norms"], one["grad_norms"], strict=True)]
-    require(max(norms) <= 1e-5, f"gradient norms are {many['grad_norms']}; {one['grad_norms']} are expected")
+    limit = _limit_after_steps(one["parameters"])
+    require(max(norms) <= limit, f"gradient norms are {many['grad_norms']}; {one['grad_norms']} are expected")
     return f"parameters within {close_after_steps(results, 'parameters'):.0e}"
 
 
@@ -197,7 +198,12 @@ def close_after_steps(results: LayoutResults, what: str) -> float:
         for tensors, of_layout in zip(kept, (many, one), strict=True):
             tensors[name] = of_layout[what][name].masked_fill(rounding, 0.0)
     require(num_left_out < 10, f"{num_left_out} elements of the gradient are nothing but rounding")
-    return require_close(what, *kept, 1e-4 if any(".experts." in name for name in one[what]) else 1e-5)
+    return require_close(what, *kept, _limit_after_steps(one[what]))
+
+
+def _limit_after_steps(parameters: Mapping[str, Tensor]) -> float:
+    """The largest relative error after three steps. Routers round, and tokens near a tie go to other experts."""
+    return 1e-4 if any(".experts." in name for name in parameters) else 1e-5
 
 
 def _save_results(rank: int, script: Script, build: Build, config: TrainerConfig, directory: Path) -> None:

@@ -8,6 +8,7 @@ not used.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.data.packing import PackedRow, pack_row, pad_row
@@ -16,11 +17,12 @@ from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.mcore.core_model import build_model
 from trainer.engines.mcore.groups import make_groups
-from trainer.engines.mcore.layers import plan_documents
+from trainer.engines.mcore.layers import plan_documents, plan_shard
 from trainer.engines.mcore.masters import MasterSlices, by_name
 from trainer.engines.mcore.sharded_masters import ShardedMasters
 from trainer.engines.mcore.stage import Stage
 from trainer.engines.model_check import describe_model
+from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
@@ -40,12 +42,12 @@ class MegatronEngine(TorchEngine):
         init_process_group(config, device, alone=True)
         groups = make_groups(config, device)
         stages, named = build_model(config, decoder, groups, device)
-        masters = ShardedMasters if config.data_parallel_shard > 1 else MasterSlices
-        self._masters = masters(named, groups)
+        sharded = config.data_parallel_replicate == 1 and dist.get_world_size(groups.data) > 1
+        self._masters = ShardedMasters(named, groups) if sharded else MasterSlices(named, groups)
         with torch.no_grad():
             load_hf_weights(dict(by_name(self._masters)), config.model)
         self._masters.refresh()
-        scorer = RowScorer(stages[0], config.num_token_shards, device)
+        scorer = RowScorer(stages[0], config, groups.context, device)
         super().__init__(
             config,
             nn.ModuleList(stages),
@@ -69,7 +71,8 @@ class MegatronEngine(TorchEngine):
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         shares = self.shares_prefixes
-        return pack_row(microbatch, share_prefixes=shares, share_opening=shares)
+        share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
+        return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
 
     def _reduce_gradients(self) -> None:
         self._masters.reduce_gradients()
@@ -79,32 +82,46 @@ class MegatronEngine(TorchEngine):
 
 
 class RowScorer:
-    """From packed rows to the inputs of stages, and from the outputs of the last stage to scores."""
+    """One rank's forward pass over packed rows. Under context parallelism a rank computes its shard of each row."""
 
-    def __init__(self, stage: Stage, num_token_shards: int, device: torch.device) -> None:
-        """`stage` is the whole model, or the first of this rank's pipeline stages."""
+    def __init__(self, stage: Stage, config: TrainerConfig, context: dist.ProcessGroup, device: torch.device) -> None:
+        """`stage` is the whole model, or the first of this rank's pipeline stages; `context` shares rows."""
         self._stage = stage
-        self._num_token_shards = num_token_shards
+        self._context = context
+        self._num_shards = config.context_parallel
+        self._row_multiple = config.num_token_shards * (1 if self._num_shards == 1 else 2 * self._num_shards)
         self._device = device
 
     def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """A `ScoreRow`, for a stage that is the whole model."""
-        inputs, _ = self.inputs(row, entropy=entropy)
-        return self._stage(inputs.tokens, **inputs.others)
+        inputs, shard = self.inputs(row, entropy=entropy)
+        scores, entropies = self._stage(inputs.tokens, **inputs.others)
+        whole = self.whole(scores, shard, len(row.scored))
+        return whole, None if entropies is None else self.whole(entropies, shard, len(row.scored))
 
-    def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, None]:
-        """Returns what every stage takes."""
-        row = pad_row(row, self._num_token_shards)
+    def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
+        """Returns what every stage takes, and this rank's shard of the row under context parallelism."""
+        row = pad_row(row, self._row_multiple)
+        tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
+        scored = to_tensor(row.scored, self._device)
+        targets = to_tensor(row.loss_inputs["target_tokens"], self._device)
+        shard = None
+        if self._num_shards == 1:
+            plan = plan_documents(row.documents, self._device)
+        else:
+            shard = shard_row(len(tokens), scored, dist.get_rank(self._context), self._num_shards)
+            plan = plan_shard(row.documents, shard, self._context)
+            tokens, positions = tokens[shard.rows], positions[shard.rows]
+            scored, targets = shard.scored, targets[shard.where]
         others: dict[str, Any] = {
-            "positions": to_tensor(row.positions, self._device)[None],
-            "plan": plan_documents(row.documents, self._device),
-            "scored": to_tensor(row.scored, self._device),
-            "targets": to_tensor(row.loss_inputs["target_tokens"], self._device),
+            "positions": positions[None],
+            "plan": plan,
+            "scored": scored,
+            "targets": targets,
             "entropy": entropy,
         }
-        return StageInputs(to_tensor(row.tokens, self._device)[None], others), None
+        return StageInputs(tokens[None], others), shard
 
-    def whole(self, scores: Tensor, shard: None, num_scored: int) -> Tensor:
-        """[S] scores of a row, of which every rank of the last stage has all."""
-        del shard, num_scored
-        return scores
+    def whole(self, scores: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
+        """[s] scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        return scores if shard is None else gather_scored(scores, shard, num_scored, self._context)

@@ -19,7 +19,9 @@ class RankGroups:
     """This rank's groups. Consecutive ranks are in one tensor-parallel group, or in one expert-parallel group."""
 
     mesh: DeviceMesh
-    """The axes are `pipeline`, `tensor`, `data`."""
+    """The axes are `pipeline`, `tensor`, `data`. Ranks that share rows are different ranks of `data`."""
+    context: dist.ProcessGroup
+    """Ranks that compute the same rows together, which are some of `data`."""
     experts: DeviceMesh
     """The axes are `pipeline`, `expert_data`, `expert`."""
 
@@ -48,7 +50,7 @@ class RankGroups:
 
     @property
     def data(self) -> dist.ProcessGroup:
-        """Ranks that hold the same parameters and get different rows."""
+        """Ranks that hold the same parameters and compute different rows, or different shards of a row."""
         return self.mesh.get_group("data")
 
     @property
@@ -67,8 +69,11 @@ class RankGroups:
         return self.experts.get_group("expert")
 
     def collection(self) -> Any:
-        """The groups in Megatron-core's form. Expert tensor parallelism is 1, and so is context parallelism."""
-        alone = _alone(self.mesh)
+        """The groups in Megatron-core's form, with an expert tensor parallelism of 1.
+
+        It knows of no context parallelism, which `layers.RowAttention` alone does.
+        """
+        alone = _adjacent(self.mesh.device_type, self.mesh.size(), 1, 1)
         return core_api.ProcessGroupCollection(
             tp=self.tensor,
             cp=alone,
@@ -88,18 +93,19 @@ class RankGroups:
 
 def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
     """Makes this rank's groups. A collective."""
-    stages, data, tensor = config.pipeline_parallel, config.num_data_parallel_ranks, config.tensor_parallel
-    expert = config.expert_parallel
+    stages, tensor, expert = config.pipeline_parallel, config.tensor_parallel, config.expert_parallel
+    data = config.num_data_parallel_ranks * config.context_parallel
     ranks = torch.arange(stages * data * tensor).view(stages, data, tensor).transpose(1, 2)
     return RankGroups(
         DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "tensor", "data")),
+        _adjacent(device.type, config.num_ranks, config.context_parallel, tensor),
         init_device_mesh(
             device.type, (stages, data * tensor // expert, expert), mesh_dim_names=("pipeline", "expert_data", "expert")
         ),
     )
 
 
-def _alone(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of this rank alone."""
-    alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("every", "alone"))
-    return alone.get_group("alone")
+def _adjacent(device_type: str, num_ranks: int, size: int, stride: int) -> dist.ProcessGroup:
+    """This rank's group of `size` ranks that are `stride` apart."""
+    ranks = torch.arange(num_ranks).view(-1, size, stride).transpose(1, 2).reshape(-1, size)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("every", "group")).get_group("group")

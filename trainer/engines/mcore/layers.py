@@ -3,23 +3,26 @@
 * The rows of the fused projection of queries, keys and values are all queries, then all keys, then all values of a
   rank, where Megatron-core interleaves them by group of heads. So each projection of the Hugging Face model is a slice
   of the fused weight, and nothing is copied on load, push or export.
-* Attention keeps the documents of a packed row apart, and works on a CPU.
+* Attention keeps the documents of a packed row apart, works on a CPU, and knows context parallelism, for which
+  Megatron-core needs TransformerEngine.
 * The router stays on its device; Megatron-core's own moves to CUDA.
 * Matrix products exchange shards of the tokens on any device, for sequence parallelism.
 * Norms are PyTorch's. Megatron-core's choice depends on what is installed, and without TransformerEngine it refuses
   sequence parallelism.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from rl.data.packing import Document
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
-from trainer.engines.mcore.token_shards import ColumnLinear, RowLinear
+from trainer.engines.mcore.token_shards import ColumnLinear, RowLinear, gather_tokens
+from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
 
 
@@ -39,8 +42,16 @@ class SplitAttention(core_api.SelfAttention):
         return query, key, value
 
 
+class ShardPlan(NamedTuple):
+    """What `RowAttention` needs to know about a rank's shard of a row."""
+
+    masks: ContextMasks
+    group: dist.ProcessGroup
+    """The ranks that compute the row together."""
+
+
 class RowAttention(nn.Module):
-    """Causal attention within each document of a packed row."""
+    """Causal attention within each document of a packed row, or of this rank's shard of one."""
 
     def __init__(self, *, softmax_scale: float | None, **_: Any) -> None:
         """Called by Megatron-core, with more than is needed here."""
@@ -48,7 +59,9 @@ class RowAttention(nn.Module):
         self._scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
-        """[L, 1, heads, size] queries -> [L, 1, heads * size]. The mask is what `plan_documents` returns."""
+        """[L, 1, heads, size] queries -> [L, 1, heads * size]. The mask is what a function below planned."""
+        if isinstance(attention_mask, ShardPlan):
+            return attend_in_group(query, key, value, attention_mask, self._scale)
         if query.device.type == "cpu":
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return document_attention(q, k, v, attention_mask, scale=self._scale).transpose(0, 1).flatten(2)
@@ -81,6 +94,18 @@ def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
         for each in zip(q, k, v, strict=True)
     ]
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+
+def attend_in_group(query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan, scale: float | None) -> Tensor:
+    """As `RowAttention`, for a shard of a row, with the keys and values of all ranks of the group."""
+    both = gather_tokens(torch.cat([key, value], dim=2), plan.group, sums_gradients=True).transpose(0, 1)
+    k, v = both.chunk(2, dim=2)
+    return attend_in_context(query.transpose(0, 1), k, v, plan.masks, scale=scale).transpose(0, 1).flatten(2)
+
+
+def plan_shard(documents: tuple[Document, ...], shard: RowShard, group: dist.ProcessGroup) -> ShardPlan:
+    """As `plan_documents`, for this rank's shard of a row that the ranks of `group` compute together."""
+    return ShardPlan(context_masks(documents, shard), group)
 
 
 def plan_documents(documents: tuple[Document, ...], device: torch.device) -> Any:

@@ -42,11 +42,6 @@ def _check_degrees(config: TrainerConfig) -> None:
             f"{config.data_parallel_replicate}; with engine 'megatron' one of them must be 1: master weights and "
             "optimizer state are sharded over all data-parallel ranks or none"
         )
-    if config.context_parallel > 1:
-        raise ValueError(
-            f"TrainerConfig.context_parallel is {config.context_parallel}; Megatron-core needs TransformerEngine "
-            "for it, which engine 'megatron' does not use, so it must be 1. The engine 'torchtitan' has it"
-        )
 
 
 def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
@@ -78,12 +73,13 @@ def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
         )
-    sharing, num_experts = config.num_data_parallel_ranks * config.tensor_parallel, decoder.moe.num_experts
+    sharing = config.num_data_parallel_ranks * config.context_parallel * config.tensor_parallel
+    num_experts = decoder.moe.num_experts
     if sharing % expert_parallel or num_experts % expert_parallel:
         divisors = [n for n in range(1, sharing + 1) if sharing % n == 0 and num_experts % n == 0]
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; it must divide the data-parallel ranks x "
-            f"tensor_parallel, which is {sharing}, and the model's {num_experts} experts: {divisors}"
+            f"context_parallel x tensor_parallel, which is {sharing}, and the model's {num_experts} experts: {divisors}"
         )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
@@ -26,9 +25,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
+from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
 from trainer.engines.pytorch.segment_mask import segment_mask
-from trainer.engines.titan.context import ContextMasks, RowShard, context_masks
 
 
 class DocumentAttention(FlexAttention):
@@ -47,7 +46,6 @@ class DocumentAttention(FlexAttention):
         *,
         attention_masks: Any,
         scale: float | None = None,
-        enable_gqa: bool = False,
         **_: Any,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan, see `document_attention`.
@@ -55,7 +53,7 @@ class DocumentAttention(FlexAttention):
         Under context parallelism the queries are those of a shard of the row, and `attention_masks` its `ContextMasks`.
         """
         if isinstance(attention_masks, ContextMasks):
-            return _attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale, enable_gqa=enable_gqa)
+            return attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale)
         return document_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale)
 
 
@@ -127,23 +125,3 @@ def sharded_attention_masks(
         return context_masks(documents, shard)
     _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
     return masks
-
-
-def _attend_in_context(
-    q: Tensor, k: Tensor, v: Tensor, masks: ContextMasks, *, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Takes [1, L / n, heads, head_dim] queries of a shard and [1, L, heads, head_dim] gathered keys and values."""
-    q, k, v = q.transpose(1, 2), k[:, masks.restore].transpose(1, 2), v[:, masks.restore].transpose(1, 2)
-    queries = q.split([piece.size for piece in masks.pieces], dim=2)
-    outputs = [
-        F.scaled_dot_product_attention(
-            part,
-            k[:, :, piece.first_key : piece.last_key],
-            v[:, :, piece.first_key : piece.last_key],
-            attn_mask=piece.mask,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        for part, piece in zip(queries, masks.pieces, strict=True)
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2)

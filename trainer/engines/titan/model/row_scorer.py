@@ -10,11 +10,12 @@ from torchtitan.models.common.decoder import Decoder
 
 from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
+from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor
-from trainer.engines.titan.context import RowShard, gather_scored, row_length, row_multiple, shard_row
 from trainer.engines.titan.model.attention import attention_masks, needs_flex, sharded_attention_masks
+from trainer.engines.titan.model.row_lengths import row_length, row_multiple
 
 
 class RowScorer:

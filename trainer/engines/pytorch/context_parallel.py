@@ -7,22 +7,17 @@ for the whole row.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from rl.data.packing import Document
-from trainer.config import TrainerConfig
 from trainer.engines.pytorch.attention_plan import document_mask
-
-# Positions per block of a block mask, on a GPU.
-_BLOCK = 128
-# torchao's float8 kernels need the inner size of a product to be a multiple of this.
-_FLOAT8_MULTIPLE = 16
 
 
 class RowShard(NamedTuple):
@@ -36,28 +31,6 @@ class RowShard(NamedTuple):
     """[s] int64 indices into `rows` of the scored positions among them."""
     where: Tensor
     """[s] int64 indices of these among the row's scored positions."""
-
-
-def row_multiple(config: TrainerConfig, device: torch.device) -> int:
-    """The number of which a row's length must be a multiple, for equal shards and for float8."""
-    if config.context_parallel == 1:
-        # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
-        parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
-        # The gradient of a float8 weight sums over tokens, which its kernel takes in multiples.
-        return math.lcm(parts, _FLOAT8_MULTIPLE if config.float8 != "none" else 1)
-    block = 1 if device.type == "cpu" else _BLOCK
-    return 2 * config.context_parallel * config.tensor_parallel * block
-
-
-def row_length(length: int, multiple: int) -> int:
-    """The length to which a row of this many tokens is padded for a kernel that is compiled for its lengths.
-
-    There are at most 8 lengths between a number and its double, so that a run soon has seen all of them; less than an
-    eighth of a row is padding, beside what `multiple` needs.
-    """
-    step = 1 << max(0, length.bit_length() - 4)
-    stepped = -(-length // step) * step
-    return -(-stepped // multiple) * multiple
 
 
 def shard_row(length: int, scored: Tensor, rank: int, num_ranks: int) -> RowShard:
@@ -100,12 +73,13 @@ class Piece(NamedTuple):
     first_key: int
     last_key: int
     """The positions may attend to the keys first_key to last_key - 1, as indices into the row."""
-    mask: Tensor
-    """[size, last_key - first_key] bool, true where a position may attend to a key."""
+    mask: Tensor | None
+    """[size, last_key - first_key] bool, true where a position may attend to a key. None on a GPU, whose kernel needs
+    no mask for the causal attention of a document without suffixes."""
 
 
 class ContextMasks(NamedTuple):
-    """What attention on the CPU needs to know about a rank's shard."""
+    """What attention needs to know about a rank's shard."""
 
     restore: Tensor
     """[L] indices that put gathered keys and values back into the order of the row."""
@@ -114,14 +88,44 @@ class ContextMasks(NamedTuple):
 
 
 def context_masks(documents: Sequence[Document], shard: RowShard) -> ContextMasks:
-    """The masks of a shard. `documents` are all documents of the row."""
+    """The masks of a shard. `documents` are all documents of the row; on a GPU they have no suffixes."""
+    on_cpu = shard.rows.device.type == "cpu"
+    rows = shard.rows.cpu()
     starts = torch.cumsum(torch.tensor([0, *(document.num_tokens for document in documents)]), 0)
-    owner = torch.searchsorted(starts, shard.rows, right=True) - 1
-    new_piece = (shard.rows.diff() != 1) | (owner.diff() != 0)
-    bounds = [0, *(new_piece.nonzero()[:, 0] + 1).tolist(), len(shard.rows)]
+    owner = torch.searchsorted(starts, rows, right=True) - 1
+    new_piece = (rows.diff() != 1) | (owner.diff() != 0)
+    bounds = [0, *(new_piece.nonzero()[:, 0] + 1).tolist(), len(rows)]
     pieces: list[Piece] = []
     for begin, end in itertools.pairwise(bounds):
         document, start = documents[int(owner[begin])], int(starts[owner[begin]])
-        first, stop = int(shard.rows[begin]), int(shard.rows[end - 1]) + 1
-        pieces.append(Piece(end - begin, start, stop, document_mask(document, first - start, stop - start)))
+        first, stop = int(rows[begin]), int(rows[end - 1]) + 1
+        mask = document_mask(document, first - start, stop - start) if on_cpu else None
+        pieces.append(Piece(end - begin, start, stop, mask))
     return ContextMasks(shard.order.argsort(), tuple(pieces))
+
+
+def attend_in_context(q: Tensor, k: Tensor, v: Tensor, masks: ContextMasks, *, scale: float | None) -> Tensor:
+    """Attention of a rank's shard of a row.
+
+    Takes [1, L / n, heads, head_dim] queries of the shard, and [1, L, key-value heads, head_dim] gathered keys and
+    values in the order of the ranks. Returns what the queries' shape is.
+    """
+    q, k, v = q.transpose(1, 2), k[:, masks.restore].transpose(1, 2), v[:, masks.restore].transpose(1, 2)
+    queries = q.split([piece.size for piece in masks.pieces], dim=2)
+    outputs = [
+        F.scaled_dot_product_attention(
+            part,
+            k[:, :, piece.first_key : piece.last_key],
+            v[:, :, piece.first_key : piece.last_key],
+            attn_mask=_lower_right(piece) if piece.mask is None else piece.mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        for part, piece in zip(queries, masks.pieces, strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _lower_right(piece: Piece) -> Tensor:
+    """The causal mask of the last positions of a document, as flash kernels take it."""
+    return causal_lower_right(piece.size, piece.last_key - piece.first_key)
