@@ -1,4 +1,7 @@
-"""Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it."""
+"""Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it.
+
+`.ci/run` runs those too that are slow.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,9 @@ from benchmarks.kills.cell import Cell, hurt, left_alone
 from benchmarks.kills.fault import Fault, few_faults
 from benchmarks.kills.surroundings import LAYOUT
 from rl.tiny_models import SERVABLE, tiny_llama
+
+QUICK = {"controller", "one of two replicas"}
+"""Victims of the cells that `make test` runs: a run that is resumed, and one that goes on by itself."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,7 +32,7 @@ def whole(model: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.slow) if f.lora else f for f in few_faults()], ids=str
+    "fault", [f if f.victim in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in few_faults()], ids=str
 )
 def test_a_hurt_run_has_the_metrics_of_a_whole_one(fault: Fault, model: Path, whole: Path, tmp_path: Path) -> None:
     if fault.lora:
