@@ -56,7 +56,7 @@ class Stage(nn.Module):
         )
         if not self.model.post_process:
             return hidden.transpose(0, 1)
-        hidden = hidden[:, 0]
+        hidden = hidden.squeeze(1)
         # A rank's gradient of the hidden states is that of its part of the vocabulary, but a value head is not sharded.
         if self._splits_tokens:
             hidden = gather_tokens(hidden, self._group, sums_gradients=self._head == "lm")

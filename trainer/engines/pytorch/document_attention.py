@@ -45,19 +45,23 @@ def plan_row(documents: Sequence[Document]) -> tuple[RowPart, ...]:
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[RowPart], *, scale: float | None) -> Tensor:
     """q [1, L, heads, D], k and v [1, L, key-value heads, D] -> [1, L, heads, D], for a row planned as `parts`."""
-    dtype = product_dtype(q.dtype)
+    if len(parts) == 1:  # the gradient of a split is a copy, even of a split into one part
+        return _attend(q, k, v, parts[0], scale)
     sizes = [part.num_tokens for part in parts]
-    outputs = [
-        _kernel_attention(q, k, v, scale=scale, dtype=dtype)
-        if part.plan is None
-        else block_attention(q[0], k[0], v[0], part.plan, scale=scale, dtype=dtype)[None]
-        for part, q, k, v in zip(parts, *(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
-    ]
-    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    split = zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True)
+    return torch.cat([_attend(*each, part, scale) for each, part in zip(split, parts, strict=True)], dim=1)
 
 
 def _is_long(document: Document) -> bool:
     return not document.suffixes and document.num_tokens > _LONG_DOCUMENT
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: RowPart, scale: float | None) -> Tensor:
+    """The attention of a part of a row, in the way chosen for it. Squeezing has a gradient without a copy."""
+    dtype = product_dtype(q.dtype)
+    if part.plan is None:
+        return _kernel_attention(q, k, v, scale=scale, dtype=dtype)
+    return block_attention(q.squeeze(0), k.squeeze(0), v.squeeze(0), part.plan, scale=scale, dtype=dtype)[None]
 
 
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, dtype: torch.dtype) -> Tensor:

@@ -103,7 +103,7 @@ class _Policy(Decoder):
             return hidden
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[self.lm_head.hidden_gradient])
-        return self.lm_head(hidden[0].index_select(0, scored), targets, entropy=entropy)
+        return self.lm_head(hidden.squeeze(0).index_select(0, scored), targets, entropy=entropy)
 
 
 class LlamaPolicy(_Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
