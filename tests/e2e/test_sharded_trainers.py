@@ -52,6 +52,12 @@ BATCH = random_batch(LENGTHS)
             id="megatron_shard2_tp2",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            False,
+            {"engine": "megatron", "context_parallel": 2, "tensor_parallel": 2},
+            id="megatron_cp2_tp2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_trains_as_one_rank_does_and_its_generator_samples_what_it_trained(
