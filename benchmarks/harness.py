@@ -99,9 +99,16 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that was measured, marked "-dirty" if tracked files have other changes; "unknown" without git."""
+    """The commit that was measured, marked "-dirty" if tracked files other than results have changes.
+
+    "unknown" without git.
+    """
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results", ":!benchmarks/RESULTS.md").returncode
+    return head.stdout.strip() + ("-dirty" if changed else "") if head.returncode == 0 else "unknown"
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
