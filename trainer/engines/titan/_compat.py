@@ -3,7 +3,12 @@
 `prepare_torchtitan` must run before any other torchtitan module is imported; `trainer.engines.titan.model` does that.
 """
 
+import contextlib
+import functools
 import sys
+from collections.abc import Callable, Generator
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -23,3 +28,31 @@ def prepare_torchtitan() -> None:
     # Reason: without an accelerator torchtitan assumes "cuda" at import, and its other modules copy the two names.
     # Remove when `get_device_info` falls back to the CPU.
     utils.device_type, utils.device_module = "cpu", torch.cpu
+    # Reason: torchtitan compiles flex attention where it defines it, and `torch.compile` imports the whole compiler,
+    # which takes seconds. On the CPU nothing calls it but a test.
+    # Remove when `import torchtitan.models.common.attention` leaves `torch._inductor.lowering` alone.
+    with compiled_when_called():
+        import_module("torchtitan.models.common.attention")
+
+
+@contextlib.contextmanager
+def compiled_when_called() -> Generator[None]:
+    """Within the block, a function that is handed to `torch.compile` is compiled when it is first called."""
+    compiler = torch.compile
+
+    def deferred(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        @functools.cache
+        def compiled() -> Callable[..., Any]:
+            return compiler(function, **options)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = deferred
+    try:
+        yield
+    finally:
+        torch.compile = compiler
