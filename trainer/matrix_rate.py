@@ -17,6 +17,9 @@ from trainer.engines.pytorch.ranks import DTYPES
 
 _REPEATS = 4
 _SIZES = {"cuda": 8192, "cpu": 1024}
+_SMALL = 256
+_LONGEST_S = 0.1
+"""What one product may take. A CPU that emulates a dtype takes longer, and is as fast with small matrices."""
 
 
 def matrix_rate(device: torch.device, dtype: str, file: Path | None = None) -> float:
@@ -43,6 +46,15 @@ def _device_name(device: torch.device) -> str:
 
 def _measure(device: torch.device, dtype: torch.dtype) -> float:
     size = _SIZES[device.type]
+    if device.type == "cpu":
+        small = _rate(device, dtype, _SMALL)
+        if 2.0 * size**3 / small > _LONGEST_S:
+            return small
+    return _rate(device, dtype, size)
+
+
+def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Operations a second of a product of square matrices, the best of some."""
     a, b, product = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
     taken: list[float] = []
     for _ in range(1 + _REPEATS):
