@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +29,16 @@ _LONGEST_FIRST = ("vllm", "e2e", "ranks")
 """Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""
 _VLLM = ("tests/generator/", "tests/controller/loops/", "tests/e2e/test_parity.py")
 """Folders and files whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files whose `pytestmark` deselects all their tests: importing them takes longer than a fast test."""
+    expression = str(config.getoption("markexpr"))
+    if collection_path.suffix != ".py" or not re.fullmatch(r"not \w+( and not \w+)*", expression):
+        return None
+    marks = re.search(r"^pytestmark = (\[[^]]*\]|.*)", collection_path.read_text(), re.MULTILINE)
+    left_out = set(re.findall(r"not (\w+)", expression))
+    return True if marks and left_out & set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

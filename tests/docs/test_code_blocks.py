@@ -102,6 +102,7 @@ def _script(block: Block) -> str:
     return "\n".join(shlex.join(words) for words in commands_of(block.text) if is_cheap(words))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("block", [block for block in _in_language("bash") if _script(block)], ids=_name)
 def test_commands_run(block: Block, tmp_path: Path) -> None:
     _write_files(block.page, tmp_path)

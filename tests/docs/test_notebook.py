@@ -37,6 +37,7 @@ async with launch(model, TrainerConfig(compute_dtype="float32"), generating, Pat
 """
 
 
+@pytest.mark.seconds
 def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel and without processes. The cell that is interrupted and the whole loop's are left out."""
     launch_in_process(monkeypatch, tmp_path / "cache")

@@ -4,19 +4,25 @@ import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from generator.config import GeneratorConfig
-from generator.engine import GenerationEngine
 from generator.options import generator_env
 from tests.meshes_in_process import vllm_in_process
+
+if TYPE_CHECKING:
+    from generator.engine import GenerationEngine
+
+EngineFactory = Callable[..., "GenerationEngine"]
 
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every step take so long that a test sees requests run, however busy the host is."""
+    from generator.engine import GenerationEngine
+
     step = GenerationEngine._step  # pyright: ignore[reportPrivateUsage]
 
     def slow_step(engine: GenerationEngine) -> None:
@@ -26,12 +32,11 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GenerationEngine, "_step", slow_step)
 
 
-EngineFactory = Callable[..., GenerationEngine]
-
-
 @pytest.fixture(scope="module")
 def build_engine() -> Generator[EngineFactory]:
     """Builds an engine for a model directory; all end with the module."""
+    from generator.engine import GenerationEngine
+
     engines: list[GenerationEngine] = []
 
     def build(directory: Path, dtype: str, **options: Any) -> GenerationEngine:

@@ -9,6 +9,8 @@ import pytest
 from rl.hardware import cpu_malloc_env
 from rl.heap import Heap
 
+pytestmark = pytest.mark.seconds
+
 
 def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
     settling, again = [500, 1000, 900, 950], [1500, 2000, 1800, 1900]

@@ -55,6 +55,7 @@ def _cycle() -> "weakref.ref[_Node]":
     return weakref.ref(first)
 
 
+@pytest.mark.seconds
 def test_what_existed_before_the_block_is_collected_after_it() -> None:
     gc.collect()
     before = _cycle()

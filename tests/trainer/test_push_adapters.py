@@ -61,6 +61,7 @@ def test_every_policy_has_versions_of_its_own(transport: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.seconds
 def test_a_dropped_adapter_leaves_no_memory_no_key_and_no_other_adapter_harmed() -> None:
     store, mapped_before = FakeStore(), _num_buffers()
     receiver = SharedMemoryReceiver()

@@ -12,6 +12,8 @@ import pytest
 
 from controller.commands.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override
 
+pytestmark = pytest.mark.seconds
+
 RECIPE = Path(__file__).with_name("toy_recipe.py")
 ROOT = Path(__file__).parents[3]
 
@@ -129,7 +131,6 @@ def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None
         ("no-cancel", signal.SIGTERM, 143),
     ],
 )
-@pytest.mark.seconds
 def test_a_signal_ends_every_process_within_ten_seconds(
     mode: str, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.seconds
 def test_the_newest_checkpoint_is_the_trained_model(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (printed,) = ownloop(capfd, "export", "a")
     assert printed == "runs/a/exports/step-00002"
@@ -125,6 +126,7 @@ def test_a_run_that_was_resumed_is_not_finished_by_its_earlier_model(tmp_path: P
     assert state_of(folder.path) == "stopped, saved at 3"
 
 
+@pytest.mark.seconds
 def test_a_run_of_an_adapter_is_exported_evaluated_and_talked_to_as_a_whole_model(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

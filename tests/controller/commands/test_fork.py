@@ -32,6 +32,7 @@ def fork(parent: Path, name: str, step: int, *options: str) -> Path:
     return parent.parent / name
 
 
+@pytest.mark.seconds
 def test_without_overrides_its_metrics_equal_its_parent_s(parent: Path) -> None:
     before = contents(parent)
     child = fork(parent, "same", 2)
@@ -43,6 +44,7 @@ def test_without_overrides_its_metrics_equal_its_parent_s(parent: Path) -> None:
     assert json.loads((child / "parent.json").read_text()) == {"run": str(parent.absolute()), "step": 2}
 
 
+@pytest.mark.seconds
 def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
     child = fork(parent, "other", 2, "--learning-rate", "1e-2", "--num-steps", "5")
     ours, theirs = metric_rows(child), metric_rows(parent)
@@ -55,6 +57,7 @@ def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
     assert (config.learning_rate, config.num_steps) == (1e-2, 5), "it can be resumed itself"
 
 
+@pytest.mark.seconds
 def test_what_cannot_be_forked(parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = refused(capfd, "run", "--fork", "a", "--at", "9")
     assert error == "error: runs/a has no checkpoint of step 9; it has those of 1, 2, 3, 4\n"

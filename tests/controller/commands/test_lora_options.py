@@ -33,6 +33,7 @@ def test_any_option_of_an_adapter_switches_it_on(
     assert _overridden(*options) == (lora, room)
 
 
+@pytest.mark.seconds
 def test_every_recipe_has_the_options_and_shows_them() -> None:
     for recipe in recipe_files():
         config = configuration(recipe, ["--lora.rank", "8"], "run")
@@ -50,6 +51,7 @@ def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is
     assert given.learning_rate == 3e-5
 
 
+@pytest.mark.seconds
 def test_gpu_logic_recipes_compile_whole_models_and_adapters_are_left_as_they_are() -> None:
     for recipe in (name for name in recipe_files() if name.endswith("qwen3_gpu")):
         assert configuration(recipe, [], "run").trainer.compile

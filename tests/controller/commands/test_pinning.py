@@ -5,6 +5,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from rl.tiny_models import tiny_llama
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command
 from tests.controller.runs.hub import running_hub
@@ -29,6 +31,7 @@ def recipe():
 """
 
 
+@pytest.mark.seconds
 def test_the_commit_is_recorded_and_kept(tmp_path: Path) -> None:
     files = {file.name: file.read_bytes() for file in tiny_llama(tmp_path / "model").iterdir()}
     (tmp_path / "mine.py").write_text(RECIPE)

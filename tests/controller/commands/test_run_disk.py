@@ -6,6 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from rl.rollouts.columns import read_groups
 from rl.runs.folder import read_metrics
 from tests.controller.commands.test_cli import ROOT, command, ownloop
@@ -13,6 +15,7 @@ from tests.controller.commands.test_cli import ROOT, command, ownloop
 RECIPE = Path(__file__).with_name("recording_recipe.py")
 
 
+@pytest.mark.seconds
 def test_a_full_disk_ends_the_run_in_order(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a", "--full-after", "3")
     run = tmp_path / "runs" / "a"
@@ -28,12 +31,14 @@ def test_a_full_disk_ends_the_run_in_order(tmp_path: Path) -> None:
     assert 4 <= last <= 8  # the loop did not go on for ever
 
 
+@pytest.mark.seconds
 def test_the_last_step_of_all_may_be_the_one_that_does_not_fit(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a", "--full-after", "3", "--num-steps", "4")
     assert result.returncode == 1
     assert "step-00004.parquet cannot be written: File too large" in result.stderr
 
 
+@pytest.mark.seconds
 def test_a_run_that_is_stopped_has_its_last_step_on_disk(tmp_path: Path) -> None:
     arguments = command("run", str(RECIPE), "--name", "a", "--stopped")
     run, env = tmp_path / "runs" / "a", {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -13,6 +13,8 @@ from controller.commands.sweep import combinations_of, sweep
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
 
+pytestmark = pytest.mark.seconds
+
 RECIPE = """
 import asyncio, os
 from dataclasses import dataclass

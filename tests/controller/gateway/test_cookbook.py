@@ -18,6 +18,7 @@ from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversation
 COOKBOOK = importlib.util.find_spec("tinker_cookbook")
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook is not installed: pip install 'ownloop[dev]'")
 def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
     model, recipe = tiny_chat_model(tmp_path / "model", smollm2), tmp_path / "recipe"

@@ -28,6 +28,7 @@ def check(server: RunningServer, count: int) -> None:
     check_many(Sender(server.url), good_call, requests(known), count)
 
 
+@pytest.mark.seconds
 def test_200_malformed_requests(tmp_path: Path) -> None:
     with running_server(tmp_path, poll_s=0.05) as server:
         check(server, 200)

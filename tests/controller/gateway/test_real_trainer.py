@@ -66,6 +66,7 @@ def test_groups_share_their_prompt_and_get_every_log_prob(server: RunningServer)
         np.testing.assert_allclose(together["logprobs"].data, alone["logprobs"].data, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) -> None:
     usual = {
         "learning_rate": 1e-2,

@@ -137,6 +137,7 @@ def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: Ru
     assert [verb for _, verb in server.host.calls] == ["forward_backward", "optim_step"] * 5
 
 
+@pytest.mark.seconds
 def test_a_batch_that_the_sdk_cuts_into_requests_has_the_gradient_of_one(server: RunningServer) -> None:
     whole, parts = new_client(server), new_client(server)
     random = np.random.default_rng(0)

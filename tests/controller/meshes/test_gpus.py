@@ -132,6 +132,7 @@ def test_a_mesh_sees_its_own_gpus_alone() -> None:
     assert gpu_env(None) == {}
 
 
+@pytest.mark.seconds
 def test_cuda_stays_uninitialized_in_the_controller() -> None:
     code = "from controller.meshes.gpus import gpus_here; gpus_here(); import torch; print(torch.cuda.is_initialized())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,6 +14,8 @@ from rl.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
 from tests.controller.runs.hub import Hub, running_hub
 
+pytestmark = pytest.mark.seconds
+
 ROOT = Path(__file__).parents[3]
 NAME = "lab/Tiny-1.5B"
 FETCH = """

@@ -107,6 +107,7 @@ def test_a_builder_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["toy.lock"]
 
 
+@pytest.mark.seconds
 def test_smollm2_is_a_language_model_in_bfloat16(smollm2: Path) -> None:
     info = inspect_model(smollm2)
     assert (info.architecture, info.tied, info.max_context, info.vocab_size) == ("LlamaForCausalLM", True, 8192, 49152)

@@ -115,6 +115,7 @@ def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
     assert folder.metrics()[0]["groups_with_signal"] == 0
 
 
+@pytest.mark.seconds
 def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, folder, _ = _report(tmp_path)
     image = folder.path / "reward.png"

@@ -65,6 +65,7 @@ def steps_done(config: Config, folder: RunFolder, *steps: float | None) -> tuple
     return done, stream.getvalue()
 
 
+@pytest.mark.seconds
 def test_ten_best_steps_in_a_row_are_a_success(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", CONFIG)
     done, told = steps_done(CONFIG, folder, 1.0, None, *[1.0] * 11)

@@ -63,6 +63,7 @@ def test_held_out_loss_equals_that_of_transformers(tmp_path: Path) -> None:
     assert measured.interval.low <= measured.interval.mean <= measured.interval.high
 
 
+@pytest.mark.seconds
 def test_a_weighted_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(0)
     covered = 0

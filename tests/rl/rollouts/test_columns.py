@@ -58,6 +58,7 @@ GROUPS = st.builds(
 )
 
 
+@pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GROUPS, max_size=3))
 def test_groups_come_back_as_they_were(groups: list[Group]) -> None:

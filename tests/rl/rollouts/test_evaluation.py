@@ -69,6 +69,7 @@ def test_one_problem_has_an_interval_of_no_width() -> None:
     assert bootstrap(np.array([-2.5])) == Interval(mean=-2.5, low=-2.5, high=-2.5)
 
 
+@pytest.mark.seconds
 def test_resampling_many_problems_takes_little_memory() -> None:
     tracemalloc.start()
     interval = bootstrap(np.arange(20_000, dtype=np.float64))

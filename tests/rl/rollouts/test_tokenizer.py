@@ -29,6 +29,7 @@ def test_it_is_what_auto_tokenizer_loads(tmp_path: Path, write: Any, tokenizer_c
     assert ours.encode("w5 w7 w9 unknown") == theirs.encode("w5 w7 w9 unknown")
 
 
+@pytest.mark.seconds
 def test_what_no_tokenizer_needs_is_not_imported(tmp_path: Path) -> None:
     """A run's first token waits for this import."""
     model = tiny_llama(tmp_path / "model")

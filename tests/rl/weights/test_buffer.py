@@ -214,6 +214,7 @@ with buffer.reading(_record(buffer, 1)):
 """
 
 
+@pytest.mark.seconds
 def test_a_killed_reader_does_not_block_the_writer() -> None:
     buffer = WeightBuffer.create(buffer_size(MANIFEST))
     _write(buffer, 1)

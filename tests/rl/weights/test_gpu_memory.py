@@ -135,6 +135,7 @@ def _read_from_a_process_that_dies(context: Any, *, sharing: bool) -> None:
         read(records[-1])
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("on_host")
 def test_gpu_logic_another_process_reads_two_versions_until_the_publisher_dies() -> None:
     _read_from_a_process_that_dies(preloaded_forkserver(), sharing=True)

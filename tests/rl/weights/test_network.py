@@ -29,6 +29,7 @@ from trainer.engines.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("full_checksums", [False, True])
 def test_every_host_gets_every_version_and_the_trainer_sends_it_once(
     monkeypatch: pytest.MonkeyPatch, full_checksums: bool

@@ -30,6 +30,8 @@ from tests.rl.weights.receiving_hosts import (
 from tests.stores import FakeStore
 from trainer.engines.plain_ranks import preloaded_forkserver
 
+pytestmark = pytest.mark.seconds
+
 
 def _before_sending(patch: pytest.MonkeyPatch, act: Callable[[], None], nth_message: int = 2) -> None:
     """Has the trainer do something once, before it sends its n-th message from now on."""

@@ -34,6 +34,7 @@ def _trained(frozen: Engine, name: str) -> Engine:
     return adapter
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
 def test_an_adapter_takes_sixteen_bytes_a_parameter_until_it_is_dropped(engine: str, tmp_path: Path) -> None:
     model, names = tiny_llama(tmp_path / "model"), ("a", "b", "c", "d")

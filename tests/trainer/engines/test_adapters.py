@@ -88,6 +88,7 @@ def llama(tmp_path: Path) -> Path:
     return tiny_llama(tmp_path / "model")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_interleaved_adapters_have_the_gradients_of_peft(model: Path, engine: str, checkpointing: str) -> None:

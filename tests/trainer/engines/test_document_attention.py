@@ -72,6 +72,7 @@ def errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("heads", [(6, 2), (2, 2)])
 def test_equals_its_definition_in_float64(name: str, heads: tuple[int, int]) -> None:
@@ -89,6 +90,7 @@ def test_equals_its_definition_in_float64(name: str, heads: tuple[int, int]) -> 
         assert (attend(*inputs) - expected[0]).abs().max() < 1e-5
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_inputs_lose_only_what_rounding_costs(dtype: torch.dtype) -> None:
     documents = ROWS["an opening"] + ROWS["short shared prefixes"] + ROWS["long shared prefixes"]

@@ -93,6 +93,7 @@ def test_every_gradient_equals_autograd(model: Path) -> None:
 GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("groups", "opening", "unscored"), [(GROUPS[:3], 0, 0), (GROUPS, 8, 0), (GROUPS, 8, REPORTED_WEIGHT)]
 )

@@ -73,7 +73,9 @@ def test_an_engine_keeps_its_state(check: Check, build_any: Build, tmp_path: Pat
     print(check(Subject(build_any, tmp_path / "tied", tmp_path)))
 
 
-@pytest.mark.parametrize("make", ["smollm2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "make", [pytest.param("smollm2", marks=pytest.mark.seconds), "llama", "mistral", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize("engine", ENGINE_PARAMS)
 def test_logits_equal_transformers(
     engine: str, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

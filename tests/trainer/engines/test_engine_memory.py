@@ -67,6 +67,7 @@ def test_offloaded_state_leaves_the_accelerator_and_comes_back(build: Build) -> 
     assert_same_parameters(engine, untouched)
 
 
+@pytest.mark.seconds
 def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Build) -> None:
     engine = build()
     call = engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))

@@ -84,6 +84,7 @@ def test_megatron_core_stays_importable_beside_it(monkeypatch: pytest.MonkeyPatc
     assert sys.modules["megatron.core"] is core
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("check", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CHECKS])

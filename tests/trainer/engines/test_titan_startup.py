@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ print("torchtitan.models.common.attention" in sys.modules, "torch._inductor.lowe
 """
 
 
+@pytest.mark.seconds
 def test_the_engine_is_imported_without_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

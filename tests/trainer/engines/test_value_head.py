@@ -89,6 +89,7 @@ def test_values_and_every_gradient_equal_plain_autograd(build: Build, critic: Pa
     assert max(relative_error(actual[name], expected[name]) for name in expected) <= 1e-5
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_critic_begins_at_zero_and_learns_a_linear_target(build: Build, tmp_path: Path, tied: bool) -> None:
     engine = build(tiny_qwen3(tmp_path / "model", tied=tied))

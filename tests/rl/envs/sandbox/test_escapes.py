@@ -16,6 +16,8 @@ from rl.envs.sandbox import Sandbox, SandboxResult, run_python
 from tests.rl.envs.sandbox.here import REAL, need
 from tests.rl.envs.sandbox.test_run import is_gone
 
+pytestmark = pytest.mark.seconds
+
 OUT = "\nprint('out')"
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 CALL = "def call(result):\n    if result < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))\n"

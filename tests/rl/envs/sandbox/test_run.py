@@ -12,6 +12,8 @@ import pytest
 from rl.envs.sandbox import Sandbox, SandboxResult, run_python
 from tests.rl.envs.sandbox.here import REAL, need
 
+pytestmark = pytest.mark.seconds
+
 Run = Callable[..., Awaitable[SandboxResult]]
 
 
