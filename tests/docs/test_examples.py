@@ -1,4 +1,4 @@
-"""The scripts in examples/, as a user starts them."""
+"""The scripts in examples/, as a user starts them. `.ci/run` runs this file too."""
 
 import re
 import subprocess
@@ -11,6 +11,7 @@ from tests.docs.pages import ROOT
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
 def test_the_loop_of_the_readme(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "examples" / "grpo_loop.py", "--num-steps", "1"]
