@@ -78,7 +78,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
         async with running_store(logs) as store, running_generator(directory, "float32", logs) as generator:
             with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
                 await generator.pull_model_state_dict(1)
-            async with running_publisher(directory, "float32", "shared_memory", logs) as publisher:
+            async with running_publisher(directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
                 for version in (1, 2, 3):
                     await publish(publisher, version, seed=version)
                 await generator.pull_model_state_dict(2)
@@ -100,7 +100,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                     await publish(publisher, 7, seed=7)
                 with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
                     await generator.pull_model_state_dict(6)
-            async with running_publisher(directory, "float32", "auto", logs) as publisher:
+            async with running_publisher(directory, "float32", "auto", logs, num_ranks=1) as publisher:
                 await publish(publisher, 8, seed=8)
                 os.kill(store.mesh.pids[0], signal.SIGKILL)
                 with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):

@@ -30,11 +30,11 @@ async def running_store(log_dir: Path) -> AsyncGenerator[WeightStore]:
 
 @asynccontextmanager
 async def running_publisher(
-    directory: Path, dtype: str, transport: WeightTransport, log_dir: Path
+    directory: Path, dtype: str, transport: WeightTransport, log_dir: Path, *, num_ranks: int = 2
 ) -> AsyncGenerator[Mesh]:
-    """Two ranks, each with half of every weight."""
+    """Ranks, each with its shard of every weight."""
     env, arguments = {"OMP_NUM_THREADS": "1"}, (directory, getattr(torch, dtype), transport)
-    mesh = await Mesh.spawn("publisher", Publisher, *arguments, num_ranks=2, env=env, log_dir=log_dir)
+    mesh = await Mesh.spawn("publisher", Publisher, *arguments, num_ranks=num_ranks, env=env, log_dir=log_dir)
     try:
         yield mesh
     finally:
