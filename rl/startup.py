@@ -73,7 +73,7 @@ def patient_thread(function: Callable[[], object]) -> threading.Thread:
 
 
 def import_patiently(names: Sequence[str]) -> None:
-    """Imports modules while other processes that want the cores go first."""
+    """Imports modules, without garbage collection, while other processes that want the cores go first."""
     failures: list[BaseException] = []
 
     def imports() -> None:
@@ -84,6 +84,7 @@ def import_patiently(names: Sequence[str]) -> None:
             failures.append(error)
 
     import_module("numpy")  # its BLAS starts threads, which would keep the low priority
-    patient_thread(imports).join()
+    with without_garbage_collection():
+        patient_thread(imports).join()
     if failures:
         raise failures[0]

@@ -19,6 +19,7 @@ from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
+from rl.startup import without_garbage_collection
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch
@@ -260,13 +261,13 @@ class Launcher:
 
         async def start() -> "WeightStore":
             await asyncio.sleep(_OTHERS_FIRST_S)
-            from controller.meshes.store import WeightStore  # loads torch
+            with without_garbage_collection():
+                from controller.meshes.store import WeightStore  # loads torch
 
-            running = await WeightStore.launch(
+            root._running_store = running = await WeightStore.launch(
                 root._log_dir, hosts=root._seats.store(), generator_hosts=root._seats.generator_hosts
             )
             root._running.append(running)
-            root._running_store = running
             return running
 
         root._store = root._store or root._begin(start())

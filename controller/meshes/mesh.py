@@ -34,6 +34,7 @@ from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses
 from controller.meshes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.deadlines import Deadlines
+from rl.startup import without_garbage_collection
 
 T = TypeVar("T")
 
@@ -173,7 +174,8 @@ class Mesh:
             self.calls = Calls(self.name, await self.place.processes(self.name, pids, self.log_files), deadlines)
         if loaded is None:
             return cast(type[Actor], actor)
-        made = resolve_name(cast(str, actor))
+        with without_garbage_collection():
+            made = resolve_name(cast(str, actor))
         await self.answer(loaded, "start")
         return made
 

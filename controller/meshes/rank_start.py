@@ -14,7 +14,7 @@ from monarch.spmd import SPMDActor
 
 from controller.meshes.place import Place
 from controller.meshes.rank_processes import answer_stack_signal
-from rl.startup import import_patiently
+from rl.startup import import_patiently, without_garbage_collection
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 
@@ -38,8 +38,9 @@ class RankProcess(SPMDActor):
         if not urgent:
             import_patiently(modules)
             return
-        for module in modules:
-            import_module(module)
+        with without_garbage_collection():
+            for module in modules:
+                import_module(module)
 
 
 def command_of_rank(

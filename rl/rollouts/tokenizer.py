@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.hf_config import read_config
+from rl.startup import without_garbage_collection
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _MODEL_TYPES_OF_PLAIN_CLASSES = ("llama", "qwen3", "qwen3_moe")
@@ -17,11 +18,12 @@ def load_tokenizer(model: Path) -> Any:
     `AutoTokenizer` imports the code of transformers' models first, which takes four seconds of a processor while the
     trainer and the generator need it. Most directories name a class that can be loaded directly.
     """
-    import transformers
+    with without_garbage_collection():
+        import transformers
 
-    if _names_a_plain_class(model):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(model)
-    return transformers.AutoTokenizer.from_pretrained(model)
+        if _names_a_plain_class(model):
+            return transformers.PreTrainedTokenizerFast.from_pretrained(model)
+        return transformers.AutoTokenizer.from_pretrained(model)
 
 
 def _names_a_plain_class(model: Path) -> bool:

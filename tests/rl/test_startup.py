@@ -11,6 +11,11 @@ import pytest
 from rl.startup import import_for_good, import_patiently, without_garbage_collection, without_walking_what_exists
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collector_passes_over_imports() -> None:
+    """Here the collector is what is tested."""
+
+
 def test_the_collector_is_as_before_after_the_block() -> None:
     with without_garbage_collection():
         assert not gc.isenabled()

@@ -4,6 +4,7 @@ It is here because tests and benchmarks both compare engines this way, as does w
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import socket
@@ -92,6 +93,7 @@ def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], 
         MASTER_PORT=str(port),
     )
     faulthandler.enable()  # a rank that native code kills says where it was
+    gc.freeze()  # all that the server imported, which the collector would walk, and so copy, in every rank
     torch.set_num_threads(1)
     body(rank, *args)
     if dist.is_initialized():  # an engine that refuses the layout has not connected its ranks
