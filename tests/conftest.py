@@ -1,6 +1,7 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -25,10 +26,25 @@ for _signal in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
-_LONGEST_FIRST = ("vllm", "e2e", "ranks")
-"""Markers in the order in which their tests are begun, so that no worker is left with long ones at the end."""
+_LONGEST_FIRST = ("vllm", "e2e", "ranks", "seconds")
+"""Markers in the order in which files that have them are begun, so that no worker is left with long ones at the end."""
 _VLLM = ("tests/generator/", "tests/controller/loops/", "tests/e2e/test_parity.py")
 """Folders and files whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
+
+
+# Importing the tests makes millions of objects that stay, which the collector would walk again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Has the collector pass over all that was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free what it can at its end, or libraries report leaks."""
+    gc.unfreeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -42,8 +58,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests, and skips `gpu` tests where there is no CUDA device."""
-    items.sort(key=_place)
+    """Orders the files, and skips `gpu` tests where there is no CUDA device."""
+    places: dict[Path, int] = {}
+    for item in items:
+        places[item.path] = min(_place(item), places.get(item.path, len(_LONGEST_FIRST)))
+    items.sort(key=lambda item: places[item.path])
     if Path("/dev/nvidia0").exists():
         return
     for item in items:
@@ -72,6 +91,22 @@ class _FilesStayTogether(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Decides which worker runs which tests."""
     return _FilesStayTogether(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector_passes_over_imports() -> Generator[None]:
+    """Keeps what was imported frozen while the tests of a module run, although every run unfreezes the heap at its end.
+
+    A full collection would take half a second otherwise, and the many short runs of the tests make several each.
+    """
+    asked: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: asked.append(None))
+        yield
+    if asked:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
