@@ -16,9 +16,9 @@ PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
-async def greedy(engine: GenerationEngine) -> list[Completion]:
+async def greedy(engine: GenerationEngine, sampling: SamplingParams = GREEDY) -> list[Completion]:
     # One after the other: how requests fall into batches changes the last bits of a log-prob.
-    return [(await engine.generate(prompt, GREEDY))[0] for prompt in PROMPTS]
+    return [(await engine.generate(prompt, sampling))[0] for prompt in PROMPTS]
 
 
 async def pull(engine: GenerationEngine, store: FakeStore, version: int, **options: Any) -> None:

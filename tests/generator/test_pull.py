@@ -82,14 +82,15 @@ def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: Engin
     # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
     engine, store = build_engine(smollm2, "bfloat16"), FakeStore()
     weights = {name: 1.01 * tensor.float() for name, tensor in load_file(smollm2 / "model.safetensors").items()}
+    few = SamplingParams(max_tokens=3, temperature=0)  # a CPU without bfloat16 takes a second for each
 
     async def main() -> None:
-        before = await greedy(engine)
+        before = await greedy(engine, few)
         await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
         await pull(engine, store, 1)
-        after = await greedy(engine)
+        after = await greedy(engine, few)
         fresh = build_engine(export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
-        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh)]
+        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh, few)]
         assert [c.logprobs for c in after] != [c.logprobs for c in before]
 
     asyncio.run(main())

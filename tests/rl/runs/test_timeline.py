@@ -35,6 +35,7 @@ def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Pa
 
     began = time.time()
     asyncio.run(loop())
+    ended = time.time()
     for event in _events(file):
         assert event["ph"] in ("X", "M")
         assert {"name", "pid", "tid"} <= event.keys()
@@ -45,8 +46,8 @@ def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Pa
     lanes = [lane for process, _, lane, *_ in read_timeline(file) if process == "generator"]
     assert sorted(lanes) == [0, 0, 1], "two overlap; the third has the first lane again"
     begin, end = spans["controller", "generate", 0]
-    assert began <= begin < end <= time.time()
-    assert end - begin == pytest.approx(0.05, abs=0.04)
+    assert began <= begin < end <= ended
+    assert end - begin > 0.045
 
 
 def test_nothing_is_recorded_outside_a_run() -> None:
