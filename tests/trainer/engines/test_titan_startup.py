@@ -1,15 +1,21 @@
-"""The torchtitan engine starts on the CPU without the compiler that it does not use."""
+"""The torchtitan engine starts without what it does not use: torchtitan's own loop, and on the CPU the compiler."""
 
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from trainer.engines.titan._compat import compiled_when_called
+from rl.tiny_models import tiny_llama
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.plain_ranks import spawn
+from trainer.engines.titan._compat import compiled_when_called, without_torchtitans_loop
 
 START = """
 import sys
@@ -43,3 +49,26 @@ def test_a_function_is_compiled_once_when_it_is_first_called() -> None:
     for value in (1.5, 2.5):
         assert torch.equal(doubled(torch.tensor([value])), torch.tensor([2 * value]))
     assert len(graphs) == 1
+
+
+@pytest.mark.ranks
+def test_ranks_are_built_without_torchtitans_loop(tmp_path: Path) -> None:
+    spawn(2, _build_two_ranks, tiny_llama(tmp_path / "model"))
+
+
+def _build_two_ranks(_: int, model: Path) -> None:
+    load_engine(TrainerConfig(model=model, data_parallel_shard=2))
+    assert not {"torchtitan.trainer", "datasets"} & sys.modules.keys()
+
+
+def test_what_imports_torchtitans_loop_later_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, loop = "torchtitan.trainer", ModuleType("torchtitan.trainer")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with without_torchtitans_loop():
+        from torchtitan.trainer import Trainer
+    assert not isinstance(TrainerConfig(model=Path("model")), Trainer.Config)
+    assert name not in sys.modules
+    monkeypatch.setitem(sys.modules, name, loop)
+    with without_torchtitans_loop():
+        assert sys.modules[name] is loop
+    assert sys.modules[name] is loop

@@ -8,11 +8,14 @@ import functools
 import sys
 from collections.abc import Callable, Generator
 from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from trainer.engines.pytorch.flash_attention import installed_flash_attention
+
+_LOOP = "torchtitan.trainer"
 
 
 def prepare_torchtitan() -> None:
@@ -56,3 +59,21 @@ def compiled_when_called() -> Generator[None]:
         yield
     finally:
         torch.compile = compiler
+
+
+@contextlib.contextmanager
+def without_torchtitans_loop() -> Generator[None]:
+    """Within the block, a module that imports torchtitan's training loop gets a class that nothing is an instance of.
+
+    Reason: a model's `update_from_config` imports the loop, and with it all of `datasets`, only to see whether its
+    argument is the loop's configuration. That takes a second of every rank.
+    Remove when `update_from_config` in `torchtitan/models/common/decoder.py` does not import `torchtitan.trainer`.
+    """
+    stand_in: Any = ModuleType(_LOOP)
+    stand_in.Trainer = SimpleNamespace(Config=type("Config", (), {}))
+    loaded = sys.modules.setdefault(_LOOP, stand_in)
+    try:
+        yield
+    finally:
+        if loaded is stand_in:
+            del sys.modules[_LOOP]  # whoever imports it next gets torchtitan's own

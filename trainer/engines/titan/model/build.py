@@ -23,6 +23,7 @@ from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.low_rank import freeze
 from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES
+from trainer.engines.titan._compat import without_torchtitans_loop
 from trainer.engines.titan.model.adapted import make_adaptable, name_adaptable
 from trainer.engines.titan.model.attention import choose_inner_attention
 from trainer.engines.titan.model.specs import build_spec, load_weights, share_rope_cache
@@ -140,7 +141,8 @@ def _build_parallel(
     config: TrainerConfig, spec: ModelSpec, dims: ParallelDims, device: torch.device
 ) -> Sequence[nn.Module]:
     parallelism = _parallelism(config)
-    spec.model.update_from_config(config=_RuntimeConfig(parallelism))
+    with without_torchtitans_loop():
+        spec.model.update_from_config(config=_RuntimeConfig(parallelism))
     model = _built(config, spec)
     options: dict[str, Any] = {
         "parallel_dims": dims,
