@@ -26,6 +26,10 @@ WeightTransport = str
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 MAX_TOPK_LOGPROBS = 20
 """vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
+MAX_RUN_SEED = (1 << 21) - 1
+"""The largest seed of a run. Seeds of its samples, which `rl.rollouts.episodes.step_seed` gives, are below 2^61."""
+MAX_SEED = 1 << 62
+"""Bound of `SamplingParams.seed`. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,8 @@ class SamplingParams:
                 f"SamplingParams.topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be from 0 to "
                 f"{MAX_TOPK_LOGPROBS}"
             )
+        if self.seed is not None and not (isinstance(self.seed, int) and abs(self.seed) <= MAX_SEED):
+            raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
         tokens = self.stop_token_ids
         if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
             raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")

@@ -16,7 +16,7 @@ from rl.losses import get_loss
 from rl.protocols import Env
 from rl.runs.folder import RunFolder
 from rl.runs.loggers.table import check_loggers
-from rl.types import AdamParams, Placement, SamplingParams
+from rl.types import MAX_RUN_SEED, AdamParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
@@ -71,7 +71,7 @@ class LoopConfig:
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
     `slurm ...`, `kubernetes ...`. None: this host. See `docs/hosts.md`."""
     seed: int = 0
-    """Seed of the training data's order and of sampling."""
+    """Seed of the training data's order and of sampling, from 0 to 2,097,151."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -87,6 +87,8 @@ class LoopConfig:
         )
         check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
+        if not 0 <= self.seed <= MAX_RUN_SEED:
+            raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
         check_loggers(self.log)
         self.adam(self.learning_rate)
         if self.lora is None and self.trainer.lora is not None:

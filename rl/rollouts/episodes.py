@@ -90,7 +90,10 @@ async def rollout_group(
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The sampling seed of a step. Seeds of different steps and runs are at least 2^20 completions apart."""
+    """The sampling seed of a step. Seeds of different steps and runs are at least 2^20 completions apart.
+
+    `seed` is the run's, from 0 to `MAX_RUN_SEED`.
+    """
     return (seed << 40) + (step << 20)  # room for 2^20 steps of 2^20 completions
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from controller.loops.grpo import GRPOConfig
 from controller.meshes.offline import OfflineGenerator
@@ -13,10 +14,11 @@ from controller.runs.rollout_source import RolloutSource
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
+from rl.rollouts.episodes import step_seed
 from rl.rollouts.recorded import RecordedEnv
 from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
-from rl.types import Group, SamplingParams
+from rl.types import MAX_RUN_SEED, Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator
 from trainer.config import TrainerConfig
 
@@ -62,6 +64,15 @@ def test_problems_are_the_same_however_many_are_asked_for(config: GRPOConfig) ->
     together = asyncio.run(source.sample_problems(_generator(), 3, 3, NUM_SAMPLES))
     apart = [asyncio.run(source.sample_problems(_generator(), start, 1, NUM_SAMPLES)) for start in (3, 4, 5)]
     assert together == [group for groups in apart for group in groups]
+
+
+@pytest.mark.parametrize("seed", [-1, 20260101])
+def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: int) -> None:
+    with pytest.raises(ValueError, match=rf"seed is {seed}; it must be from 0 to 2097151"):
+        replace(config, seed=seed)
+    largest = step_seed(MAX_RUN_SEED, 2**20 - 1) + 2**20 - 1
+    SamplingParams(max_tokens=1, seed=largest)
+    torch.Generator().manual_seed(largest)
 
 
 def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
