@@ -10,11 +10,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rl.algorithms.shaping import unshaped
 from rl.protocols import Problem
 from rl.rollouts.columns import count_groups, read_groups
 from rl.rollouts.json_lines import read_lines
 from rl.runs.recording import TRAINING, recorded_files
 from rl.types import Group
+
+_NOT_RECORDED = Group(problem_id="", prompt="", rollouts=(), failures=("not recorded",))
 
 
 class RecordedEnv:
@@ -61,13 +64,16 @@ class RecordedEnv:
     def train_groups(self, start: int, count: int) -> list[Group]:
         """The groups that problems start to start + count - 1 of the training stream had, all of one step.
 
-        There are fewer than `count` if all rollouts of a group failed: such a group is not recorded.
+        Rewards are those of the environment, which the loop shapes again if it shapes any. A group all of whose
+        rollouts failed was not recorded; one without rollouts, at the end of the step, stands for it.
         Raises ValueError for a step after the last one.
         """
         step, index = divmod(start, self._groups_per_step)
         if step >= self.num_steps:
             raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
-        return list(self.steps.get(step + 1, ())[index : index + count])
+        groups = [unshaped(group) for group in self.steps.get(step + 1, ())]
+        groups += [_NOT_RECORDED] * (self._groups_per_step - len(groups))
+        return groups[index : index + count]
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Raises ValueError: recorded problems cannot be attempted again, so a loop has to use `train_groups`."""

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rl.algorithms.shaping import (
     not_truncated,
     shape_rewards,
     soft_overlong_punishment,
+    unshaped,
 )
 from rl.types import Completion, Group, Rollout
 from tests.rl.fakes import completion, single_turn
@@ -33,6 +35,7 @@ def test_shaping_adds_to_the_reward_and_keeps_the_environments() -> None:
     twice = shape_rewards(group, length_penalty(1.0))
     assert twice.rollouts[0].metrics["unshaped_reward"] == 1.0
     assert twice.rewards.tolist() == [-1.5, -1.0]
+    assert unshaped(twice) == unshaped(group) == _group(_rollout(2, 1.0, turns=3), _rollout(0, -1.0))
 
 
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20))
@@ -46,6 +49,14 @@ def test_overlong_punishment_is_that_of_dapo(num_tokens: int, cache: int, rest: 
     else:
         expected = -1.0
     assert soft_overlong_punishment(limit, cache)(_rollout(num_tokens)) == pytest.approx(expected)
+
+
+def test_overlong_punishment_is_for_a_turn_that_is_too_long() -> None:
+    turn = _rollout(200).turns[0]
+    long = replace(turn, completion=completion("x" * 448))
+    penalty = soft_overlong_punishment(512, 128)
+    assert penalty(Rollout(turns=(turn, turn, turn), reward=1.0)) == 0
+    assert penalty(Rollout(turns=(turn, long, turn), reward=1.0)) == -0.5
 
 
 def test_truncated_completions_are_told_from_finished_ones() -> None:

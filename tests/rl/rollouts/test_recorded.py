@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.algorithms.shaping import length_penalty, shape_rewards
 from rl.rollouts.recorded import RecordedEnv, read_recording
 from rl.runs.folder import RunFolder
 from rl.types import Group
@@ -31,9 +32,11 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
     def step(number: int) -> list[Group]:
         return env.train_groups(2 * (number - 1), 2)
 
+    lost = Group(problem_id="", prompt="", rollouts=(), failures=("not recorded",))
+
     assert step(1) == [_group("a", 1.0, 0.5), _group("b", 0.0, 1.0)]
-    assert step(2) == [_group("a", 0.25, 0.5)]
-    assert step(3) == []
+    assert step(2) == [_group("a", 0.25, 0.5), lost]
+    assert step(3) == [lost, lost]
     assert step(4) == [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)]
     assert [group.problem_id for n in (0, 1) for group in env.train_groups(n, 1)] == ["a", "b"]
     assert env.eval_problems(5) == []
@@ -41,6 +44,15 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
         step(5)
     with pytest.raises(ValueError, match="has no problems to attempt"):
         env.train_problems(0, 0, 2)
+
+
+def test_a_replay_has_the_environments_rewards(tmp_path: Path) -> None:
+    played, folder = _group("a", 1.0, 0.5), RunFolder(tmp_path / "run", {})
+    folder.log_rollouts(1, [shape_rewards(played, length_penalty(0.1))])
+    folder.flush()
+    (recorded,) = read_recording(folder.rollouts)[1]
+    assert recorded.rewards.tolist() == pytest.approx([0.8, 0.3])
+    assert RecordedEnv(folder.rollouts, groups_per_step=1).train_groups(0, 1) == [played]
 
 
 def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:
