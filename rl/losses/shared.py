@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from rl.checks import check_known
 from rl.losses.inputs import LossInputs, Metrics
+from rl.types import REPORTED_WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +82,7 @@ class SharedOptions:
         `kl_reference`, `entropy` and `capped_tokens` if they were computed. All but the maximum are sums over the
         scored tokens.
         """
-        metrics = _generator_metrics(logprobs.detach(), inputs["logprobs"])
+        metrics = _generator_metrics(logprobs.detach(), inputs)
         corrected = inputs
         if self.importance_cap > 0:
             corrected, metrics["capped_tokens"] = self._corrected(logprobs.detach(), inputs)
@@ -125,8 +126,11 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Ten
     return (-log_ratio).exp() + log_ratio - 1
 
 
-def _generator_metrics(logprobs: Tensor, generator_logprobs: Tensor) -> Metrics:
-    """How far the trainer's policy is from the generator's."""
-    largest = (logprobs - generator_logprobs).exp().amax() if len(logprobs) else logprobs.new_zeros(())
+def _generator_metrics(logprobs: Tensor, inputs: LossInputs) -> Metrics:
+    """How far the trainer's policy is from the generator's, at the tokens that the generator sampled."""
+    sampled = inputs.weights.abs() > REPORTED_WEIGHT  # the others, such as a prompt's, have no log-prob of its
+    generator = inputs["logprobs"].where(sampled, logprobs)
+    ratio = (logprobs - generator).exp() * sampled
+    largest = ratio.amax() if len(ratio) else logprobs.new_zeros(())
     # The generator sampled the tokens, so they estimate KL(generator || trainer) and not the other direction.
-    return {"kl_generator": kl_terms(generator_logprobs, logprobs, "k3").sum(), "ratio_max": largest}
+    return {"kl_generator": kl_terms(generator, logprobs, "k3").sum(), "ratio_max": largest}

@@ -71,6 +71,17 @@ def test_a_loss_is_what_tinker_publishes(server: RunningServer, name: Any, confi
     assert forward.result().metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"], abs=1e-5)
 
 
+def test_weights_of_gspo_say_which_tokens_its_ratio_is_over(server: RunningServer) -> None:
+    client, weights = new_client(server), {"weights": [0.0, 1.0, 1.0, 0.0]}
+    train(client)
+    given = {"logprobs": Q, "advantages": [1.0, 0.5, -2.0, 1.0], **weights}
+    loss, of_mask = (
+        client.forward([datum(TOKENS, TARGETS, **given, **mask)], "gspo").result().metrics["loss:sum"]
+        for mask in ({}, {"sequence_ratio_mask": weights["weights"]})
+    )
+    assert loss == pytest.approx(of_mask, abs=1e-7)
+
+
 def test_cross_entropy_honours_negative_tiny_and_zero_weights_and_scores_every_token(server: RunningServer) -> None:
     client = new_client(server)
     output = client.forward_backward(

@@ -1,5 +1,6 @@
 """Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rl.losses import LOSSES, get_loss
 from rl.losses.shared import KLEstimator, kl_terms
+from rl.types import REPORTED_WEIGHT
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes, without
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if "kl_coef" in loss.takes]
@@ -164,6 +166,13 @@ def test_metrics_tell_how_far_the_policy_moved() -> None:
     at_home = get_loss("ppo")(torch.tensor(q), None, without(inputs, "reference_logprobs"))[1]
     assert at_home["kl_generator"] == 0
     assert "kl_reference" not in at_home
+    weights = inputs.weights.clone()
+    weights[::2] = REPORTED_WEIGHT  # as a prompt's, whose generator's log-probs are 0
+    reported = replace(inputs, arrays={**inputs.arrays, "weights": weights})
+    apart = get_loss("ppo")(torch.tensor(p), None, reported)[1]
+    p, q = p[1::2], q[1::2]
+    assert apart["kl_generator"].item() == pytest.approx(np.sum(np.exp(p - q) - 1 - (p - q)))
+    assert apart["ratio_max"].item() == pytest.approx(np.exp(p - q).max())
 
 
 def test_a_rank_without_scored_positions_has_metrics_that_change_nothing() -> None:
