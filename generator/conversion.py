@@ -1,5 +1,7 @@
 """Converts our requests to vLLM's types, and vLLM's answers to ours."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import vllm
@@ -10,8 +12,23 @@ from generator.policies import ServedPolicy
 from rl.types import Completion, SamplingParams
 
 
-def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
-    """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`."""
+def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.SamplingParams:
+    """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`.
+
+    A stop string that is one special token becomes a stop token: vLLM looks for strings in text without these. Raises
+    ValueError for stop strings with other text beside a special token, and for any without a tokenizer, which may be
+    None.
+    """
+    special = _special_tokens(tokenizer) if sampling.stop and tokenizer is not None else {}
+    strings = [stop for stop in sampling.stop if stop not in special]
+    if strings and tokenizer is None:
+        raise ValueError(f"SamplingParams.stop is {sampling.stop}; the model has no tokenizer to find it")
+    for stop in strings:
+        if found := next((token for token in special if token in stop), None):
+            raise ValueError(
+                f"SamplingParams.stop has {stop!r}, which is never found: {found!r} is a special token, which the text "
+                f"lacks; {found!r} alone can be a stop string"
+            )
     scores_prompt = sampling.prompt_logprobs or sampling.topk_prompt_logprobs > 0
     return vllm.SamplingParams(
         n=num_samples,
@@ -19,16 +36,22 @@ def to_vllm(sampling: SamplingParams, num_samples: int) -> vllm.SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop=strings,
+        stop_token_ids=[*sampling.stop_token_ids, *(special[stop] for stop in sampling.stop if stop in special)],
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         logprobs=0,  # only those of the sampled tokens
         prompt_logprobs=sampling.topk_prompt_logprobs if scores_prompt else None,
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # token by token is slow, and only stop strings need it
+        detokenize=bool(strings),  # token by token is slow, and only stop strings need it
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _special_tokens(tokenizer: Any) -> Mapping[str, int]:
+    """Text -> id of each token that decoding leaves out."""
+    return {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, policy: ServedPolicy) -> Completion:

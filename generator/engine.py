@@ -274,12 +274,11 @@ class GenerationEngine:
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)
-        if isinstance(request, Generate) and request.sampling.stop and self._tokenizer is None:
-            raise ValueError(
-                f"SamplingParams.stop is {request.sampling.stop}; {self._config.model} has no tokenizer to find it"
-            )
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
-        params = request.params if isinstance(request, Stream) else to_vllm(request.sampling, request.num_samples)
+        if isinstance(request, Generate):
+            params = to_vllm(request.sampling, request.num_samples, self._tokenizer)
+        else:
+            params = request.params
         try:
             self._engine.add_request(request.id, prompt, params, lora_request=policy.lora_request)
         except (ValueError, VLLMValidationError) as error:
