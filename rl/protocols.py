@@ -58,7 +58,7 @@ class Trainer(Protocol):
         """Writes model, optimizer, random state and version. `path` appears only when everything is on disk.
 
         If `asynchronous`, returns as soon as the state is copied; `wait_for_checkpoint` waits until it is written. With
-        `keep_last`, deletes all but that many checkpoints of the highest versions in the parent directory of `path`.
+        `keep_last`, deletes all but that many checkpoints in its directory, this one and those of the highest versions.
         """
         ...
 

@@ -91,12 +91,15 @@ def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None =
         ) from cause
 
 
-def keep_newest(directory: Path, count: int) -> None:
-    """Deletes ownloop's checkpoints in a directory, except for the `count` with the highest policy versions."""
-    found = [path for path in directory.iterdir() if not path.name.startswith(".") and _is_ours(path)]
+def keep_newest(written: Path, count: int) -> None:
+    """Deletes ownloop's checkpoints beside the one just written, except for `count` - 1 with the highest versions.
+
+    A policy that went on from an older checkpoint has a lower version than what is there; its checkpoint stays.
+    """
+    found = [path for path in written.parent.iterdir() if not path.name.startswith(".") and _is_ours(path)]
     versions = {path: json.loads((path / _FILE).read_text()) for path in found}
     ours = [path for path in found if versions[path]["kind"] == "checkpoint"]
-    for path in sorted(ours, key=lambda path: versions[path]["policy_version"])[:-count]:
+    for path in sorted(ours, key=lambda path: (path.name == written.name, versions[path]["policy_version"]))[:-count]:
         shutil.rmtree(path)
 
 

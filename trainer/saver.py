@@ -42,7 +42,7 @@ class CheckpointSaver:
         """Writes nested dictionaries of tensors, sharded or not. `path` appears only once everything is on disk.
 
         With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
-        `keep_last`, only that many checkpoints, those of the highest policy versions, stay in the directory of `path`.
+        `keep_last`, only that many checkpoints, this one and those of the highest versions, stay in its directory.
         Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
         `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
         and OSError, on every rank, if one cannot write.
@@ -55,7 +55,7 @@ class CheckpointSaver:
 
         def prune() -> None:
             if keep_last is not None:
-                checkpoint.keep_newest(path.parent, keep_last)
+                checkpoint.keep_newest(path, keep_last)
 
         def write(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
             checkpoint.write(path, tensors, group)

@@ -88,7 +88,7 @@ class RunFiles:
         await asyncio.to_thread(checkpoint.complete_collected, path)
         await asyncio.gather(*(host.ask(files.remove, staging) for host in self._hosts))
         if keep_last is not None:
-            await asyncio.to_thread(checkpoint.keep_newest, path.parent, keep_last)
+            await asyncio.to_thread(checkpoint.keep_newest, path, keep_last)
 
     async def _found(self, staging: Path) -> dict[tuple[str, Path, str], int]:
         """Host, folder and name of every file that was written, each once, with its size."""

@@ -142,6 +142,9 @@ def test_only_the_newest_checkpoints_are_kept(engine: Engine, tmp_path: Path) ->
         train(engine, 1)
     engine.wait_for_checkpoint()
     assert sorted(path.name for path in runs.iterdir()) == ["export", "notes", "step2", "step3"]
+    engine.load_checkpoint(runs / "step2", weights_only=True)  # versions begin again from 0
+    engine.save_checkpoint(runs / "branch", keep_last=2)
+    assert sorted(path.name for path in runs.iterdir()) == ["branch", "export", "notes", "step3"]
     with pytest.raises(ValueError, match="keep_last is 0; it must be at least 1"):
         engine.save_checkpoint(runs / "step4", keep_last=0)
 

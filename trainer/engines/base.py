@@ -152,7 +152,7 @@ class Engine(ABC):
         """Writes model, optimizer, random state and version. `path` appears only once everything is on disk.
 
         With `asynchronous`, training continues meanwhile, and `wait_for_checkpoint` raises the error of a failed save.
-        With `keep_last`, only that many checkpoints, those of the highest versions, stay in the directory of `path`.
+        With `keep_last`, only that many checkpoints, this one and those of the highest versions, stay in its directory.
         """
 
     @abstractmethod
