@@ -45,8 +45,9 @@ class Judge:
     template: str = _TEMPLATE
     """What the judge is asked. `{prompt}` and `{answer}` stand for the conversation, `{lowest}` and `{highest}` for the
     scale."""
-    score_pattern: str = r"-?\d+(?:\.\d+)?"
-    """A regular expression: its last match in the judge's answer is the score, its first group if it has one."""
+    score_pattern: str = r"(?<![\d/])(?<!\d\.)(?<!/ )(?<!out of )-?\d+(?:\.\d+)?"
+    """A regular expression: its last match in the judge's answer is the score, its first group if it has one. The
+    default is a number that is not the end of a scale, such as the 10 of "8/10" and "8 out of 10"."""
     lowest: float = 0.0
     """The score that becomes reward 0."""
     highest: float = 10.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl.checks import check_known
+from rl.envs.hashed_options import Options
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 
@@ -49,9 +50,9 @@ class ReasoningGym:
         return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> TextProblem:
-        dataset = _dataset(self.task, tuple(sorted(self.params.items())))
+        dataset = _dataset(self.task, Options(self.params))
         entry = dataset[number]
-        text = self.template.format(question=entry["question"])
+        text = self.template.replace("{question}", entry["question"])
         prompt: Prompt = [{"role": "user", "content": text}] if self.chat else text
 
         def score(completion: str) -> float:
@@ -71,7 +72,7 @@ def _tasks() -> Mapping[str, tuple[Any, Any]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _dataset(task: str, params: tuple[tuple[str, Any], ...]) -> Any:
+def _dataset(task: str, params: Options) -> Any:
     dataset_class, config_class = _tasks()[task]
     # reasoning-gym computes entry i from (seed, i) when asked, so the largest possible data set costs nothing.
-    return dataset_class(config_class(seed=0, size=2**31 - 1, **dict(params)))
+    return dataset_class(config_class(seed=0, size=2**31 - 1, **params))

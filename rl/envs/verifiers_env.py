@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.data.streams import content_id, python_order, split, stream
+from rl.envs.hashed_options import Options
 from rl.protocols import Done, Observation, Reply
 
 _Messages = list[dict[str, str]]
@@ -76,7 +77,7 @@ class VerifiersEnv:
 
     def _load(self) -> Any:
         try:
-            return _load(self.environment, tuple(sorted(self.args.items())))
+            return _load(self.environment, Options(self.args))
         except Exception as error:  # its module may raise anything
             raise ValueError(f"{self._which} cannot be loaded: {error}") from error
 
@@ -215,12 +216,12 @@ def _id(row: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _load(environment: str, args: tuple[tuple[str, Any], ...]) -> Any:
+def _load(environment: str, args: Options) -> Any:
     try:
         verifiers: Any = importlib.import_module("verifiers")
     except ImportError:
         raise ImportError('the package is not there; install it with pip install "ownloop[verifiers]"') from None
-    return verifiers.load_environment(environment, **dict(args))
+    return verifiers.load_environment(environment, **args)
 
 
 @functools.lru_cache(maxsize=8)

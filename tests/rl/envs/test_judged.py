@@ -43,6 +43,12 @@ def test_the_scores_of_the_judge_are_the_rewards() -> None:
     assert all(r["temperature"] == 0 and r["max_tokens"] == 16 and r["model"] == "m" for r in server.requests)
 
 
+@pytest.mark.parametrize("said", ["7/10", "Score: 7 / 10", "I rate it 7 out of 10.", "7.0/10.0", "Not 3: 7", "7"])
+def test_the_end_of_the_scale_is_not_the_score(said: str) -> None:
+    group, _ = _judged(lambda question, attempt: said)
+    assert group.rewards.tolist() == [0.7, 0.7]
+
+
 def test_it_reads_the_whole_conversation() -> None:
     seen: list[str] = []
 

@@ -16,6 +16,15 @@ def test_train_and_eval_never_overlap() -> None:
         assert eval_data.isdisjoint(p.id for p in ENV.train_problems(seed, 0, 1000))
 
 
+def test_a_template_may_have_braces_and_an_option_be_a_list() -> None:
+    env = ReasoningGym(
+        task="basic_arithmetic", params={"operators": ["+"]}, template="{question} Answer in \\boxed{}.", chat=False
+    )
+    for problem in (*env.train_problems(0, 0, 20), *env.eval_problems(3)):
+        assert str(problem.prompt).endswith("Answer in \\boxed{}.")
+        assert not set("*/") & set(problem.id)
+
+
 def test_a_stream_is_a_function_of_seed_and_number() -> None:
     ids = [p.id for p in ENV.train_problems(5, 0, 40)]
     assert [p.id for p in ENV.train_problems(5, 30, 10)] == ids[30:]
