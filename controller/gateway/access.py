@@ -7,6 +7,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import json
 import time
 from typing import Annotated, Any
 
@@ -85,6 +86,7 @@ class Access:
     def _user(self, request: Request) -> User:
         if request.url.path in OPEN_PATHS or request.url.path.startswith(DOWNLOADS):
             return User(name="")
+        self._needs_key = self._needs_key or self._keys.exist()  # the first one closes a server that runs
         if not self._needs_key:
             # A web page can point its own name at this address (DNS rebinding), and would then reach the server from
             # a browser. Where keys are needed, it has none.
@@ -168,17 +170,21 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
     """The gateway, for a request that names nothing of another user's."""
     gateway: Gateway = request.app.state.gateway
     if not user.is_operator:
-        named: dict[str, Any] = dict(request.path_params)
-        if request.headers.get("content-type", "").startswith("application/json") and await request.body():
-            body = await request.json()
-            named |= body if isinstance(body, dict) else {}
-        for name in _IDS:
-            if isinstance(value := named.get(name), str):
-                check_owner(gateway, user, value)
-        for name in _PATHS:
-            if isinstance(value := named.get(name), str) and value.startswith("tinker://"):
+        body = await _json_object(request)
+        # One name may be in the path and in the body. Which of them counts is the handler's business, so check both.
+        for name, value in (*request.path_params.items(), *request.query_params.multi_items(), *body.items()):
+            if isinstance(value, str) and (name in _IDS or (name in _PATHS and value.startswith("tinker://"))):
                 check_owner(gateway, user, value)
     return gateway
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    """The body if it is a JSON object, whatever its header says it is; otherwise an empty dictionary."""
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError):  # protobuf, which its handler checks, or a mistake, which it refuses
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 Door = Annotated[Gateway, Depends(_gateway)]

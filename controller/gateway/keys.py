@@ -86,17 +86,24 @@ class Keys:
         entries = self._read()
         return {n: f"{'operator, ' if e.operator else ''}made {e.created}" for n, e in entries.items()}
 
+    def exist(self) -> bool:
+        """Whether somebody has a key. A change of the file counts at once."""
+        return bool(self._by_digest())
+
     def find(self, key: str) -> User | None:
         """Whose key this is, or None. A change of the file counts at once."""
+        return self._by_digest().get(_digest(key))
+
+    def _by_digest(self) -> Mapping[str, User]:
         try:
             status = self._file.stat()
         except FileNotFoundError:
-            return None
+            return {}
         if self._seen != (status.st_mtime_ns, status.st_ino):
             entries = self._read()
             self._users = {e.sha256: User(name=name, is_operator=e.operator) for name, e in entries.items()}
             self._seen = status.st_mtime_ns, status.st_ino
-        return self._users.get(_digest(key))
+        return self._users
 
     def _read(self) -> dict[str, _Entry]:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import logging
 import socket
@@ -29,12 +30,16 @@ KEEP_ALIVE_S = 75
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
     """Serves until it is cancelled. `say` is told where, and who trains what.
 
-    `models` are the directories by the names after `--model`. Raises ValueError if the address is taken, and for what
-    trainer and generator refuse, before any process starts.
+    `models` are the directories by the names after `--model`. Raises ValueError if the address or the folder is taken,
+    and for what trainer and generator refuse, before any process starts.
     """
     keys = Keys(config.folder)
     needs_key = needs_keys(config, keys)
-    with listen(config.host, config.port) as listener, request_log(config.folder / "logs" / "requests.log"):
+    with (
+        held(config.folder),
+        listen(config.host, config.port) as listener,
+        request_log(config.folder / "logs" / "requests.log"),
+    ):
         async with contextlib.AsyncExitStack() as stack:
             gateway = Gateway(await host(stack, config, models, say), config.folder, say)
             say(f"serving {', '.join(gateway.models.names)}; checkpoints and logs go to {config.folder}")
@@ -51,6 +56,18 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
                 say(line)
             stack.enter_context(without_walking_what_exists())
             await _Server(options).serve_until_cancelled(listener)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Generator[None]:
+    """Within the block, a folder is this server's alone. Raises ValueError if another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"folder {folder} is in use by another server; --folder names another one") from None
+        yield
 
 
 def invitation(config: ServeConfig, listener: socket.socket, *, needs_key: bool) -> list[str]:

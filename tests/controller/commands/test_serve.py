@@ -9,6 +9,9 @@ from controller.commands import cli
 from controller.commands.serve import configuration
 from rl.tiny_models import tiny_llama
 
+pytest.importorskip("tinker")
+from controller.gateway.serving import held
+
 
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -55,6 +58,17 @@ def test_a_port_that_is_taken_is_an_error_before_any_process_starts(
     assert stop.value.code == 2
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port" in capfd.readouterr().err
     assert not list((tmp_path / "gateway" / "logs").glob("trainer*"))
+
+
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    with held(tmp_path / "gateway"):
+        message = "gateway is in use by another server; --folder names another one"
+        with pytest.raises(ValueError, match=message), held(tmp_path / "gateway"):
+            pass
+        with held(tmp_path / "other"):
+            pass
+    with held(tmp_path / "gateway"):
+        pass
 
 
 def test_fields_of_trainer_and_generator_are_options() -> None:

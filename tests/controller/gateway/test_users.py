@@ -136,7 +136,17 @@ def test_no_call_reaches_another_users_client_or_session(server: RunningServer, 
     for path in (f"training_runs/{run}", f"samplers/{sampler_id}", f"sessions/{session}"):
         assert ask(server, f"/api/v1/{path}", bob)[0] == 404, path
         assert ask(server, f"/api/v1/{path}", ann)[0] == 200, path
-    assert ask(server, f"/api/v1/training_runs/{run}/checkpoints/weights/x", bob, method="DELETE")[0] == 404
+    checkpoint = f"/api/v1/training_runs/{run}/checkpoints/weights/x"
+    assert ask(server, checkpoint, bob, method="DELETE")[0] == 404
+
+    own = server.client(bob).create_lora_training_client("toy", rank=4).result().model_id
+    names = {"run_id": own, "model_id": own, "session_id": own.partition(":")[0]}  # his, where the path names hers
+    assert ask(server, f"/api/v1/sessions/{session}/finish", bob, names)[0] == 404
+    assert ask(server, checkpoint, bob, names, method="DELETE")[0] == 404
+    for kind in ("application/x+json", "Application/JSON", "text/plain"):
+        assert ask(server, "/api/v1/get_info", bob, {"model_id": run}, **{"Content-Type": kind})[0] != 200, kind
+        step = {"model_id": run, "seq_id": 9, "adam_params": {}}
+        assert ask(server, "/api/v1/optim_step", bob, step, **{"Content-Type": kind})[0] != 200, kind
     assert scores(sampler)
     assert scores(training)
 
@@ -162,6 +172,17 @@ def test_a_key_that_is_revoked_is_useless_at_once(server: RunningServer) -> None
     assert ask(server, "/api/v1/training_runs", key)[0] == 200
     Keys(server.folder).revoke("carl")  # another process's
     assert ask(server, "/api/v1/training_runs", key)[0] == 401
+
+
+def test_the_first_key_closes_a_server_that_runs(tmp_path: Path) -> None:
+    path = "/api/v1/get_server_capabilities"
+    with running_server(tmp_path) as running:
+        assert ask(running, path, None)[0] == 200
+        key = Keys(tmp_path).add("ann")
+        assert ask(running, path, None)[0] == 401
+        assert ask(running, path, key)[0] == 200
+        Keys(tmp_path).revoke("ann")
+        assert ask(running, path, None)[0] == 401, "it does not open again"
 
 
 def test_the_file_of_keys_holds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
