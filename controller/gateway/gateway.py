@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import HTTPException
 from tinker import types
@@ -20,12 +20,14 @@ from controller.gateway.loaded_checkpoints import LoadedCheckpoints
 from controller.gateway.sampling_clients import Sampler, SamplingClients
 from controller.gateway.served_model import ServedModel, ServedModels
 from controller.gateway.training_client import TrainingClient
-from controller.gateway.turns import answer
+from controller.gateway.turns import answer, errors_logged
 from rl.lora import Policy
 
 SESSION_S = 1800.0
 """A session that has sent no heartbeat for so long has ended. Clients send one every 10 s."""
 _SWEEP_S = 30.0
+_Made: TypeAlias = tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]
+"""A new client's row, and its first call."""
 
 
 @dataclass(kw_only=True)
@@ -92,10 +94,12 @@ class Gateway:
         if self.sessions.pop(session_id, None) is None:
             return
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
-            await self.training.pop(run_id).close()
+            with errors_logged():
+                await self.training.pop(run_id).close()
             self._say(f"{run_id} ended")
         for model, policy in self.samplers.forget_session(session_id):
-            await model.snapshots.drop(policy)
+            with errors_logged():
+                await model.snapshots.drop(policy)
         self.answers.forget_owner(session_id)
 
     async def sweep(self) -> None:
@@ -105,8 +109,9 @@ class Gateway:
             limit = time.monotonic() - SESSION_S
             for session in [session for session in self.sessions.values() if session.last_seen < limit]:
                 await self.end_session(session.id)
-            self.answers.sweep()
-            await asyncio.to_thread(self.archive.delete_expired)
+            with errors_logged():
+                self.answers.sweep()
+                await asyncio.to_thread(self.archive.delete_expired)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -134,7 +139,7 @@ class Gateway:
         """Makes a training client of a new adapter."""
         session = self.session(request.session_id)
 
-        def made() -> tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]:
+        def made() -> _Made:
             config = request.lora_config or types.LoraConfig(rank=32)
             self._check_new(request.base_model, config.rank, request.optimizer_config.type)
             row = TrainingRunRow(
@@ -160,7 +165,7 @@ class Gateway:
         assert request.model_seq_id is not None, "the caller has looked"
         session, number = self.session(request.session_id), request.model_seq_id
 
-        def made() -> tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]:
+        def made() -> _Made:
             source = self.database.run(CheckpointPath.parse(request.path).run_id)
             if source is None:
                 raise ValueError(f"there is no training run of {request.path}")
@@ -206,12 +211,7 @@ class Gateway:
             self.database.touch(client.run)
         return pending
 
-    def _begin(
-        self,
-        session: ClientSession,
-        number: int,
-        made: Callable[[], tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]],
-    ) -> PendingAnswer:
+    def _begin(self, session: ClientSession, number: int, made: Callable[[], _Made]) -> PendingAnswer:
         """Adds a training client, whose first call, number 0, makes its adapter."""
         pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
         if new:

@@ -6,8 +6,9 @@ own queue.
 """
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import TypeVar
 
 from controller.gateway.answers import Answer, PendingAnswer
@@ -17,6 +18,15 @@ T = TypeVar("T")
 
 GAP_S = 300.0
 """How long later calls wait for one that does not arrive. The client tries to send for five minutes."""
+
+
+@contextlib.contextmanager
+def errors_logged() -> Generator[None]:
+    """Within the block, an exception is written to the log, and what comes after the block goes on."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
 
 
 class Turns:
