@@ -44,7 +44,8 @@ class RolloutQueue:
     ) -> None:
         """`sample_group(n)` samples group n; numbers count from 0 in step 1. `steps` are the remaining steps.
 
-        `state` continues an earlier queue: it is what its method `state` returned before the first of these steps.
+        `state` continues an earlier queue: it is what its method `state` returned before the first of these steps. If
+        that queue had another `groups_per_step` or `max_staleness`, its groups do not fit: this one begins anew there.
         Raises ValueError for a staleness below 0 and for less than one group per step.
         """
         check_at_least(0, max_staleness=max_staleness)
@@ -54,7 +55,8 @@ class RolloutQueue:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = steps.start
-        state = state or {"next": (steps.start - 1) * groups_per_step, **dict.fromkeys(_LISTS, ())}
+        if not state or not _fits(state, groups_per_step, max_staleness):
+            state = {"next": (steps.start - 1) * groups_per_step, **dict.fromkeys(_LISTS, ())}
         self._next: int = state["next"]
         self._to_repeat: list[int] = [*state["unfinished"]]  # groups that an earlier queue had started
         self._started: dict[int, int] = {}  # group -> the step in which it started, until it is taken
@@ -116,6 +118,8 @@ class RolloutQueue:
         finished = sorted(number for number, group in self._finished.items() if group.rollouts)
         unfinished = self._started.keys() - set(finished)
         return {
+            "groups_per_step": self._groups_per_step,
+            "max_staleness": self._max_staleness,
             "next": self._next,
             "unfinished": sorted([*self._to_repeat, *unfinished]),
             "finished": finished,
@@ -138,3 +142,9 @@ class RolloutQueue:
     async def _run(self, number: int) -> None:
         self._finished[number] = await self._sample_group(number)
         self._changed.set()
+
+
+def _fits(state: Mapping[str, Any], groups_per_step: int, max_staleness: int) -> bool:
+    """Whether a queue with these numbers can continue from the state. States of earlier versions do not have them."""
+    numbers = (state.get("groups_per_step", groups_per_step), state.get("max_staleness", max_staleness))
+    return numbers == (groups_per_step, max_staleness)

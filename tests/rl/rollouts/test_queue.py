@@ -177,6 +177,25 @@ def test_a_queue_continues_from_the_state_of_another() -> None:
     assert sorted(number for numbers in taken for number in numbers) == list(range(10 * PER_STEP))
 
 
+@pytest.mark.parametrize(
+    ("per_step", "max_staleness"), [(PER_STEP, 1), (PER_STEP, 4), (PER_STEP + 1, 3), (2, 3), (2, 0)]
+)
+def test_a_queue_with_other_numbers_begins_anew_at_the_step(per_step: int, max_staleness: int) -> None:
+    sampler = Sampler(seed=1)
+
+    async def run() -> list[list[int]]:
+        async with RolloutQueue(sampler, range(1, 11), PER_STEP, 3) as rollouts:
+            await rollouts.take()
+            await _ticks(60)
+            rollouts.advance()
+            state = rollouts.state()
+        again, steps = Sampler(), range(2, 7)
+        return await _loop(again, RolloutQueue(again, steps, per_step, max_staleness, state), steps, lambda _: None)
+
+    taken = asyncio.run(asyncio.wait_for(run(), 30))
+    assert sorted(number for numbers in taken for number in numbers) == list(range(per_step, 6 * per_step))
+
+
 def test_the_state_holds_the_groups_themselves_and_is_not_changed_later() -> None:
     """A loop asks for it after every step, and what it was then is saved when a signal ends a later step."""
     sampler, given = Sampler(), list[Group]()
