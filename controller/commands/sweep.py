@@ -17,6 +17,7 @@ from controller.commands.command import FAILED, Commands, add_runs_option
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 _STOPPED = 128  # statuses above this are signals
+_LISTS = ("--hosts", "--log")  # options that take several values themselves
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,13 +33,15 @@ def add_parser(commands: Commands) -> None:
 
 def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Runs what is left to run and prints a table. Returns 1 if a run failed, and the run's status after a signal."""
-    from rl.runs.state import FINISHED, state_of
+    from rl.runs.state import FINISHED, check_ended, state_of
 
     combinations = combinations_of(overrides)
     for combination in combinations.values():
         config = configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
         check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
     folder: Path = options.runs / (options.name or f"{Path(options.recipe).stem}-sweep")
+    for name in combinations:  # those of another sweep, which may share this one's folder
+        check_ended(folder / name)
     failed = False
     for number, (name, combination) in enumerate(combinations.items(), start=1):
         run = folder / name
@@ -67,7 +70,7 @@ def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
             raise ValueError(f"unexpected argument {word}; a sweep takes options: --seed 0 1 2")
         else:
             values[next(reversed(values))].append(word)
-    swept = {option: given for option, given in values.items() if len(given) > 1}
+    swept = {option: given for option, given in values.items() if len(given) > 1 and option not in _LISTS}
     if not swept:
         raise ValueError(
             "a sweep needs an option with several values: --seed 0 1 2; for one run there is `ownloop run`"

@@ -38,8 +38,18 @@ def is_running(run: Path) -> bool:
     )
 
 
+def check_ended(run: Path) -> None:
+    """Raises ValueError if a process of this host holds the run's folder."""
+    if is_running(run):
+        raise ValueError(f"{run} is running; wait for its end, or choose another --name")
+
+
 def set_aside(run: Path) -> None:
-    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none."""
+    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none.
+
+    Raises ValueError if the run has not ended.
+    """
+    check_ended(run)
     if run.is_dir():
         number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())
         run.rename(run.with_name(f"{run.name}.stopped-{number}"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.sweep import combinations_of, sweep
+from rl.runs.folder import RunFolder
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
 
@@ -54,6 +55,8 @@ def test_every_combination_has_a_run() -> None:
     found = combinations_of(["--seed", "0", "1", "--learning-rate=1e-5", "--learning-rate=2e-5", "--num-steps", "3"])
     assert list(found) == [f"seed={seed},learning-rate={rate}" for seed in (0, 1) for rate in ("1e-5", "2e-5")]
     assert found["seed=1,learning-rate=2e-5"] == ["--seed", "1", "--learning-rate", "2e-5", "--num-steps", "3"]
+    hosts = ["--hosts", "trainer=n1:1", "generator=n2:1", "--log", "wandb", "tensorboard"]
+    assert combinations_of(["--seed", "0", "1", *hosts]) == {f"seed={n}": ["--seed", n, *hosts] for n in "01"}
     for wrong, said in ((["--seed", "1"], "needs an option with several values"), (["0"], "unexpected argument 0")):
         with pytest.raises(ValueError, match=said):
             combinations_of(wrong)
@@ -104,6 +107,17 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     add_checkpoint(folder / "seed=1")
     assert ownloop(tmp_path, "sweep", *OPTIONS).returncode == 0
     assert order(tmp_path)[3:] == ["1 0.01 True"], "a run with a checkpoint is resumed"
+
+
+def test_a_second_sweep_leaves_a_run_that_is_running_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    running = RunFolder(tmp_path / "runs" / "mine-sweep" / "seed=1", {})
+    result = ownloop(tmp_path, "sweep", *OPTIONS)
+    running.close()
+    assert result.returncode == 2
+    assert "seed=1 is running; wait for its end, or choose another --name" in result.stderr
+    assert not (tmp_path / "order").exists()
+    assert [path.name for path in running.path.parent.iterdir()] == ["seed=1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
