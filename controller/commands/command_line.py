@@ -45,7 +45,8 @@ class _Parser(argparse.ArgumentParser):
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command. Returns the exit status."""
     try:
-        parser, commands = _parser(resuming="--resume" in arguments or "--fork" in arguments)
+        resuming = any(word.partition("=")[0] in ("--resume", "--fork") for word in arguments)
+        parser, commands = _parser(resuming=resuming)
         # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields. `serve` has fields without a recipe.
         asks = len(arguments) > 1 and arguments[0] != "serve" and arguments[1] in ("-h", "--help")
         if asks and arguments[0] in commands:

@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
 
 def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the comparison, and draws it if asked to."""
-    from controller.commands.compare_seeds import configurations_of, judgement
+    from controller.commands.compare_seeds import are_repeats, configurations_of, judgement
     from controller.commands.resume import find_run
 
     refuse(overrides)
@@ -40,7 +40,8 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if len(runs) == 2:
         for line in comparison(*runs):
             print(line)
-    if len(runs) > 2 or options.plot or all(map(_is_evaluated, runs)):
+    # Two runs with the same seed are compared to see whether they are equal; over seeds there is nothing to judge.
+    if len(runs) > 2 or options.plot or (all(map(_is_evaluated, runs)) and not are_repeats(*runs)):
         configurations = configurations_of(runs)
         for line in judgement(configurations):
             print(line)

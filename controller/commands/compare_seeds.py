@@ -16,13 +16,12 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     A configuration is named by the fields in which it differs from the first. Raises ValueError for a run without an
     evaluation, and for two runs of one configuration with the same seed: they say no more than one.
     """
-    from rl.runs.folder import CONFIG_FILE, read_metrics
-    from rl.runs.schema import current_fields
+    from rl.runs.folder import read_metrics
 
     configs: list[Mapping[str, Any]] = []
     members: list[list[FinalReward]] = []
     for run in runs:
-        config = current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
+        config = _config(run)
         place = next((i for i, known in enumerate(configs) if same_configuration(known, config)), len(configs))
         if place == len(configs):
             configs.append(config)
@@ -36,6 +35,19 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
         members[place].append(result)
     pairs = zip(configs, members, strict=True)
     return [Configuration(name=_name(configs[0], config, results[0]), runs=tuple(results)) for config, results in pairs]
+
+
+def are_repeats(one: Path, other: Path) -> bool:
+    """Whether two runs have the same configuration and the same seed."""
+    ours, theirs = _config(one), _config(other)
+    return same_configuration(ours, theirs) and ours.get("seed") == theirs.get("seed")
+
+
+def _config(run: Path) -> Mapping[str, Any]:
+    from rl.runs.folder import CONFIG_FILE
+    from rl.runs.schema import current_fields
+
+    return current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
 
 
 def _name(first: Mapping[str, Any], config: Mapping[str, Any], result: FinalReward) -> str:

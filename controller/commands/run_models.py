@@ -20,17 +20,21 @@ async def model_of(options: argparse.Namespace, scratch: Path, tell: Callable[[s
     """What `resolve_model` takes for `options.model`: the model's own name or, of a run, a directory.
 
     That is the checkpoint of `options.step`, exported to `scratch` unless `ownloop export` has done it; without a step
-    the run's trained model or, if it has none yet, its newest checkpoint. Raises ValueError for a step of a model, and
-    for a run without that checkpoint.
+    the run's trained model or, if it has none yet or went on after it, its newest checkpoint. Raises ValueError for a
+    step of a model, and for a run without that checkpoint.
     """
     from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
+    from rl.runs.folder import complete_checkpoints
+    from rl.runs.state import FINISHED, state_of
 
     run = run_of(options.model, options.runs)
     if run is None:
         if options.step is not None:
             raise ValueError(f"--step is {options.step}, but {options.model} is no run; a model has no steps")
         return options.model
-    if options.step is None and (run / "model" / "config.json").is_file():
+    # The model of a run that was resumed after its end, and stopped, is that of its first part.
+    is_final = state_of(run) == FINISHED or not complete_checkpoints(run / "checkpoints")
+    if options.step is None and is_final and (run / "model" / "config.json").is_file():
         return str(run / "model")
     checkpoint = checkpoint_of(run, options.step)
     exported = run / "exports" / checkpoint.name

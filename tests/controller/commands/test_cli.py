@@ -98,7 +98,7 @@ def test_a_recipe_may_define_its_own_configuration(tmp_path: Path) -> None:
     assert config["flavour"] == "sweet"
     recipe.write_text("")
     add_checkpoint(tmp_path / "runs" / "a")
-    result = ownloop(tmp_path, "run", "--resume", "a")
+    result = ownloop(tmp_path, "run", "--resume=a")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "That was all."), result.stderr
 
 

@@ -99,6 +99,15 @@ def test_nothing_is_claimed_from_one_seed(tmp_path: Path, capsys: pytest.Capture
     assert "significant" not in out
 
 
+def test_a_run_is_compared_with_its_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [_evaluated(tmp_path / name, 0, 0.3, 0.5) for name in ("once", "again")]
+    assert _compare(*runs) == 0
+    said = capsys.readouterr()
+    assert "are the same" in said.out
+    assert said.err == ""
+    assert _compare(*runs, "--plot", str(tmp_path / "both.png")) == 2
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

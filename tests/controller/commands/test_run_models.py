@@ -1,0 +1,38 @@
+"""Which model of a run `ownloop chat`, `eval` and the others take."""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+from controller.commands.run_models import model_of
+from rl.runs.folder import RunFolder
+from tests.controller.commands.test_cli import add_checkpoint
+
+
+def _model_of(run: Path, step: int | None = None) -> Path:
+    options = argparse.Namespace(model=str(run), runs=run.parent, step=step, trust=False)
+    return Path(asyncio.run(model_of(options, run / "scratch", print)))
+
+
+def _write_model(directory: Path, seconds: float) -> Path:
+    """A directory that passes for a model's, of that age."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    os.utime(directory / "config.json", (seconds, seconds))
+    return directory
+
+
+def test_a_run_that_went_on_after_its_end_has_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", {})
+    folder.log_metrics({"step": 1.0})
+    folder.close()
+    finished = folder.metrics_file.stat().st_mtime
+    final = _write_model(folder.path / "model", finished + 1)
+    assert _model_of(folder.path) == final
+    add_checkpoint(folder.path)
+    (checkpoint,) = (folder.path / "checkpoints").iterdir()
+    exported = _write_model(folder.path / "exports" / checkpoint.name, finished)
+    assert _model_of(folder.path) == final
+    os.utime(folder.metrics_file, (finished + 2, finished + 2))  # it was resumed, and stopped after that checkpoint
+    assert _model_of(folder.path) == exported
