@@ -73,8 +73,8 @@ def run_cells(
     outcomes: list[Outcome] = []
 
     def without_fault(fault: Fault) -> Path:
-        """A run of `grpo` in the fault's layout; `grpo_async` has the same problems, and is not repeatable anyway."""
-        calm = replace(LAYOUT, victim=fault.victim if fault.loop == "grpo" else LAYOUT.victim, lora=fault.lora)
+        """A run of `grpo` in the fault's layout."""
+        calm = replace(LAYOUT, victim=fault.victim, lora=fault.lora)
         layout = (calm.num_ranks, calm.num_replicas, calm.lora)
         if layout not in whole:
             whole[layout] = left_alone(Cell(folder / "whole" / "-".join(map(str, layout)), model, calm))
@@ -83,7 +83,8 @@ def run_cells(
     for case in (*faults, *around):
         place = folder / f"cell-{len(outcomes) + 1:02d}"
         if isinstance(case, Fault):
-            outcome = hurt(Cell(place, model, case), case, without_fault(case))
+            whole_run = without_fault(case) if case.loop == "grpo" else None  # `grpo_async` is not repeatable
+            outcome = hurt(Cell(place, model, case), case, whole_run)
         else:
             outcome = endure(case, place, model, without_fault(plain), plain)
         outcomes.append(outcome)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.kills.fault import NUM_STEPS, Fault
+from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
 from controller.commands.replay import recording_file
+from rl.envs.even_words import EvenWords
 from rl.rollouts.recorded import read_recording
 from rl.runs.comparison import by_step, metric_differences
 from rl.runs.folder import read_metrics
@@ -28,6 +29,7 @@ RUN_LIMIT_S = 240.0
 _CONTINUE_AFTER_S = 12.0  # when a controller that was stopped is told to go on
 _ENDS_WITHIN_S = 15.0  # the time that processes may take to notice that their controller is gone
 _MARK = "KILLS_CELL"
+_NUM_GROUPS = NUM_STEPS * PROMPTS_PER_STEP
 # A request that arrives a moment later is computed in another batch, whose float32 sums are rounded differently.
 _ROUNDING = 1e-5
 
@@ -152,8 +154,11 @@ def left_alone(cell: Cell, options: Sequence[str] = ()) -> Path:
     return cell.run
 
 
-def hurt(cell: Cell, fault: Fault, whole: Path) -> Outcome:
-    """Strikes the fault in a run, resumes it if it does not go on by itself, and compares it with a `whole` one."""
+def hurt(cell: Cell, fault: Fault, whole: Path | None) -> Outcome:
+    """Strikes the fault in a run, resumes it if it does not go on by itself, and compares it with a `whole` one.
+
+    `grpo_async` is not repeatable, so its runs need none.
+    """
     outcome, struck = Outcome(str(fault)), cell.folder / "struck"
     process = cell.start(extra=fault.environment(cell.folder))
     wait_until(lambda: struck.exists() or process.poll() is not None, RUN_LIMIT_S, every_s=0.02)
@@ -165,7 +170,7 @@ def hurt(cell: Cell, fault: Fault, whole: Path) -> Outcome:
     if (fault.victim, fault.kind) == ("controller", "SIGSTOP"):
         time.sleep(_CONTINUE_AFTER_S)
         process.send_signal(signal.SIGCONT)
-    return finish(cell, outcome, process, begin, whole, exact=fault.loop == "grpo")
+    return finish(cell, outcome, process, begin, whole)
 
 
 def finish(
@@ -173,9 +178,8 @@ def finish(
     outcome: Outcome,
     process: "subprocess.Popen[bytes]",
     begin: float,
-    whole: Path,
+    whole: Path | None,
     *,
-    exact: bool = True,
     before_resume: Callable[[], None] | None = None,
     keep: bool = False,
     error_within_s: float = ERROR_WITHIN_S,
@@ -192,7 +196,7 @@ def finish(
         outcome.hung, outcome.what = True, "hangs"
     outcome.processes_left += cell.end()
     if not outcome.hung:
-        compare(outcome, cell.run, whole, exact=exact)
+        compare(outcome, cell.run, whole)
     if outcome.ok and not keep:
         shutil.rmtree(cell.folder, ignore_errors=True)
     return outcome
@@ -228,25 +232,20 @@ def settle(
     outcome.what = f"ends ({error}), resumes"
 
 
-def compare(outcome: Outcome, run: Path, whole: Path, *, exact: bool) -> None:
-    """Notes what differs: any metric of a loop that is repeatable, else the steps and the groups trained on."""
-    ours, theirs = (by_step(read_metrics(path / "metrics.jsonl")) for path in (run, whole))
-    if exact:
+def compare(outcome: Outcome, run: Path, whole: Path | None) -> None:
+    """Notes what is wrong: missing steps, groups that are trained on never or twice, metrics that a `whole` run has."""
+    ours = by_step(read_metrics(run / "metrics.jsonl"))
+    if whole is not None:
         outcome.notes += [
             f"{each.name} of step {each.step} is {each.values[0]!r}; without the fault {each.values[1]!r}"
-            for each in metric_differences(ours, theirs)
+            for each in metric_differences(ours, by_step(read_metrics(whole / "metrics.jsonl")))
             if not math.isclose(*each.values, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
         ][:3]
     if sorted(ours) != list(range(NUM_STEPS + 1)):
         outcome.notes.append(f"steps {sorted(ours)} instead of 0 to {NUM_STEPS}")
-    trained = [sorted(group.problem_id for step in groups_of(path) for group in step) for path in (run, whole)]
-    if trained[0] != trained[1]:
+    trained = [group.problem_id for groups in read_recording(recording_file(run)).values() for group in groups]
+    if sorted(trained) != sorted(problem.id for problem in EvenWords().train_problems(0, 0, _NUM_GROUPS)):
         outcome.notes.append("the groups trained on are not those of a run without the fault")
     if not (run / "model" / "config.json").is_file():
         outcome.notes.append("no exported model")
     outcome.unequal = bool(outcome.notes)
-
-
-def groups_of(run: Path) -> list[list[Any]]:
-    """The recorded training groups of every step."""
-    return [list(groups) for groups in read_recording(recording_file(run)).values()]

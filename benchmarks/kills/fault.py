@@ -22,6 +22,7 @@ LoopName = Literal["grpo", "grpo_async"]
 STRIKE_STEP = 4
 """The step, of `NUM_STEPS`, in which a fault strikes; a checkpoint is due after it, and an evaluation."""
 NUM_STEPS = 6
+PROMPTS_PER_STEP = 4
 LOG_NAMES: dict[Victim, str] = {
     "trainer": "trainer-0",
     "trainer rank 1 of 2": "trainer-1",

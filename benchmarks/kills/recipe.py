@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills.fault import NUM_STEPS
+from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP
 from benchmarks.kills.strike import with_fault
 from controller.loops import grpo, grpo_async
 from controller.runs import Loop
@@ -49,7 +49,7 @@ def recipe() -> grpo.GRPOConfig:
         ),
         "sampling": SamplingParams(max_tokens=8),
         "num_steps": NUM_STEPS,
-        "prompts_per_step": 4,
+        "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": 4,
         "learning_rate": 3e-3,
         "num_eval": 8,

@@ -9,9 +9,20 @@ from typing import get_args
 import pytest
 
 from benchmarks.kills.cell import Outcome, compare
-from benchmarks.kills.fault import NUM_STEPS, Fault, Kind, LoopName, Phase, Victim, covering_faults, few_faults
+from benchmarks.kills.fault import (
+    NUM_STEPS,
+    PROMPTS_PER_STEP,
+    Fault,
+    Kind,
+    LoopName,
+    Phase,
+    Victim,
+    covering_faults,
+    few_faults,
+)
 from benchmarks.kills.on_hosts import HostKind, HostPhase, covering_host_faults
 from controller.runs import RunFolder
+from rl.envs.even_words import EvenWords
 from rl.runs.folder import read_metrics
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
@@ -68,7 +79,7 @@ def test_a_fault_reaches_the_run_that_is_told_to_strike_it(tmp_path: Path, monke
 
 
 def _run(path: Path, *, losses: dict[int, float], problems: list[str]) -> Path:
-    """A run's folder with these losses of its steps, and these problems trained on in step 1."""
+    """A run's folder with these losses of its steps, and these problems trained on in its first step."""
     folder = RunFolder(path, {})
     for step, loss in losses.items():
         folder.log_metrics({"step": float(step), "loss": loss, "seconds_step": float(hash(path) % 7)})
@@ -83,36 +94,38 @@ def _run(path: Path, *, losses: dict[int, float], problems: list[str]) -> Path:
 
 
 WHOLE = dict.fromkeys(range(NUM_STEPS + 1), 0.5)
+PROBLEMS = [problem.id for problem in EvenWords().train_problems(0, 0, NUM_STEPS * PROMPTS_PER_STEP)]
 
 
 @pytest.mark.parametrize(
-    ("losses", "problems", "exact", "note"),
+    ("losses", "problems", "repeatable", "note"),
     [
-        (WHOLE, ["b", "a"], True, None),
-        ({**WHOLE, 3: 0.6}, ["a", "b"], True, "loss of step 3 is 0.6; without the fault 0.5"),
-        ({**WHOLE, 3: 0.5001}, ["a", "b"], True, "loss of step 3 is 0.5001; without the fault 0.5"),
-        ({**WHOLE, 3: 0.500001}, ["a", "b"], True, None),
-        ({**WHOLE, 3: 0.6}, ["a", "b"], False, None),
-        ({step: 0.5 for step in WHOLE if step != 2}, ["a", "b"], False, "steps [0, 1, 3, 4, 5, 6] instead of 0 to 6"),
-        (WHOLE, ["a"], False, "groups trained on"),
-        (WHOLE, ["a", "b", "b"], False, "groups trained on"),
+        (WHOLE, PROBLEMS[::-1], True, None),
+        ({**WHOLE, 3: 0.6}, PROBLEMS, True, "loss of step 3 is 0.6; without the fault 0.5"),
+        ({**WHOLE, 3: 0.5001}, PROBLEMS, True, "loss of step 3 is 0.5001; without the fault 0.5"),
+        ({**WHOLE, 3: 0.500001}, PROBLEMS, True, None),
+        ({**WHOLE, 3: 0.6}, PROBLEMS, False, None),
+        ({step: 0.5 for step in WHOLE if step != 2}, PROBLEMS, False, "steps [0, 1, 3, 4, 5, 6] instead of 0 to 6"),
+        (WHOLE, PROBLEMS[1:], False, "groups trained on"),
+        (WHOLE, [*PROBLEMS, PROBLEMS[0]], False, "groups trained on"),
+        (WHOLE, [*PROBLEMS[1:], PROBLEMS[1]], True, "groups trained on"),
     ],
 )
 def test_what_differs_from_a_whole_run_is_noted(
-    tmp_path: Path, losses: dict[int, float], problems: list[str], exact: bool, note: str | None
+    tmp_path: Path, losses: dict[int, float], problems: list[str], repeatable: bool, note: str | None
 ) -> None:
-    whole = _run(tmp_path / "whole", losses=WHOLE, problems=["a", "b"])
+    whole = _run(tmp_path / "whole", losses=WHOLE, problems=PROBLEMS)
     assert len(read_metrics(whole / "metrics.jsonl")) == NUM_STEPS + 1
     outcome = Outcome("cell")
-    compare(outcome, _run(tmp_path / "hurt", losses=losses, problems=problems), whole, exact=exact)
+    hurt = _run(tmp_path / "hurt", losses=losses, problems=problems)
+    compare(outcome, hurt, whole if repeatable else None)
     assert outcome.unequal == (note is not None)
     assert note is None or note in outcome.notes[0]
 
 
 def test_a_run_without_an_exported_model_is_not_whole(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", losses=WHOLE, problems=["a"])
-    hurt = _run(tmp_path / "hurt", losses=WHOLE, problems=["a"])
+    hurt = _run(tmp_path / "hurt", losses=WHOLE, problems=PROBLEMS)
     (hurt / "model" / "config.json").unlink()
     outcome = Outcome("cell")
-    compare(outcome, hurt, whole, exact=True)
+    compare(outcome, hurt, None)
     assert outcome.notes == ["no exported model"]
