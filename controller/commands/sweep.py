@@ -40,8 +40,9 @@ def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config = configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
         check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
     folder: Path = options.runs / (options.name or f"{Path(options.recipe).stem}-sweep")
-    for name in combinations:  # those of another sweep, which may share this one's folder
-        check_ended(folder / name)
+    for name, combination in combinations.items():
+        check_ended(folder / name)  # another sweep may share this one's folder
+        _check_options(folder / name, combination)
     failed = False
     for number, (name, combination) in enumerate(combinations.items(), start=1):
         run = folder / name
@@ -61,15 +62,7 @@ def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
 
     Raises ValueError if there is only one combination.
     """
-    values: dict[str, list[str]] = {}
-    for word in overrides:
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
-            values.setdefault(option, []).extend([value] if equals else [])
-        elif not values:
-            raise ValueError(f"unexpected argument {word}; a sweep takes options: --seed 0 1 2")
-        else:
-            values[next(reversed(values))].append(word)
+    values = _by_option(overrides)
     swept = {option: given for option, given in values.items() if len(given) > 1 and option not in _LISTS}
     if not swept:
         raise ValueError(
@@ -81,6 +74,34 @@ def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
         name = ",".join(f"{option.removeprefix('--')}={value}" for option, value in zip(swept, chosen, strict=True))
         found[re.sub(r"[^\w.,=+-]", "_", name)] = [word for option, given in one.items() for word in (option, *given)]
     return found
+
+
+def _by_option(words: Sequence[str]) -> dict[str, list[str]]:
+    """Option -> its values."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            values.setdefault(option, []).extend([value] if equals else [])
+        elif not values:
+            raise ValueError(f"unexpected argument {word}; a sweep takes options: --seed 0 1 2")
+        else:
+            values[next(reversed(values))].append(word)
+    return values
+
+
+def _check_options(run: Path, combination: Sequence[str]) -> None:
+    """Raises ValueError if a run that would be taken as it is, or resumed, was started with other options."""
+    from controller.commands.resume import RECIPE_FILE, saved_recipe
+    from rl.runs.folder import complete_checkpoints
+    from rl.runs.state import FINISHED, state_of
+
+    stays = (run / RECIPE_FILE).is_file() and (complete_checkpoints(run / "checkpoints") or state_of(run) == FINISHED)
+    if stays and _by_option(before := saved_recipe(run)["options"][0]) != _by_option(combination):
+        raise ValueError(
+            f"{run} was started with {' '.join(before)}, and this sweep has {' '.join(combination)}; choose another "
+            "--name"
+        )
 
 
 def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> int:

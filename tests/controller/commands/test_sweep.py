@@ -109,6 +109,16 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert order(tmp_path)[3:] == ["1 0.01 True"], "a run with a checkpoint is resumed"
 
 
+def test_results_of_other_options_are_not_taken_for_this_sweeps(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    assert ownloop(tmp_path, "sweep", *OPTIONS).returncode == 0
+    result = ownloop(tmp_path, "sweep", *OPTIONS[:-1], "5e-1")
+    assert result.returncode == 2
+    assert "seed=0 was started with --seed 0 --learning-rate 1e-2, and this sweep has" in result.stderr
+    assert ownloop(tmp_path, "sweep", *OPTIONS[:-1], "5e-1", "--name", "other").returncode == 0
+    assert order(tmp_path) == ["0 0.01 False", "1 0.01 False", "0 0.5 False", "1 0.5 False"]
+
+
 def test_a_second_sweep_leaves_a_run_that_is_running_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     running = RunFolder(tmp_path / "runs" / "mine-sweep" / "seed=1", {})

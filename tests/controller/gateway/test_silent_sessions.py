@@ -24,8 +24,7 @@ def test_one_that_fails_to_end_does_not_keep_the_others(
     monkeypatch.setattr(ToyGenerator, "drop_policy", fail)
     with running_server(tmp_path) as server:
         for _ in range(2):
-            new_client(server).save_weights_and_get_sampling_client()
-            wait_for(lambda: len(server.gateway.training) > 0)
+            new_client(server).save_weights_and_get_sampling_client().result()
             monkeypatch.setattr(gateway, "SESSION_S", 0.0)
             wait_for(lambda: not server.gateway.sessions and not server.gateway.training)
             monkeypatch.setattr(gateway, "SESSION_S", 1800.0)

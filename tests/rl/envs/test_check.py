@@ -24,7 +24,16 @@ from rl.rollouts.guard import time_limit_of
 from tests.rl.envs.sandbox.here import need
 
 # Modules of rl/envs without environment.
-MODULES = {"check", "check_episodes", "findings", "procedural", "math_answers", "math_process", "word_problems"} | {
+MODULES = {
+    "hashed_options",
+    "check",
+    "check_episodes",
+    "findings",
+    "procedural",
+    "math_answers",
+    "math_process",
+    "word_problems",
+} | {
     *("tool_calls", "calculator"),
 }
 # These need an optional package, a server or another environment, and have tests of their own.
