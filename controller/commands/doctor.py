@@ -36,6 +36,8 @@ def doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.hosts.host_options import parse_hosts
 
     hosts = parse_hosts(options.hosts)
+    if hosts is None:
+        raise ValueError("--hosts is none; name the hosts to examine, for example trainer=HOST:PORT")
     if isinstance(hosts, WorkerHosts):
         hosts = replace(hosts, certs=options.certs)
     elif options.certs is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.commands.command import Commands, add_run_options
 from controller.commands.output import CapturedOutput
-from controller.commands.recipes import check_hardware, configuration, find_recipe
+from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 if TYPE_CHECKING:
     from controller.runs.console import Console
@@ -39,7 +39,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "eval")
-        check_hardware(find_recipe(options.recipe))
+        check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
         if missing := [name for name in _NEEDED if not hasattr(config, name)]:
             raise ValueError(f"{options.recipe} has no {missing[0]}: its loop samples nothing to reward")
         console = Console(output.terminal)
@@ -57,13 +57,17 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 async def _evaluation(options: argparse.Namespace, config: Any, console: "Console", scratch: Path) -> "Evaluation":
     from controller.commands.run_models import model_of
+    from controller.hosts.allocations import kept_allocations
     from controller.meshes.launch import Launcher
     from controller.runs.rollout_source import RolloutSource
 
-    model = await model_of(options, scratch, console.phase)
-    source = RolloutSource(replace(config, model=model), console.phase)
-    console.phase("starting the generator")
-    async with Launcher(scratch / "logs") as launcher:
-        # A model on disk is whole: an adapter has been merged into it.
-        generator = await launcher.generator(source.model, replace(config.generator, lora=None))
-        return await source.evaluate(generator)
+    hosts = getattr(config, "hosts", None)
+    async with kept_allocations(console.phase):
+        # Hosts keep the copy that they get of a model, so they find it in its place the next time.
+        model = await model_of(options, scratch, console.phase, keep=hosts is not None)
+        source = RolloutSource(replace(config, model=model), console.phase)
+        console.phase("starting the generator")
+        async with Launcher(scratch / "logs", hosts) as launcher:
+            # A model on disk is whole: an adapter has been merged into it.
+            generator = await launcher.generator(source.model, replace(config.generator, lora=None))
+            return await source.evaluate(generator)

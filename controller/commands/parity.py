@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from controller.commands.brief_work import CommandEndedError, finish
 from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
-from controller.commands.recipes import check_hardware, configuration, find_recipe
+from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,11 +23,11 @@ def parity(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the table. Returns 1 if the mismatch is above the limit, or if the processes failed."""
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "parity")
-        check_hardware(find_recipe(options.recipe))
+        check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
         from controller.runs.mismatch import recipe_parity
 
         try:
-            report = finish(recipe_parity(config), output)
+            report = finish(recipe_parity(config, lambda text: print(text, file=output.errors)), output)
         except CommandEndedError as ended:
             return ended.status
         print(report.table(), file=output.terminal)

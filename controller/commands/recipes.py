@@ -170,16 +170,17 @@ def _suit_an_adapter(config: Any) -> None:
 
 def _gathered(options: Sequence[str], name: str) -> list[str]:
     """`options` with the values of an option that may be given several times behind its first place."""
-    others, values, owner = list[str](), list[str](), ""
+    others, values, owner, is_named = list[str](), list[str](), "", False
     for option in options:
         if option.startswith("--"):
             owner, _, value = option.partition("=")
+            is_named |= owner == name
             values += [value] if owner == name and value else []
         elif owner == name:
             values.append(option)
         if owner != name:
             others.append(option)
-    return [*others, name, *values] if values else others
+    return [*others, name, *values] if is_named else others
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:

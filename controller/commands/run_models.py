@@ -16,12 +16,15 @@ def run_of(name: str, runs: Path) -> Path | None:
     return None
 
 
-async def model_of(options: argparse.Namespace, scratch: Path, tell: Callable[[str], None]) -> str:
+async def model_of(
+    options: argparse.Namespace, scratch: Path, tell: Callable[[str], None], *, keep: bool = False
+) -> str:
     """What `resolve_model` takes for `options.model`: the model's own name or, of a run, a directory.
 
     That is the checkpoint of `options.step`, exported to `scratch` unless `ownloop export` has done it; without a step
-    the run's trained model or, if it has none yet or went on after it, its newest checkpoint. Raises ValueError for a
-    step of a model, and for a run without that checkpoint.
+    the run's trained model or, if it has none yet or went on after it, its newest checkpoint. With `keep` it is
+    exported to where `ownloop export` would. Raises ValueError for a step of a model, and for a run without that
+    checkpoint.
     """
     from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
     from rl.runs.folder import complete_checkpoints
@@ -39,7 +42,7 @@ async def model_of(options: argparse.Namespace, scratch: Path, tell: Callable[[s
     checkpoint = checkpoint_of(run, options.step)
     exported = run / "exports" / checkpoint.name
     if not (exported / "config.json").is_file():
-        exported = scratch / "model"
+        exported = exported if keep else scratch / "model"
         config = resumed_configuration(run, [], trust=options.trust)
         tell(f"loading {checkpoint}")
         await export_checkpoint(config, checkpoint, exported, scratch / "logs", tell)

@@ -36,7 +36,13 @@ class Lease:
 
 @asynccontextmanager
 async def kept_allocations(tell: Tell) -> AsyncGenerator[None]:
-    """Keeps what is allocated in this block until its end. `tell` hears what an allocation waits for."""
+    """Keeps what is allocated in this block until its end. `tell` hears what an allocation waits for.
+
+    A block within another leaves both to that one.
+    """
+    if _KEPT.get() is not None:
+        yield
+        return
     kept = _Kept(tell)
     token = _KEPT.set(kept)
     try:

@@ -81,7 +81,9 @@ class WorkerHosts:
     """Seconds of silence after which a host is lost. Shorter interruptions cost nothing."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an address that is none, a host that a group has twice, and TLS on some hosts only."""
+        """Raises ValueError without a group, for what is no address, a host twice in a group, and TLS on some only."""
+        if not self.groups:
+            raise ValueError("hosts names no role; write for example trainer=HOST:PORT generator=HOST:PORT")
         check_above_zero(lost_after_s=self.lost_after_s)
         for group, addresses in self._parsed().items():
             if not addresses or len(set(addresses)) < len(addresses):

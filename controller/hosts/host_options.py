@@ -4,8 +4,10 @@
     --hosts ssh trainer=n1,n2 generator=n3 port=26700
     --hosts slurm trainer=4 generator=4 partition=gpu gpus_per_node=8
     --hosts kubernetes trainer=2 generator=1 image=registry/ownloop:1
+    --hosts none
 
-Options are the fields of the class that the first word names.
+The last means this host, in place of those that a recipe or a resumed run names. Options are the fields of the class
+that the first word names.
 """
 
 import dataclasses
@@ -19,7 +21,8 @@ from controller.hosts.starting.slurm_hosts import SlurmHosts
 from controller.hosts.starting.ssh_hosts import SshHosts
 from rl.checks import did_you_mean
 
-METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE"
+METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE | none"
+_NONE = "none"
 _KINDS: Mapping[str, tuple[type[Any], Callable[[str, str], Any]]] = {
     "ssh": (SshHosts, lambda _, text: tuple(text.split(","))),
     "slurm": (SlurmHosts, lambda role, text: int(_number(f"--hosts slurm {role}", text, int))),
@@ -27,14 +30,19 @@ _KINDS: Mapping[str, tuple[type[Any], Callable[[str, str], Any]]] = {
 }
 
 
-def parse_hosts(words: Sequence[str]) -> Hosts:
-    """The hosts that the words of `--hosts` name. Raises ValueError as they do, and for an unknown option."""
+def parse_hosts(words: Sequence[str]) -> Hosts | None:
+    """The hosts that the words of `--hosts` name; None is this one.
+
+    Raises ValueError as they do, for no word and for an unknown option.
+    """
+    if list(words) == [_NONE]:
+        return None
     if words and words[0] in _KINDS:
         kind, parse_group = _KINDS[words[0]]
         return _with_options(kind, parse_group, words)
     if words and "=" not in words[0]:
         raise ValueError(f"--hosts {words[0]!r} is neither ROLE=HOST:PORT nor a way to start workers"
-                         f"{did_you_mean(words[0], _KINDS)}")  # fmt: skip
+                         f"{did_you_mean(words[0], (*_KINDS, _NONE))}")  # fmt: skip
     return parse_groups(words)
 
 

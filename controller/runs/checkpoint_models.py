@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from controller.hosts.allocations import kept_allocations
 from controller.meshes.launch import Launcher
 from controller.runs.models import Tell, resolve_model
 from rl.checks import check_empty_folder
@@ -31,14 +32,14 @@ def _step_of(checkpoint: Path) -> int:
 async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell) -> None:
     """Writes the policy of a checkpoint to `directory`. `config` is the configuration of its run.
 
-    Starts the run's trainer, which loads the checkpoint. Raises ValueError if `directory` holds something, and for a
-    checkpoint without a policy.
+    Starts the run's trainer, on its hosts if it has some, which loads the checkpoint. Raises ValueError if `directory`
+    holds something, and for a checkpoint without a policy.
     """
     check_empty_folder(directory)
     if not (checkpoint / _POLICY).is_dir():
         raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
     model = resolve_model(config.model, tell)
-    async with Launcher(log_dir) as launcher:
+    async with kept_allocations(tell), Launcher(log_dir, getattr(config, "hosts", None)) as launcher:
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
         trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
         await trainer.load_checkpoint(checkpoint / _POLICY)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.hosts.host_groups import Hosts, Tell
 from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
@@ -85,24 +86,28 @@ class ParityReport:
         return "\n".join([*lines, self.explanation])
 
 
-async def recipe_parity(config: Any) -> ParityReport:
+async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
     """Measures parity with the model, trainer, generator, sampling and environment of a loop's configuration.
 
-    Raises ValueError if the recipe has no trainer or no generator, and as `measure_parity` does.
+    `tell` hears what takes long. Raises ValueError if the recipe has no trainer or no generator, and as
+    `measure_parity` does.
     """
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]
     if missing:
         raise ValueError(f"a {type(config).__name__} has no {', '.join(missing)}: there are not two sides to compare")
+    from controller.hosts.allocations import kept_allocations
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 
-    model = resolve_model(config.model)
+    model = resolve_model(config.model, tell)
     renderer = Renderer(model)
     prompts = [renderer.encode_problem(problem) for problem in config.env.eval_problems(_NUM_PROMPTS)]
+    hosts = getattr(config, "hosts", None)
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
-        return await measure_parity(
-            (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs)
-        )
+        async with kept_allocations(tell):
+            return await measure_parity(
+                (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs), hosts
+            )
 
 
 async def measure_parity(
@@ -112,25 +117,25 @@ async def measure_parity(
     prompts: Sequence[Tokens],
     sampling: SamplingParams,
     log_dir: Path,
+    hosts: Hosts | None = None,
 ) -> ParityReport:
     """Starts trainer and generator, samples answers to the prompts and compares.
 
-    `models` are the directories of the trainer's and the generator's model. Raises ValueError for a prompt that leaves
-    no room in the context, and whatever the two raise as they start.
+    `models` are the directories of the trainer's and the generator's model, `hosts` where they run. Raises ValueError
+    for a prompt that leaves no room in the context, and whatever the two raise as they start.
     """
-    room = (
-        generator.max_model_len - max(map(len, prompts)) - 1
-    )  # the generator scores an answer by sampling one more token
+    # The generator scores an answer by sampling one more token.
+    room = generator.max_model_len - max(map(len, prompts)) - 1
     if room < 1:
         raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves max_model_len no room for an answer")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))
-    async with Launcher(log_dir) as launcher:
+    async with Launcher(log_dir, hosts) as launcher:
         running = await _start(launcher, models, trainer, generator)
         found = await compare(running.train, running.generate, prompts, sampling, running.frozen)
     mismatches, sides = list(found.mismatches), list(found.sides)
     if (trainer.compute_dtype, generator.dtype) != ("float32", "float32"):
         in_float32 = replace(trainer, compute_dtype="float32"), replace(generator, dtype="float32")
-        async with Launcher(log_dir / "float32") as launcher:
+        async with Launcher(log_dir / "float32", hosts) as launcher:
             running = await _start(launcher, models, *in_float32)
             if running.frozen is None:
                 await running.generate.pull_model_state_dict(await running.train.push_model_state_dict())

@@ -15,10 +15,11 @@ from controller.hosts.starting.ssh_hosts import SshHosts
             "ssh trainer=n1,me@n2 generator=n3 port=700 tls=no start_within_s=9",
             SshHosts({"trainer": ("n1", "me@n2"), "generator": ("n3",)}, port=700, tls=False, start_within_s=9.0),
         ),
+        ("none", None),
         ("ssh trainer=n1 ssh=ssh|-J|gate", SshHosts({"trainer": ("n1",)}, ssh=("ssh", "-J", "gate"))),
     ],
 )
-def test_hosts(words: str, hosts: Hosts) -> None:
+def test_hosts(words: str, hosts: Hosts | None) -> None:
     assert parse_hosts([word.replace("|", " ") for word in words.split()]) == hosts
 
 
@@ -26,6 +27,7 @@ def test_hosts(words: str, hosts: Hosts) -> None:
     ("words", "message"),
     [
         ("shh trainer=n1", r"--hosts 'shh' is neither ROLE=HOST:PORT nor a way to start workers; did you mean 'ssh'"),
+        ("", "hosts names no role; write for example"),
         ("ssh", "--hosts ssh names no role"),
         ("ssh trainer=n1 prot=700", r"--hosts ssh 'prot' is no option; did you mean 'port'"),
         ("ssh trainer=n1 port=x", "--hosts ssh port is 'x', which is no number"),

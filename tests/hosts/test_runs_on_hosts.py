@@ -49,8 +49,13 @@ def start(net: Hosts, folder: Path, name: str, options: Sequence[str]) -> subpro
 
 def ownloop_run(net: Hosts, folder: Path, name: str, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
     """Starts `ownloop run` in the host `ctl`. What it prints is in `<name>.txt`."""
+    return ownloop(net, folder, name, "run", *arguments, **env)
+
+
+def ownloop(net: Hosts, folder: Path, name: str, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+    """Starts a command, as `ownloop_run` does."""
     env |= {"OWNLOOP_TINY_MODEL": str(folder / "model")}
-    return net.popen("ctl", [*CLI, "run", *arguments], env, folder / f"{name}.txt")
+    return net.popen("ctl", [*CLI, *arguments], env, folder / f"{name}.txt")
 
 
 def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int, printed: Path) -> None:
@@ -68,6 +73,27 @@ def test_three_hosts_train_what_one_host_trains(net: Hosts, on_one_host: Path, t
     assert metric_rows(tmp_path / "three") == metric_rows(on_one_host)
     assert model_hash(tmp_path / "three") == model_hash(on_one_host)
     assert "on host h2: " in (tmp_path / "three" / "logs" / "trainer-1.log").read_text()
+
+
+def test_other_commands_use_the_hosts_of_a_run(net: Hosts, tmp_path: Path) -> None:
+    run = start(net, tmp_path, "run", (*OVER_HOSTS, "--keep-checkpoints", "4"))
+    assert run.wait(timeout=300) == 0, (tmp_path / "run.txt").read_text()
+    recipe, layout = str(RECIPE), ("--trainer.data-parallel-shard", "2")
+    printed = {
+        "export": ("export", str(tmp_path / "run")),
+        "eval": ("eval", str(tmp_path / "run"), recipe, "--step", "2", *OVER_HOSTS),
+        "parity": ("parity", recipe, *layout, *OVER_HOSTS),
+    }
+    for name, words in printed.items():
+        command = ownloop(net, tmp_path, name, *words)
+        assert command.wait(timeout=200) == 0, (tmp_path / f"{name}.txt").read_text()
+    exports = tmp_path / "run" / "exports"
+    (trained,) = (tmp_path / "run" / "model").glob("*.safetensors")
+    assert (exports / "step-00004" / trained.name).read_bytes() == trained.read_bytes()
+    rewards = {row["step"]: row["eval_reward"] for row in metric_rows(tmp_path / "run") if "eval_reward" in row}
+    assert f": {rewards[2]:.3f} " in (tmp_path / "eval.txt").read_text()
+    assert (exports / "step-00002" / "config.json").is_file()
+    assert "mean |mismatch|" in (tmp_path / "parity.txt").read_text()
 
 
 def test_a_run_goes_on_on_the_hosts_that_are_left(net: Hosts, on_one_host: Path, tmp_path: Path) -> None:

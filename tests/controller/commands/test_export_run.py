@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Generator
@@ -97,6 +98,18 @@ def test_a_run_and_a_model_are_evaluated(run: Path, capfd: pytest.CaptureFixture
     assert error == "error: --step is 2, but smollm2-135m-instruct is no run; a model has no steps\n"
     error = refused(capfd, "eval", "a", "sft_smollm2_cpu")
     assert error.startswith("error: sft_smollm2_cpu has no env")
+
+
+@pytest.mark.parametrize("words", [("export", "a", "--to", "there"), ("eval", "a", "mine.py"), ("parity", "mine.py")])
+def test_commands_start_what_they_need_on_the_hosts(
+    words: tuple[str, ...], run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del run
+    monkeypatch.setattr("os.environ", os.environ.copy())  # that other hosts take part is written there for Monarch
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--hosts", "ssh", "trainer=n1", "generator=n2", "tls=no", "ssh=no-such-ssh"])
+    assert stop.value.code == 2
+    assert "error: ssh is 'no-such-ssh', which is no program here" in capfd.readouterr().err
 
 
 def test_runs_are_listed(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
