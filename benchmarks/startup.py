@@ -9,6 +9,7 @@ after the command, and the first step takes at most 1.5 times the median of the 
 """
 
 import dataclasses
+import os
 import statistics
 import subprocess
 import sys
@@ -93,7 +94,9 @@ def watch_run(arguments: Sequence[str], run: Path) -> tuple[float, list[Look], M
     looks: list[Look] = []
     names: dict[int, str] = {}
     began = time.time()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # As `make` and an installed command do, it uses the bytecode of earlier runs.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     while process.poll() is None:
         looks.append(look(psutil.Process(process.pid), names))
         time.sleep(_LOOK_S)

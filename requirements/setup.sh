@@ -115,5 +115,8 @@ quietly "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --no-bu
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
+for module in controller.meshes.store trainer.engines.titan.engine generator.engine; do # and whatever else a start imports
+  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $module" >>"$log" 2>&1 || true
+done
 echo "$wanted" >"$stamp"
 say "done in ${SECONDS} s"

@@ -34,6 +34,7 @@ from controller.meshes.rank import Rank, answering
 from controller.meshes.rank_processes import RankProcesses
 from controller.meshes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.deadlines import Deadlines
+from rl.deferred_imports import defer_compiler
 from rl.startup import without_garbage_collection
 
 T = TypeVar("T")
@@ -166,6 +167,7 @@ class Mesh:
         self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines, *, urgent: bool
     ) -> type[Actor]:
         """The class of the actors, once the processes have their modules. Their ids come first, for kills."""
+        defer_compiler()
         asked, loaded = process.pid.call(), None
         if isinstance(actor, str):
             loaded = process.load.call([actor.partition(":")[0], *loads], urgent)

@@ -15,17 +15,25 @@ from generator._cpu_startup import patch_startup, without_compiler
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
 
-COMPILER = ("torch._inductor.lowering", "torch._inductor.compile_fx")
+COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.symbolic_convert", "sympy")
 START = """
+import asyncio
 import sys
 from pathlib import Path
+from rl.deferred_imports import defer_compiler
+defer_compiler()
 from generator.actor import VLLMGenerator
 from generator.config import GeneratorConfig
+from rl.types import SamplingParams
 generator = VLLMGenerator(GeneratorConfig(model=Path(sys.argv[1]), dtype="float32", max_model_len=64))
+asyncio.run(generator._engine.generate((1, 2, 3), SamplingParams(max_tokens=4), 2))
 print(*sorted(set(sys.argv[2:]) & set(sys.modules)))
 generator._engine.close()
 import vllm.env_override
+import vllm.model_executor.warmup.kernel_warmup as warmups
+import vllm.v1.worker.gpu.warmup
 assert vllm.env_override._patch_inductor_fallback_allow_list
+assert warmups.kernel_warmup is not None
 """
 
 

@@ -1,6 +1,6 @@
 """Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -62,7 +64,8 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
     assert len(decoders) == len(parts)
     with torch.no_grad():
         for decoder in decoders:
-            decoder.to_empty(device=device)
+            with _WithoutReferences():
+                decoder.to_empty(device=device)
             decoder.init_states(buffer_device=None)
         load_weights(decoders, config.model)
     if config.compile and device.type == "cpu":
@@ -74,12 +77,30 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
 
 def _built(config: TrainerConfig, spec: ModelSpec) -> Decoder:
     """The model on the meta device. It is frozen here, because FSDP must find parameters in their final dtype."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutReferences():
         model = spec.model.build()
     assert isinstance(model, Decoder)
     if config.is_frozen:
         freeze(model, DTYPES[config.compute_dtype])
     return model
+
+
+class _WithoutReferences(TorchFunctionMode):
+    """Builds a model on the meta device, and gives it memory, without what PyTorch computes there in Python.
+
+    Those reference implementations import sympy, which takes a second. Initial values have no meaning on the meta
+    device.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return options["tensor"] if "tensor" in options else args[0]
+        if func is torch.empty_like and not isinstance(args[0], DTensor):
+            return torch.empty(args[0].shape, dtype=args[0].dtype, **options)
+        return func(*args, **options)
 
 
 def _convert(config: TrainerConfig, spec: ModelSpec) -> None:

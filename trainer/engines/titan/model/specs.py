@@ -64,6 +64,9 @@ class HFRoPE(CosSinRoPE):
     def _precompute_cache(self) -> torch.Tensor:
         """[max_seq_len, 2 * dim] cosines, then sines."""
         config = self.config
+        empty = torch.empty(config.max_seq_len, 2 * config.dim)
+        if empty.is_meta:  # the values follow when the model is on its device; arithmetic here would import sympy
+            return empty
         inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
         if config.scaling == "llama":
             scaling = Llama3RopeScaling(
