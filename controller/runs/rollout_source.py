@@ -28,7 +28,8 @@ class RolloutSource:
         self.model = resolve_model(config.model, tell)
         """The policy's directory."""
         self.renderer = Renderer(self.model, config.generator.max_model_len)
-        self.sampling = replace(config.sampling, stop=config.env.stop)
+        stop = dict.fromkeys((*config.env.stop, *config.sampling.stop))  # either's strings end an answer
+        self.sampling = replace(config.sampling, stop=tuple(stop))
         self.eval_problems = config.env.eval_problems(config.num_eval)
         """The held-out problems, always the same."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
