@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
-from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply
+from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
 
 ShowTools = Literal["template", "system"]
@@ -84,6 +84,11 @@ class ToolEnv:
     def stop(self) -> tuple[str, ...]:
         """The environment's."""
         return self.env.stop
+
+    @property
+    def best_reward(self) -> float:
+        """The environment's, whose reward is that of the episode."""
+        return best_reward_of(self.env)
 
     @property
     def call_time_limit_s(self) -> float:

@@ -128,6 +128,13 @@ def test_the_last_message_is_the_answer_whatever_it_holds() -> None:
     assert last == Done(reward=0.0, metrics={"tool_calls": 1, "tool_errors": 0})
 
 
+def test_the_best_reward_is_the_environments() -> None:
+    class Points(Sums):
+        best_reward = 5.0
+
+    assert [ToolEnv(env=env, tools=(CALCULATE,)).best_reward for env in (Points(), Sums())] == [5.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
