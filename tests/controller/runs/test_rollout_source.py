@@ -83,6 +83,24 @@ def test_the_environments_stop_strings_and_the_recipes_end_answers(config: GRPOC
     assert {sampling.stop for _, sampling, _ in generator.calls} == {("\n", "\n\n", "END")}
 
 
+class Points(EvenWords):
+    """An environment that gives up to five points."""
+
+    best_reward = 5.0
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        """One point for any answer, and five for a second one."""
+        points = {"0": 1.0, "1": 5.0}
+        return [replace(each, score=points.__getitem__) for each in EvenWords.eval_problems(self, count)]
+
+
+def test_an_answer_is_right_from_the_environments_best_reward_on(config: GRPOConfig) -> None:
+    generator = ScriptedGenerator(lambda prompt, sample, seed: f"{sample}")
+    evaluation = asyncio.run(_source(replace(config, env=Points(), eval_samples=2)).evaluate(generator))
+    means = {name: interval.mean for name, interval in evaluation.intervals.items()}
+    assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0}
+
+
 @pytest.mark.parametrize("seed", [-1, 20260101])
 def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: int) -> None:
     with pytest.raises(ValueError, match=rf"seed is {seed}; it must be from 0 to 2097151"):
