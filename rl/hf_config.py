@@ -79,7 +79,7 @@ def inspect_model(path: Path) -> ModelInfo:
         num_layers=_positive(path, config, "num_hidden_layers"),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=end_token_ids(path, config),
         weight_files=weight_files,
     )
 
@@ -104,6 +104,20 @@ def longest_context(config: Mapping[str, Any]) -> int:
         return longest
     name = "original_max_position_embeddings"
     return min(longest, rope.get(name) or config.get(name) or longest)
+
+
+def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens at which a generator stops; `config` is what the model directory's `config.json` holds.
+
+    Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter.
+    """
+    generation = path / "generation_config.json"
+    value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -161,17 +175,6 @@ def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | No
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
     return value
-
-
-def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter."""
-    generation = path / "generation_config.json"
-    value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

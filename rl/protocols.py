@@ -231,3 +231,9 @@ class Env(Protocol):
     def eval_problems(self, count: int) -> Sequence[Problem]:
         """The first `count` held-out problems. They are the same in every run."""
         ...
+
+
+def best_reward_of(env: object) -> float:
+    """The highest reward of an episode of this environment: its `best_reward`, or else 1.0."""
+    best: float = getattr(env, "best_reward", 1.0)
+    return best

@@ -67,14 +67,16 @@ def warmup(schedule: Schedule, num_steps: int) -> Schedule:
 def adapted_to_kl(learning_rate: float, kl: float, *, target: float, highest: float) -> float:
     """The next step's learning rate: lower after a step that moved the policy too far, higher after a small move.
 
-    It is divided by 1.5 if `kl` is above 1.5 * target, and multiplied by 1.5, up to `highest`, if `kl` is below target
-    / 1.5. This is the rule by which section 4 of PPO (https://arxiv.org/abs/1707.06347) adapts its KL penalty, applied
-    to the learning rate. Raises ValueError unless `target` is above 0.
+    It is divided by 1.5 if `kl` is above 1.5 * target, multiplied by 1.5 if `kl` is below target / 1.5, and never above
+    `highest`. This is the rule by which section 4 of PPO (https://arxiv.org/abs/1707.06347) adapts its KL penalty,
+    applied to the learning rate. Raises ValueError unless `target` is above 0.
     """
     check_above_zero(target=target)
     if kl > 1.5 * target:
-        return learning_rate / 1.5
-    return min(learning_rate * 1.5, highest) if kl < target / 1.5 else learning_rate
+        learning_rate /= 1.5
+    elif kl < target / 1.5:
+        learning_rate *= 1.5
+    return min(learning_rate, highest)
 
 
 def _check_values(**values: float) -> None:

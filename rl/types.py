@@ -257,8 +257,8 @@ class ForwardBackwardOutput:
     entropy: tuple[NDArray[np.float32], ...] | None
     """One [T] per datum if asked for: entropy of the next-token distribution in nats, and 0 where the weight is 0."""
     metrics: Mapping[str, float]
-    """`loss` (the sum over all tokens), `num_loss_tokens`, and the metrics of the loss function. All are sums over the
-    batch, except names that end in `_max` or `_min`."""
+    """`loss` (the sum over all tokens, 0 if none is scored), `num_loss_tokens`, and the metrics of the loss function.
+    All are sums over the batch, except names that end in `_max` or `_min`. `forward` has no loss."""
     values: tuple[NDArray[np.float32], ...] | None = None
     """One [T] per datum from a value head, and 0 where the weight is 0. The value at position t is that of the state
     after tokens 0 to t, in which the target token is the action."""

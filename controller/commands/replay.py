@@ -9,6 +9,7 @@ from typing import Any
 from controller.meshes.offline import OfflineGeneratorConfig
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
+from rl.protocols import best_reward_of
 from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.tokenizer import load_tokenizer
 from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
@@ -41,7 +42,7 @@ def replayed(config: Any, file: Path) -> Any:
         raise ValueError(
             f"--replay is for loops with one rollout batch a step; {type(config).__name__} gathers several"
         )
-    env = RecordedEnv(file.absolute(), config.prompts_per_step)
+    env = RecordedEnv(file.absolute(), config.prompts_per_step, best_reward_of(config.env))
     if config.num_steps > env.num_steps:
         raise ValueError(f"num_steps is {config.num_steps}; the recording {file} has {env.num_steps} steps")
     _check_tokenizer(file, env.groups(), resolve_model(config.model))

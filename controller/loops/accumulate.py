@@ -48,7 +48,8 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
-        learning_rate: float = run.restored.get("learning_rate", highest(0))
+        # A fork may have a lower `learning_rate` than the run that saved this one.
+        learning_rate: float = min(run.restored.get("learning_rate", highest(0)), highest(run.last_step))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
             if (step - 1) % config.evaluate_every == 0:
@@ -72,7 +73,8 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                 with clock("forward"):
                     latest = batch[-len(outputs[-1].logprobs) :]
                     kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
-                    learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
+                    if not update.skipped:  # a skipped step moved nothing, whatever the learning rate
+                        learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):

@@ -1,9 +1,9 @@
 """DAPO (https://arxiv.org/abs/2503.14476): GRPO that samples more prompts until a step has enough groups with a signal.
 
-Copy this page to write your own loop. Of the paper's four parts, `sample_with_signal` is dynamic sampling; a completion
-that the token limit cut off is punished softly or left out; `token_mean` averages the loss over tokens; and the
-recipe's loss is `ppo` with a higher upper clip. Each batch is learned from once, so the clip only acts on the mismatch
-between trainer and generator.
+Copy this page to write your own loop. Of the paper's four parts, `sample_with_signal` is dynamic sampling, which sees
+the environment's rewards; a completion that the token limit cut off is then punished softly or left out; `token_mean`
+averages the loss over tokens; and the recipe's loss is `ppo` with a higher upper clip. Each batch is learned from once,
+so the clip only acts on the mismatch between trainer and generator.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,10 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
     punishment = soft_overlong_punishment(config.sampling.max_tokens, config.overlong_cache or 1)
 
     async def sample(start: int, count: int) -> list[Group]:
-        groups = await source.sample_problems(generator, start, count, config.group_size)
-        return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else groups
+        return await source.sample_problems(generator, start, count, config.group_size)
+
+    def shaped(groups: tuple[Group, ...]) -> list[Group]:
+        return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else [*groups]
 
     run.phase("starting trainer and generator")
     async with (
@@ -66,7 +68,8 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                 sampled = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
             next_problem += len(sampled.all)
             keep = (lambda _: True) if config.overlong_cache else not_truncated
-            batch = [datum for group in sampled.with_signal for datum in group_to_data(group, advantage, keep=keep)]
+            kept = shaped(sampled.with_signal)  # after the filter: a punishment alone is no signal
+            batch = [datum for group in kept for datum in group_to_data(group, advantage, keep=keep)]
             if batch:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
@@ -76,10 +79,10 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
-                run.end_step(sampled.all, batch, output, update, {"groups_sampled": len(sampled.all)})
+                metrics = {"groups_sampled": len(sampled.all), "groups_with_signal": len(kept)}
+                run.end_step(shaped(sampled.all), batch, output, update, metrics)
             else:
-                why = f"none of {len(sampled.all)} groups had something to learn from"
-                run.end_step_without_update(sampled.all, why)
+                run.end_step_without_update(sampled.all, f"{len(sampled.all)} groups had nothing to learn from")
             await run.checkpoint_if_due(next_problem=next_problem)
 
         run.log_evaluation(run.last_step, await source.evaluate(generator))

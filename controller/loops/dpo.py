@@ -19,7 +19,7 @@ from rl.types import Datum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOConfig(LoopConfig):
-    """A recipe of this loop. The learning rate falls to 0 in a straight line."""
+    """A recipe of this loop. The learning rate falls in a straight line, which reaches 0 after the last step."""
 
     data: Preferences
     """A source of pairs, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
@@ -48,7 +48,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     run = Run(config, folder, console)
     model, per_step = resolve_model(config.model, run.phase), config.pairs_per_step
     measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
-    learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps), config.warmup_steps)
+    learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps + 1), config.warmup_steps)
     to_data = functools.partial(pairs.preferences_to_data, Renderer(model), max_tokens=config.max_tokens)
     check_texts_fit(config.max_tokens, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 

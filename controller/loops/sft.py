@@ -26,7 +26,7 @@ class SFTConfig(LoopConfig):
     examples_per_step: int
     """Examples that a step learns from; every scored token counts the same."""
     final_learning_rate: float = 0.0
-    """Where the cosine that starts at `learning_rate` ends."""
+    """Where the cosine that starts at `learning_rate` ends, after the last step."""
     weight_decay: float = 0.0
     """AdamW's, decoupled from the gradient."""
     train_on: TrainOn = "completion"
@@ -49,7 +49,7 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     model, per_step = resolve_model(config.model, run.phase), config.examples_per_step
-    schedule = cosine(config.learning_rate, config.final_learning_rate, config.num_steps)
+    schedule = cosine(config.learning_rate, config.final_learning_rate, config.num_steps + 1)
     learning_rate = warmup(schedule, config.warmup_steps)
     to_data = functools.partial(
         examples_to_data, Renderer(model), train_on=config.train_on, max_tokens=config.max_tokens

@@ -122,7 +122,7 @@ class RolloutLoopConfig(LoopConfig):
     generator: GeneratorConfig
     """How the generator's model is laid out over processes, and in which dtype."""
     sampling: SamplingParams
-    """How training rollouts are sampled."""
+    """How training rollouts are sampled. Its stop strings end an answer in addition to the environment's."""
     prompts_per_step: int
     """Problems that a step samples rollouts for."""
     group_size: int

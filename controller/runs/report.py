@@ -112,7 +112,7 @@ class Report:
             groups,
             {
                 **(rollout_metrics(groups) if groups else {}),
-                "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"]),
+                "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"] or 1),
                 **loss_metrics(output.metrics),
                 **update.metrics,
                 "grad_norm": update.grad_norm,

@@ -7,7 +7,7 @@ from pathlib import Path
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.preflight import check_prompts_fit
-from rl.protocols import Generator
+from rl.protocols import Generator, best_reward_of
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.guard import time_limit_of
@@ -28,7 +28,8 @@ class RolloutSource:
         self.model = resolve_model(config.model, tell)
         """The policy's directory."""
         self.renderer = Renderer(self.model, config.generator.max_model_len)
-        self.sampling = replace(config.sampling, stop=config.env.stop)
+        stop = dict.fromkeys((*config.env.stop, *config.sampling.stop))  # either's strings end an answer
+        self.sampling = replace(config.sampling, stop=tuple(stop))
         self.eval_problems = config.env.eval_problems(config.num_eval)
         """The held-out problems, always the same."""
         check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
@@ -77,5 +78,11 @@ class RolloutSource:
 
     async def evaluate(self, generator: Generator) -> Evaluation:
         """Evaluates on the held-out problems, with `eval_samples` answers to each."""
-        attempts = eval_sampling(self.sampling, self._config.eval_samples)
-        return await evaluate(generator, self.renderer, self.eval_problems, *attempts, time_limit_s=self._time_limit_s)
+        return await evaluate(
+            generator,
+            self.renderer,
+            self.eval_problems,
+            *eval_sampling(self.sampling, self._config.eval_samples),
+            time_limit_s=self._time_limit_s,
+            best_reward=best_reward_of(self._config.env),
+        )

@@ -14,7 +14,7 @@ from controller.runs.loop_config import LoopConfig
 from controller.runs.report import EQUAL_REWARDS, Report
 from controller.runs.steps import Steps
 from rl.algorithms.metrics import PhaseClock
-from rl.protocols import Trainer
+from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
@@ -36,7 +36,7 @@ class Run:
 
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
-        best_reward = getattr(getattr(config, "env", None), "best_reward", 1.0)
+        best_reward = best_reward_of(getattr(config, "env", None))
         self._report = Report(folder, console, config.num_steps, best_reward=best_reward, log=config.log, config=config)
         self._config = config
         self._checkpoints: Checkpoints | None = None

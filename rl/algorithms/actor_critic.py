@@ -132,7 +132,7 @@ def merge_minibatches(
     """
     policy_output, critic_output = (merge_outputs(column) for column in zip(*outputs, strict=True))
     losses = {
-        name: output.metrics["loss"] / output.metrics["num_loss_tokens"]
+        name: output.metrics["loss"] / (output.metrics["num_loss_tokens"] or 1)
         for name, output in (("loss", policy_output), ("critic_loss", critic_output))
     }
     return (

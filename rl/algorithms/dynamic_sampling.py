@@ -27,7 +27,9 @@ async def sample_with_signal(
 ) -> SampledGroups:
     """Samples until `num_groups` groups have a signal, for at most `max_rounds` rounds.
 
-    `sample(start, count)` rolls out problems start to start + count - 1 of a stream. Every round asks for as many
+    `sample(start, count)` rolls out problems start to start + count - 1 of a stream, with the rewards of the
+    environment: the filter, eq. 11 of the paper, is about right and wrong, and a penalty such as
+    `soft_overlong_punishment` would pass for a signal. Shape the groups that are kept. Every round asks for as many
     groups as are still missing. The next step's `start` is this step's plus `len(sampled.all)`.
 
         async def sample(start: int, count: int) -> list[Group]:

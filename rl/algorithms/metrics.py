@@ -3,15 +3,17 @@
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl.advantages.group_relative import has_signal
 from rl.data.batching import merge_metrics
 from rl.losses.base import RESERVED_METRICS
 from rl.runs.timeline import CONTROLLER, span
 from rl.types import Datum, ForwardBackwardOutput, Group
+
+Array = NDArray[np.float32]
 
 
 class PhaseClock:
@@ -114,12 +116,26 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
 
 
 def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Merges outputs of several `forward_backward` calls, at least one, into that of one call with all datums."""
-    return replace(
-        outputs[0],
+    """Merges outputs of several calls, at least one, into that of one call with all datums.
+
+    Entropies and values are None unless every output has them.
+    """
+    return ForwardBackwardOutput(
         logprobs=tuple(array for output in outputs for array in output.logprobs),
+        entropy=_joined([output.entropy for output in outputs]),
+        values=_joined([output.values for output in outputs]),
         metrics=merge_metrics([output.metrics for output in outputs]),
     )
+
+
+def _joined(parts: Sequence[tuple[Array, ...] | None]) -> tuple[Array, ...] | None:
+    """The arrays of all parts in order, or None if a part is missing."""
+    arrays: list[Array] = []
+    for part in parts:
+        if part is None:
+            return None
+        arrays += part
+    return tuple(arrays)
 
 
 def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

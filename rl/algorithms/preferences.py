@@ -59,7 +59,7 @@ def preferences_to_data(renderer: Renderer, preferences: Sequence[Preference], *
     batch: list[Datum] = []
     for preference in preferences:
         prompt = renderer.encode(preference.prompt)
-        answers = [renderer.encode_completion(answer) for answer in (preference.chosen, preference.rejected)]
+        answers = [renderer.encode_completion(preference.prompt, a) for a in (preference.chosen, preference.rejected)]
         if len(prompt) + max(map(len, answers)) <= max_tokens:
             batch += [text_to_datum(prompt, answer, "completion") for answer in answers]
     return batch

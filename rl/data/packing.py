@@ -21,6 +21,8 @@ Ints = NDArray[np.int64]
 
 # An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
 _SHORTEST_OPENING = 8
+# Most tokens of a document of padding. No model has a shorter context.
+_PADDING_DOCUMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +211,18 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
 
 
 def pad_row(row: PackedRow, multiple: int) -> PackedRow:
-    """Pads a row to a multiple of `multiple` tokens with one more document, which has no scored position."""
+    """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
+
+    Their positions stay within the context of any model: a row may need more padding than that is long.
+    """
     missing = -len(row.tokens) % multiple
     if not missing:
         return row
+    padding = np.arange(missing)
+    whole, rest = divmod(missing, _PADDING_DOCUMENT)
     return replace(
         row,
-        tokens=np.concatenate([row.tokens, np.zeros(missing, dtype=np.int64)]),
-        positions=np.concatenate([row.positions, np.arange(missing)]),
-        documents=(*row.documents, Document(missing)),
+        tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
+        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
+        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
     )

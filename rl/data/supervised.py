@@ -40,7 +40,8 @@ def examples_to_data(
     """
     check_known("train_on", train_on, get_args(TrainOn))
     encoded = [
-        (renderer.encode(example.prompt), renderer.encode_completion(example.completion)) for example in examples
+        (renderer.encode(example.prompt), renderer.encode_completion(example.prompt, example.completion))
+        for example in examples
     ]
     return [
         text_to_datum(prompt, completion, train_on)

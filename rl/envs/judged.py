@@ -65,7 +65,7 @@ class Judge:
     """Most seconds for one judgement with all its retries."""
     failure_reward: float | None = None
     """The reward where the judge fails or says nothing that holds a score. None leaves the rollout out of the batch;
-    it then counts in `env_failures`."""
+    it then counts in `env_failures`. An episode that runs out of context, which is not judged, has this reward or 0."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -172,13 +172,15 @@ class JudgedEpisode:
     async def reply(self, completion: str) -> Reply:
         """The environment's reply; at the end of the episode, the judge's reward with the environment's metrics.
 
+        An observation has `failure_reward`, or else 0: an episode that runs out of context is not judged, and the
+        environment's own reward is on another scale.
         Raises RuntimeError if the judge fails and there is no `failure_reward`.
         """
         reply = await call_environment(self._episode.reply, completion, time_limit_s=self._problem.time_limit_s)
         self._said.append(completion)
         if not isinstance(reply, Done):
             self._said.append(prompt_text(reply.messages))
-            return reply
+            return replace(reply, reward=self._problem.judge.failure_reward or 0.0)
         judgement = await _judge(self._problem.judge, prompt_text(self._problem.prompt), "\n".join(self._said))
         return Done(
             reward=judgement.reward,

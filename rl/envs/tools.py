@@ -4,11 +4,13 @@
 
 The functions' type hints and docstrings become JSON schemas, which the model's chat template shows. A message with tool
 calls is answered with their results, one without is the answer, which the environment scores. A call that is malformed,
-raises or takes too long is answered with the error, so that the model can learn from it.
+raises or takes too long is answered with the error, so that the model can learn from it. The calls of a message run at
+the same time; those after the first MAX_CALLS are answered with an error.
 
 A tool runs in a thread of this process. One that runs code of the model's belongs in a sandbox (`rl.envs.sandbox`).
 """
 
+import asyncio
 import functools
 import importlib
 import inspect
@@ -20,10 +22,12 @@ from typing import Any, Literal, get_args
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
-from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply
+from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
 
 ShowTools = Literal["template", "system"]
+MAX_CALLS = 8
+"""Calls of one message that run. A model that repeats itself writes many."""
 _MAX_RESULT_CHARACTERS = 4000
 # The words of Qwen2.5's chat template.
 _SYSTEM = """# Tools
@@ -80,6 +84,11 @@ class ToolEnv:
     def stop(self) -> tuple[str, ...]:
         """The environment's."""
         return self.env.stop
+
+    @property
+    def best_reward(self) -> float:
+        """The environment's, whose reward is that of the episode."""
+        return best_reward_of(self.env)
 
     @property
     def call_time_limit_s(self) -> float:
@@ -147,7 +156,10 @@ class ToolEpisode:
         self._num_turns += 1
         calls = parse_tool_calls(completion, self._settings.tool_format)
         if calls and self._num_turns < self._settings.max_turns:
-            return Observation(messages=[{"role": "tool", "content": await self._result(call)} for call in calls])
+            too_many = ToolCall(fault=f"A message may hold {MAX_CALLS} tool calls. This one was not made.")
+            calls[MAX_CALLS:] = [too_many] * (len(calls) - MAX_CALLS)
+            results = await asyncio.gather(*map(self._result, calls))
+            return Observation(messages=[{"role": "tool", "content": result} for result in results])
         limit_s = time_limit_of(self._settings.env)
         done = await call_environment(self._episode.reply, completion, time_limit_s=limit_s)
         if not isinstance(done, Done):

@@ -35,6 +35,8 @@ class Evaluation:
     """One pass over the held-out problems."""
 
     groups: tuple[Group, ...]
+    best_reward: float = 1.0
+    """The environment's best reward, from which on an answer counts as right."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -58,8 +60,8 @@ class Evaluation:
         ks = sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []
         return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}}
 
-    def pass_at(self, k: int, *, solved: float = 1.0) -> Interval:
-        """Probability that at least one of k answers to a problem has a reward of at least `solved`.
+    def pass_at(self, k: int, *, solved: float | None = None) -> Interval:
+        """Probability that one of k answers to a problem has a reward of at least `solved`, by default the best one.
 
         From n answers of which c are right, the unbiased estimate is 1 - C(n - c, k) / C(n, k), averaged over the
         problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. Problems with fewer than k answers, after
@@ -69,6 +71,7 @@ class Evaluation:
             raise ValueError(
                 f"k is {k}; it must be between 1 and the number of answers per problem, {self.num_samples}"
             )
+        solved = self.best_reward if solved is None else solved
         rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
@@ -101,16 +104,14 @@ async def evaluate(
     num_samples: int = 1,
     *,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    best_reward: float = 1.0,
 ) -> Evaluation:
     """Samples answers to each problem with the generator's current weights. `eval_sampling` makes `sampling`.
 
-    A call of the environment may take `time_limit_s`.
+    A call of the environment may take `time_limit_s`, and `best_reward` is the reward of a right answer.
     """
-    return Evaluation(
-        groups=tuple(
-            await rollout_groups(generator, renderer, problems, sampling, num_samples, time_limit_s=time_limit_s)
-        )
-    )
+    groups = await rollout_groups(generator, renderer, problems, sampling, num_samples, time_limit_s=time_limit_s)
+    return Evaluation(groups=tuple(groups), best_reward=best_reward)
 
 
 def eval_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:

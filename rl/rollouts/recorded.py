@@ -23,14 +23,17 @@ _NOT_RECORDED = Group(problem_id="", prompt="", rollouts=(), failures=("not reco
 class RecordedEnv:
     """The training rollouts of a run. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
 
-    def __init__(self, file: Path, groups_per_step: int) -> None:
+    def __init__(self, file: Path, groups_per_step: int, best_reward: float = 1.0) -> None:
         """`file` is as `read_recording` takes it; `groups_per_step` the number of problems that a step asks for.
 
+        `best_reward` is that of the environment that was recorded.
         Raises ValueError if the file is not a recording, and if a step has more groups than that.
         """
         self.file = file
         self.steps = read_recording(file)
         """Step -> its groups, in the order in which they were trained on."""
+        self.best_reward = best_reward
+        """See `rl.protocols.Env`."""
         self._groups_per_step = groups_per_step
         for step, number in _num_groups(self.steps).items():
             if number > groups_per_step:

@@ -1,9 +1,11 @@
 """Renders prompts and replies to tokens with the model's own tokenizer. Sampled tokens are never tokenised again."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.hf_config import end_token_ids, read_config
 from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import load_tokenizer
 
@@ -16,6 +18,7 @@ class Renderer:
     def __init__(self, model: Path, max_model_len: int | None = None) -> None:
         """`model` is a Hugging Face directory with a tokenizer; `max_model_len` is the generator's context length."""
         self._tokenizer = load_tokenizer(model)
+        self._model = model
         self.max_model_len = max_model_len
         """Most tokens of a whole episode; None leaves the limit to the generator."""
 
@@ -54,12 +57,16 @@ class Renderer:
         """
         if isinstance(reply, str):
             return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
+        tokens = self._after_answer(reply)
+        already_closed = len(answer_tokens) > 0 and tokens[:1] == (answer_tokens[-1],)
+        return tokens[1:] if already_closed else tokens
+
+    def _after_answer(self, reply: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The tokens that the chat template puts after an answer to which `reply` follows."""
         # A template renders whole chats only. So a short chat is rendered, and what follows its answer is taken.
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *reply]
         text = str(self._apply_template(chat, tokenize=False))
-        tokens = tuple(self._tokenizer.encode(text.rpartition(_MARK)[2], add_special_tokens=False))
-        already_closed = len(answer_tokens) > 0 and tokens[:1] == (answer_tokens[-1],)
-        return tokens[1:] if already_closed else tokens
+        return tuple(self._tokenizer.encode(text.rpartition(_MARK)[2], add_special_tokens=False))
 
     def _apply_template(self, chat: Prompt, **options: Any) -> Any:
         if not self._tokenizer.chat_template:
@@ -70,15 +77,29 @@ class Renderer:
             messages, add_generation_prompt=not prefilled, continue_final_message=prefilled, **options
         )
 
-    def encode_completion(self, completion: str) -> tuple[int, ...]:
-        """The tokens of a given answer and the end token, as if the model had sampled them.
+    def encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
+        """The tokens of a given answer to the prompt and the end token, as if the model had sampled them.
 
-        The answer is tokenised apart from the prompt, as in sampling. Raises ValueError for a tokenizer without an end
-        token: nothing would teach the model to stop.
+        The end token is the tokenizer's `eos_token`. After a chat it is the token with which the chat template closes a
+        turn, if the generator stops at that: the two differ in Gemma 3 and Phi 3. The answer is tokenised apart from
+        the prompt, as in sampling. Raises ValueError for a tokenizer without an end token: nothing would teach the
+        model to stop.
         """
-        if self._tokenizer.eos_token_id is None:
+        end = self._tokenizer.eos_token_id if isinstance(prompt, str) else self._end_of_turn
+        if end is None:
             raise ValueError("the model's tokenizer has no end token (eos_token), which a completion must end with")
-        return (*self._tokenizer.encode(completion, add_special_tokens=False), self._tokenizer.eos_token_id)
+        return (*self._tokenizer.encode(completion, add_special_tokens=False), end)
+
+    @functools.cached_property
+    def _end_of_turn(self) -> int | None:
+        """The token that ends an answer in a chat.
+
+        A model that learned to end with a token at which the generator does not stop would never stop. An example is
+        `<|im_end|>` in Qwen's base models, which have the template of the instruct models; `eos_token` ends those.
+        """
+        stops_at = end_token_ids(self._model, read_config(self._model))
+        after = self._after_answer([{"role": "user", "content": "-"}])
+        return after[0] if after and after[0] in stops_at else self._tokenizer.eos_token_id
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -74,5 +74,7 @@ def test_a_learning_rate_follows_the_kl() -> None:
     assert adapted(6e-5, 0.0067) == 6e-5
     assert adapted(6e-5, 0.0066) == pytest.approx(9e-5)
     assert adapted(8e-5, 0.0) == 1e-4
+    # A rate above the highest, of a fork that lowers it for example, comes down whatever the KL.
+    assert [adapted(1e-3, kl) for kl in (0.0, 0.01, 0.1)] == [1e-4] * 3
     with pytest.raises(ValueError, match="target is 0; it must be above 0"):
         adapted_to_kl(1e-4, 0.1, target=0, highest=1e-4)

@@ -86,7 +86,12 @@ class Model:
             self._of_call[name] = self._of_call[name] + gradient if name in self._of_call else gradient
 
     def end_call(self) -> bool:
-        """Adds the call's gradient to the accumulated one. Returns whether there is any."""
+        """Adds the call's gradient to the accumulated one. Returns whether there is any.
+
+        A call that pulled nothing back has a gradient of zeros.
+        """
+        if not self._of_call:
+            self._of_call = {name: ops.zeros_like(weight) for name, weight in self._weights.items()}
         for name, gradient in self._of_call.items():
             self._gradient[name] = self._gradient[name] + gradient if name in self._gradient else gradient
         self.begin_call()

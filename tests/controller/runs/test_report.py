@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,25 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     rollouts = recorded_rows(folder.path)
     assert [r["reward"] for r in rollouts] == [1, 0]
     assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
+
+
+def test_a_batch_of_which_nothing_is_scored_is_written(tmp_path: Path) -> None:
+    report, folder, _ = _report(tmp_path)
+    clock = PhaseClock()
+    for phase in ("forward_backward", "optim_step"):
+        with clock(phase):
+            pass
+    (datum, _) = group_to_data(_group(1, 0), lambda rewards: rewards - rewards.mean())
+    silent = replace(datum, loss_inputs={**datum.loss_inputs, "weights": np.zeros(len(datum.tokens), np.float32)})
+    output = ForwardBackwardOutput(
+        logprobs=(np.zeros(len(datum.tokens), np.float32),),
+        entropy=None,
+        metrics={"loss": 0.0, "num_loss_tokens": 0.0},
+    )
+    update = OptimStepOutput(policy_version=1, learning_rate=1e-3, grad_norm=0.0, skipped=False)
+    report.step(1, clock, (), [silent], output, update)
+    (row,) = folder.metrics()
+    assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
 
 
 def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:

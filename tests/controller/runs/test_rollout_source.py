@@ -66,6 +66,41 @@ def test_problems_are_the_same_however_many_are_asked_for(config: GRPOConfig) ->
     assert together == [group for groups in apart for group in groups]
 
 
+class Lines(EvenWords):
+    """An environment whose answers are lines."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end of a line, and of a paragraph."""
+        return ("\n", "\n\n")
+
+
+def test_the_environments_stop_strings_and_the_recipes_end_answers(config: GRPOConfig) -> None:
+    stopping = replace(config, env=Lines(), sampling=SamplingParams(max_tokens=8, stop=("END", "\n")))
+    source, generator = _source(stopping), _generator()
+    asyncio.run(source.sample(generator, 1, NUM_SAMPLES))
+    asyncio.run(source.evaluate(generator))
+    assert {sampling.stop for _, sampling, _ in generator.calls} == {("\n", "\n\n", "END")}
+
+
+class Points(EvenWords):
+    """An environment that gives up to five points."""
+
+    best_reward = 5.0
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        """One point for any answer, and five for a second one."""
+        points = {"0": 1.0, "1": 5.0}
+        return [replace(each, score=points.__getitem__) for each in EvenWords.eval_problems(self, count)]
+
+
+def test_an_answer_is_right_from_the_environments_best_reward_on(config: GRPOConfig) -> None:
+    generator = ScriptedGenerator(lambda prompt, sample, seed: f"{sample}")
+    evaluation = asyncio.run(_source(replace(config, env=Points(), eval_samples=2)).evaluate(generator))
+    means = {name: interval.mean for name, interval in evaluation.intervals.items()}
+    assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0}
+
+
 @pytest.mark.parametrize("seed", [-1, 20260101])
 def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: int) -> None:
     with pytest.raises(ValueError, match=rf"seed is {seed}; it must be from 0 to 2097151"):

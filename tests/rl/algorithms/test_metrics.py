@@ -4,7 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.algorithms.metrics import PhaseClock, logprob_mismatch, num_completion_tokens, rollout_metrics
+from rl.algorithms.metrics import (
+    PhaseClock,
+    logprob_mismatch,
+    merge_outputs,
+    num_completion_tokens,
+    rollout_metrics,
+)
 from rl.rollouts.episodes import rollout_to_datum
 from rl.types import Datum, ForwardBackwardOutput, Group
 from tests.rl.fakes import completion, single_turn
@@ -78,3 +84,20 @@ def test_phases_add_up() -> None:
             time.sleep(0.01)
     assert 0.02 <= clock.seconds("generate") <= clock.metrics()["seconds_step"]
     assert clock.metrics()["seconds_generate"] == clock.seconds("generate")
+
+
+def test_merged_outputs_have_the_entropies_and_values_of_all() -> None:
+    def output(*lengths: int, entropy: bool = True) -> ForwardBackwardOutput:
+        arrays = tuple(np.full(length, length, dtype=np.float32) for length in lengths)
+        metrics = {"loss": 1.0, "num_loss_tokens": float(sum(lengths))}
+        return ForwardBackwardOutput(
+            logprobs=arrays, entropy=arrays if entropy else None, values=arrays, metrics=metrics
+        )
+
+    merged = merge_outputs([output(1, 2), output(3)])
+    assert merged.entropy is not None
+    assert merged.values is not None
+    for arrays in (merged.logprobs, merged.entropy, merged.values):
+        assert [array.tolist() for array in arrays] == [[1], [2, 2], [3, 3, 3]]
+    assert merged.metrics == {"loss": 2.0, "num_loss_tokens": 6.0}
+    assert merge_outputs([output(1), output(2, entropy=False)]).entropy is None

@@ -135,3 +135,15 @@ def test_padding_adds_a_document_that_holds_nothing_to_score() -> None:
     assert padded.documents == (Document(5), Document(3))
     assert (padded.scored.tolist(), padded.lengths) == (row.scored.tolist(), (5,))
     assert pad_row(row, 5) is row
+
+
+def test_positions_of_padding_stay_within_a_context() -> None:
+    tokens = np.arange(5)
+    row = pack_row([Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})], share_prefixes=True)
+    padded = pad_row(row, 300)
+    assert padded.documents == (Document(5), Document(128), Document(128), Document(39))
+    starts = np.cumsum([0, 5, 128, 128])
+    assert padded.positions.max() == 127
+    assert np.flatnonzero(padded.positions == 0).tolist() == starts.tolist()  # kernels tell documents apart by these
+    assert sum(document.num_tokens for document in padded.documents) == len(padded.tokens) == 300
+    assert pad_row(row, 261).documents == (Document(5), Document(128), Document(128))

@@ -10,6 +10,7 @@ import pytest
 from rl.envs.guess_number import GuessNumber
 from rl.envs.judged import Judge, JudgedEnv
 from rl.envs.number_words import NumberWords
+from rl.protocols import Observation
 from rl.rollouts.episodes import rollout_groups
 from rl.types import Group, SamplingParams
 from tests.rl.envs.faulty_server import FaultyServer, faulty_server
@@ -18,8 +19,14 @@ from tests.rl.fakes import ScriptedGenerator, WordRenderer
 pytestmark = pytest.mark.seconds
 
 
-def _groups(env: Any, answer: Callable[[Any, int, Any], str], count: int = 1, samples: int = 2) -> list[Group]:
-    renderer: Any = WordRenderer()
+def _groups(
+    env: Any,
+    answer: Callable[[Any, int, Any], str],
+    count: int = 1,
+    samples: int = 2,
+    max_model_len: int | None = None,
+) -> list[Group]:
+    renderer: Any = WordRenderer(max_model_len)
     problems = env.train_problems(0, 0, count)
     rollouts = rollout_groups(
         ScriptedGenerator(answer), renderer, problems, SamplingParams(max_tokens=4), samples, time_limit_s=60
@@ -63,6 +70,33 @@ def test_it_reads_the_whole_conversation() -> None:
     assert [len(r.turns) for r in group.rollouts] == [2]
     assert seen[0].endswith("A:{prompt}\nSay a number.\nGuess: \n{prompt} 0-10")
     assert group.rollouts[0].metrics["guesses"] == 2  # the environment's own
+
+
+class Endless:
+    """Asks for another turn for ever, and gives points on a scale of its own."""
+
+    name, stop, id, prompt = "endless", (), "endless", "Go on."
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
+        return [self] * count
+
+    def eval_problems(self, count: int) -> list[Any]:
+        return [self] * count
+
+    def start(self) -> "Endless":
+        return self
+
+    def reply(self, completion: str) -> Observation:
+        return Observation(messages="And then?", reward=250.0)
+
+
+@pytest.mark.parametrize(("failure_reward", "reward"), [(None, 0.0), (0.25, 0.25)])
+def test_an_episode_that_runs_out_of_context_is_on_the_judges_scale(
+    failure_reward: float | None, reward: float
+) -> None:
+    judge = Judge(base_url="http://127.0.0.1:1/v1", model="never asked", failure_reward=failure_reward)
+    (group,) = _groups(JudgedEnv(env=Endless(), judge=judge), lambda prompt, i, seed: "on", max_model_len=12)
+    assert [(rollout.out_of_context, rollout.reward) for rollout in group.rollouts] == [(True, reward)] * 2
 
 
 @pytest.mark.parametrize("trouble", [429, 503, -2.0], ids=["429", "503", "silence"])

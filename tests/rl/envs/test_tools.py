@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from rl.envs.calculator import calculate
 from rl.envs.check import check_env
 from rl.envs.procedural import TextProblem, eval_set, train_stream
-from rl.envs.tools import ToolEnv
+from rl.envs.tools import MAX_CALLS, ToolEnv
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
@@ -37,6 +38,19 @@ async def slow(seconds: float) -> str:
     """
     await asyncio.sleep(seconds)
     return "done"
+
+
+_MEETING = threading.Barrier(3)
+
+
+def meet(who: str) -> str:
+    """Waits for two others.
+
+    Args:
+        who: Who waits.
+    """
+    _MEETING.wait(60)
+    return who
 
 
 def undocumented(number: int) -> int:
@@ -91,11 +105,34 @@ def test_tools_are_called_until_there_is_an_answer() -> None:
     assert check_env(env) == []
 
 
+def test_the_calls_of_a_message_run_at_the_same_time() -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:meet",), tool_time_limit_s=20)
+    assert _results(env, "".join(call("meet", who=who) for who in "abc")) == ["a", "b", "c"]
+
+
+def test_a_message_may_hold_so_many_calls() -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:double",))
+    numbers = range(MAX_CALLS + 2)
+    observation, done = _play(env, "".join(call("double", number=number) for number in numbers), "42")
+    assert isinstance(observation, Observation)
+    results = [m["content"] for m in observation.messages if not isinstance(m, str)]
+    assert results[:MAX_CALLS] == [json.dumps({"doubled": 2 * number}) for number in numbers[:MAX_CALLS]]
+    assert results[MAX_CALLS:] == ["Error: A message may hold 8 tool calls. This one was not made."] * 2
+    assert done == Done(reward=1.0, metrics={"tool_calls": MAX_CALLS + 2, "tool_errors": 2})
+
+
 def test_the_last_message_is_the_answer_whatever_it_holds() -> None:
     env = ToolEnv(env=Sums(), tools=(CALCULATE,), max_turns=2)
     first, last = _play(env, call("calculate", expression="1"), call("calculate", expression="2"))
     assert isinstance(first, Observation)
     assert last == Done(reward=0.0, metrics={"tool_calls": 1, "tool_errors": 0})
+
+
+def test_the_best_reward_is_the_environments() -> None:
+    class Points(Sums):
+        best_reward = 5.0
+
+    assert [ToolEnv(env=env, tools=(CALCULATE,)).best_reward for env in (Points(), Sums())] == [5.0, 1.0]
 
 
 @pytest.mark.parametrize(

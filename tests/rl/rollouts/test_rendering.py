@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -47,6 +48,27 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     for encode in (lambda: renderer.encode(FIRST), lambda: renderer.encode_reply(FIRST, [])):
         with pytest.raises(ValueError, match="no chat template; give the prompt as one string"):
             encode()
+
+
+def _with_end_of_turn(path: Path, *end_tokens: int) -> Renderer:
+    """A model whose template closes a turn with w9, and whose `eos_token` is w2, as Gemma 3 and Phi 3 have two."""
+    model = tiny_llama(path)
+    text = "{% for m in messages %}{{ m.role }} {{ m.content }} w9 {% endfor %}"
+    (model / "chat_template.jinja").write_text(text + "{% if add_generation_prompt %}assistant {% endif %}")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": end_tokens}))
+    return Renderer(model)
+
+
+def test_an_answer_in_a_chat_ends_as_the_template_ends_a_turn(tmp_path: Path) -> None:
+    renderer = _with_end_of_turn(tmp_path, 2, 9)
+    answer = renderer.encode_completion(FIRST, "w5 w6")
+    assert answer == (5, 6, 9)
+    assert renderer.encode_reply(SECOND, answer) == renderer.encode_reply(SECOND, ())[1:]
+    assert renderer.encode_completion("w3 w4", "w5 w6") == (5, 6, 2)  # text has no turns
+
+
+def test_an_answer_does_not_end_where_the_generator_would_go_on(tmp_path: Path) -> None:
+    assert _with_end_of_turn(tmp_path, 2).encode_completion(FIRST, "w5 w6") == (5, 6, 2)
 
 
 class Verbatim:

@@ -4,6 +4,7 @@ These checks hold for engines of adapters too, because they compare an engine wi
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -49,6 +50,29 @@ def check_calls_of_one_row(subject: Subject) -> str:
         apart.forward_backward([row], get_loss("ppo"))
     require_equal("gradients", gradients(apart), gradients(once))
     return "equal to the last bit"
+
+
+def check_nothing_scored(subject: Subject) -> str:
+    """A batch of which no token is scored has a loss of 0 and a gradient of zeros, which makes a step."""
+    engine = subject.build()
+    silent = [
+        replace(datum, loss_inputs={**datum.loss_inputs, "weights": np.zeros(len(datum.tokens), np.float32)})
+        for datum in BATCH
+    ]
+    output = engine.forward_backward([silent[:3], [], silent[3:]], get_loss("cross_entropy"))
+    told = [output.metrics.get(name) for name in ("loss", "num_loss_tokens")]
+    require(told == [0.0, 0.0], f"loss and num_loss_tokens are {told}; [0.0, 0.0] is expected")
+    require(not any(values.any() for values in output.logprobs), "there are log-probs of tokens that are not scored")
+    zeros = {name: parameter.detach() * 0 for name, parameter in engine.hf_parameters()}
+    require_equal("gradients", gradients(engine), zeros)
+    result = engine.optim_step(PARAMS)
+    made = (result.grad_norm, result.skipped, result.policy_version)
+    require(made == (0.0, False, 1), f"the step returned grad_norm, skipped and version {made}")
+    engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
+    before = gradients(engine)
+    engine.forward_backward([silent], get_loss("cross_entropy"))
+    require_equal("gradients after a batch of which nothing is scored", gradients(engine), before)
+    return "a gradient of zeros"
 
 
 def check_failure(subject: Subject) -> str:
@@ -125,6 +149,7 @@ def check_offload(subject: Subject) -> str:
 STATE_CHECKS: Mapping[str, Check] = {
     "accumulate": check_accumulation,
     "calls of one row": check_calls_of_one_row,
+    "nothing scored": check_nothing_scored,
     "failure": check_failure,
     "not finite": check_not_finite,
     "offload": check_offload,

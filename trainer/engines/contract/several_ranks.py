@@ -52,7 +52,7 @@ def run_layout(script: Script, build: Build, config: TrainerConfig, directory: P
 
 
 def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
-    """Gradients, a failing loss, three steps, a checkpoint, an export and a push."""
+    """Gradients, a failing loss, three steps, a checkpoint, an export, a push, and a batch that scores nothing."""
     engine = build(config)
     index = config.data_parallel_rank(rank)
     batch = random_batch(LENGTHS)
@@ -95,6 +95,9 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     engine.optim_step(PARAMS)
     results["loaded_version"] = engine.load_checkpoint(directory / "checkpoint")
     results["loaded"] = whole(engine)
+    silent = [replace(d, loss_inputs={**d.loss_inputs, "weights": np.zeros(len(d.tokens), np.float32)}) for d in batch]
+    output = engine.forward_backward(local_batch(silent), get_loss("cross_entropy"))
+    results["nothing_scored"] = (output.metrics["loss"], engine.optim_step(PARAMS).grad_norm)
     return results
 
 
@@ -172,6 +175,13 @@ def check_forward(results: LayoutResults) -> str:
     return f"within {worst:.0e} of the export's"
 
 
+def check_nothing_scored(results: LayoutResults) -> str:
+    """A batch of which no token is scored has a loss of 0 and a gradient of zeros, which makes a step."""
+    told = results.many["nothing_scored"]
+    require(told == (0.0, 0.0), f"loss and grad_norm are {told}; (0.0, 0.0) is expected")
+    return "a gradient of zeros"
+
+
 LAYOUT_CHECKS: Mapping[str, Callable[[LayoutResults], str]] = {
     "gradients": check_gradients,
     "failure of one rank": check_failure,
@@ -180,6 +190,7 @@ LAYOUT_CHECKS: Mapping[str, Callable[[LayoutResults], str]] = {
     "checkpoint": check_checkpoint,
     "push": check_push,
     "forward": check_forward,
+    "nothing scored": check_nothing_scored,
 }
 
 

@@ -25,7 +25,7 @@ class OutputCollector:
     ) -> None:
         """With `entropy`, every row comes with entropies. `memory` measures this call, and its time starts now.
 
-        `flops` tells the operations that a row needs; without it, they are not reported.
+        `flops` tells the operations that a row needs. A forward pass has none, and reports neither them nor a loss.
         """
         self._head = head
         self._flops = flops
@@ -47,6 +47,11 @@ class OutputCollector:
         num_loss_tokens = float(sum(len(row.scored) for row, _, _ in self._rows))
         parts = [{name: float(value) for name, value in metrics.items()} for metrics in self._metrics]
         scores = _unpack([(row, scores) for row, scores, _ in self._rows])
+        of_training = (
+            {}
+            if self._flops is None  # rows that score nothing have no metrics, and their loss is 0
+            else {"loss": 0.0, "model_flops": sum(self._flops(row) for row, _, _ in self._rows)}
+        )
         return ForwardBackwardOutput(
             logprobs=scores if self._head == "lm" else (),
             values=scores if self._head == "value" else None,
@@ -55,7 +60,7 @@ class OutputCollector:
                 "num_loss_tokens": num_loss_tokens,
                 "memory_peak_bytes_max": float(self._memory.peak_bytes()),
                 "seconds_engine_max": time.perf_counter() - self._start,
-                **({} if self._flops is None else {"model_flops": sum(self._flops(row) for row, _, _ in self._rows)}),
+                **of_training,
                 **merge_metrics(parts),
             },
         )

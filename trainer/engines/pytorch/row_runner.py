@@ -43,7 +43,10 @@ class RowRunner(ABC):
 
     @abstractmethod
     def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
-        """Adds the gradient of the loss to the parameters' and each of this rank's rows to the output."""
+        """Adds the gradient of the loss to the parameters' and each of this rank's rows to the output.
+
+        Rows that score nothing leave a gradient of zeros.
+        """
 
     @abstractmethod
     def forward(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
@@ -63,14 +66,16 @@ class SequentialRows(RowRunner):
         self._score = score
 
     def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+        nothing_scored = not any(row is not None and len(row.scored) for row in rows)
         for row in rows:
             if row is not None and len(row.scored):
                 self._forward_backward_row(row, loss, output)
                 continue
             if row is not None:
                 output.add(row, None, None, {})
-            if self._num_ranks > 1:
-                # Sharded parameters are gathered by collectives, so a rank without work runs the model all the same.
+            # Sharded parameters are gathered by collectives, so a rank without work runs the model all the same. It
+            # has a gradient of zeros then, and so has a single rank that has no work in the whole call.
+            if self._num_ranks > 1 or nothing_scored:
                 scores, _ = self._score(idle_row(), entropy=False)
                 self.failure_sync.sync(failed=False)
                 (scores.sum() * 0.0).backward()

@@ -1,0 +1,39 @@
+"""The learning rate of `accumulate`, which follows the KL that a step brought about."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.runs.folder import read_metrics
+from tests.docs.in_process import launch_in_process
+from tests.docs.loop_runs import run_loop
+
+pytestmark = pytest.mark.seconds
+
+# Every step moves the policy less than this, so the rate always rises.
+CHANGES: dict[str, Any] = {"kl_target": 1e9, "warmup_steps": 3, "num_steps": 3, "evaluate_every": 3}
+
+
+def _rates(run: Path) -> list[float]:
+    return [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl") if "learning_rate" in row]
+
+
+def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    changes: dict[str, Any] = {**CHANGES, "num_steps": 2, "learning_rate": 4e-3}
+    run_loop("accumulate", tmp_path / "skipped", loss="trainer.engines.contract.one_rank:explode", **changes)
+    assert _rates(tmp_path / "skipped") == pytest.approx([1e-3, 1e-3])
+    run_loop("accumulate", tmp_path / "whole", **changes)
+    assert _rates(tmp_path / "whole") == pytest.approx([1e-3, 1.5e-3])
+
+
+def test_a_rate_that_is_restored_is_no_higher_than_the_recipe_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    first: dict[str, Any] = {**CHANGES, "warmup_steps": 0, "checkpoint_every": 1, "learning_rate": 4e-3}
+    then: dict[str, Any] = {**first, "learning_rate": 1e-3, "num_steps": 5}
+    run_loop("accumulate", tmp_path / "run", **first)
+    run_loop("accumulate", tmp_path / "run", resume=True, **then)
+    assert _rates(tmp_path / "run") == pytest.approx([4e-3] * 3 + [1e-3] * 2)

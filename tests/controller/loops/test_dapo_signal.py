@@ -1,0 +1,69 @@
+"""DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.advantages.group_relative import has_signal
+from rl.algorithms.shaping import unshaped
+from rl.envs.even_words import EvenWords
+from rl.envs.procedural import TextProblem
+from rl.rollouts.recorded import RecordedEnv, read_recording
+from rl.runs.folder import read_metrics
+from rl.types import SamplingParams
+from tests.docs.in_process import launch_in_process
+from tests.docs.loop_runs import run_loop
+
+pytestmark = pytest.mark.seconds
+
+# Every answer is in the cache, so its length alone decides how far it is punished.
+CHANGES: dict[str, Any] = {"sampling": SamplingParams(max_tokens=24), "overlong_cache": 24, "max_rounds": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved(EvenWords):
+    """Any answer to every problem, or to every second one, is right."""
+
+    every: int = 1
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        problems = EvenWords.train_problems(self, seed, start, count)
+        return [
+            p if number % self.every else replace(p, score=lambda text: 1.0)
+            for number, p in enumerate(problems, start=start)
+        ]
+
+
+def _steps(run: Path) -> list[dict[str, float]]:
+    return [row for row in read_metrics(run / "metrics.jsonl") if "seconds_step" in row]
+
+
+def test_a_punishment_alone_is_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    run_loop("dapo", tmp_path / "run", env=Solved(), **CHANGES)
+    groups = [group for groups in read_recording(tmp_path / "run" / "rollouts").values() for group in groups]
+    lengths = [{rollout.num_sampled_tokens for rollout in group.rollouts} for group in groups]
+    assert any(len(of_group) > 1 for of_group in lengths)  # a punishment would tell them apart
+    for row in _steps(tmp_path / "run"):
+        assert "grad_norm" not in row
+        assert (row["groups_with_signal"], row["reward_mean"]) == (0, 1)
+
+
+def test_a_replay_keeps_the_groups_that_the_run_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    run_loop("dapo", tmp_path / "run", env=Solved(every=2), **CHANGES)
+    recording = read_recording(tmp_path / "run" / "rollouts")
+    steps = _steps(tmp_path / "run")
+    for row in steps:
+        groups = recording[int(row["step"])]
+        with_signal = [group for group in groups if has_signal(unshaped(group).rewards)]
+        assert 0 < len(with_signal) < len(groups)
+        assert row["groups_with_signal"] == len(with_signal)
+        assert row["unshaped_reward"] > row["reward_mean"]
+    run_loop("dapo", tmp_path / "replay", env=RecordedEnv(tmp_path / "run" / "rollouts", 4), **CHANGES)
+    names = ("grad_norm", "groups_with_signal", "reward_mean", "unshaped_reward")
+    replayed = _steps(tmp_path / "replay")
+    assert [[row[name] for name in names] for row in replayed] == [[row[name] for name in names] for row in steps]
