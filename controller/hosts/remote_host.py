@@ -18,6 +18,7 @@ from monarch.actor import ActorError, attach_to_workers, default_bootstrap_cmd
 from controller.hosts.addresses import Address, accepts, own_address_towards, resolve
 from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
 from controller.hosts.lifeline import Lifeline
+from controller.hosts.model_copies import ModelOffer
 from controller.meshes.errors import HostLostError
 from controller.meshes.mesh import ignore_unhandled_faults
 
@@ -104,9 +105,16 @@ class Host:
 
     async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:
         """What a function of an importable module answers there. Raises what it raises, and `HostLostError`."""
+        return await self._answer(self.agent.ask.call_one(question, *args), within_s)
+
+    async def receive_model(self, offer: ModelOffer, within_s: float) -> None:
+        """Has the host fetch a model from here. Raises as `model_copies.receive_model`, and `HostLostError`."""
+        await self._answer(self.agent.receive_model.call_one(offer), within_s)
+
+    async def _answer(self, call: Awaitable[T], within_s: float) -> T:
         try:
             async with asyncio.timeout(within_s):
-                return await self.agent.ask.call_one(question, *args)
+                return await call
         except ActorError as error:
             raise error.exception from None
         except (SupervisionError, TimeoutError) as error:
