@@ -220,7 +220,11 @@ class Gateway:
             except ValueError as error:
                 pending.set(Answer.failure(error))
                 return pending
-            self.database.save(row)
+            try:
+                self.database.save(row)
+            except Exception:  # the client hears of it and sends the request again
+                self.answers.take_back(pending)
+                raise
             what = f"an adapter of rank {row.rank}" if row.rank else "all weights"
             self._say(f"{row.id}{f' of {row.user}' if row.user else ''} trains {what} of {row.base_model}")
             client = TrainingClient(row, self.models.find(row.base_model), self.archive)
