@@ -213,11 +213,10 @@ class Gateway:
         if new:
             try:
                 row, first = made()
+                self.database.save(row)
             except ValueError as error:
                 pending.set(Answer.failure(error))
                 return pending
-            try:
-                self.database.save(row)
             except Exception:  # the client hears of it and sends the request again
                 self.answers.take_back(pending)
                 raise

@@ -65,22 +65,28 @@ async def begin_samples(gateway: Gateway, session: ClientSession, num: int) -> l
     return begun
 
 
-def test_a_training_client_whose_row_cannot_be_saved_is_made_when_it_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["run", "save"])
+def test_a_training_client_for_which_the_database_fails_is_made_when_it_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(_: object) -> None:
         raise OSError("database or disk is full")
 
     async def body() -> None:
         gateway, _, session = make_gateway(tmp_path)
-        lora = types.LoraConfig(rank=4)
-        request = types.CreateModelRequest(session_id=session.id, model_seq_id=0, base_model="toy", lora_config=lora)
+        source = types.CreateModelRequest(session_id=session.id, model_seq_id=0, base_model="toy")
+        await gateway.create(source).wait(20)
+        name = types.SaveWeightsRequest(model_id=f"{session.id}:train:0", seq_id=1, path="one")
+        saved = await gateway.submit(name.model_id, 1, lambda client: client.save("weights", name)).wait(20)
+        assert saved is not None
+        path = json.loads(saved.content)["path"]
+        request = types.LoadWeightsRequest(session_id=session.id, model_seq_id=1, path=path, optimizer=False)
         with monkeypatch.context() as patch:
-            patch.setattr(gateway.database, "save", fail)
+            patch.setattr(gateway.database, call, fail)
             with pytest.raises(OSError, match="disk is full"):
-                gateway.create(request)
+                gateway.create_from(request)
         assert gateway.answers.num_waiting == 0
-        result = await gateway.create(request).wait(20)
+        result = await gateway.create_from(request).wait(20)
         assert result is not None
         assert b"error" not in result.content
         await gateway.close()
