@@ -60,7 +60,8 @@ def patch_prompt_logprobs(runner: Any) -> None:
         wanted: dict[str, int] = runner.num_prompt_logprobs
         scored: dict[str, Any] = {}
         try:
-            for name in set(wanted) & set(num_scheduled_tokens):
+            # Ranks gather logits together, so all take requests in one order: that in which they were scheduled.
+            for name in [name for name in wanted if name in num_scheduled_tokens]:
                 request = runner.requests[name]
                 remaining = len(request.prompt_token_ids or ()) - request.num_computed_tokens - 1
                 num_rows = min(num_scheduled_tokens[name], remaining)

@@ -85,11 +85,11 @@ class VLLMGenerator(Actor):
 
         `record` is the version's. If it is None, TorchStore is asked for it.
         """
+        if frozen and policy is not None and await self._engine.freeze(policy, version):
+            return
         try:
             async with asyncio.timeout(self._store_timeout_s):
                 store = await torchstore.client()
-                if frozen and policy is not None and await self._engine.freeze(policy, version):
-                    return
                 if record is None:
                     record = await find_record(store, version, policy)
         except TimeoutError:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from generator._compat import pack, packed_experts, packed_layers
 from rl.weights import gpu_copies
@@ -62,7 +63,7 @@ class CopyRecorder(TorchDispatchMode):
             part = self._parts[_address(source)]
             view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
             self.copies.append((args[0], view))
-        elif any(self._in_memory(value) for value in args) and not self._in_memory(result):
+        elif any(self._in_memory(value) for value in tree_leaves((args, kwargs))) and not self._in_memory(result):
             self.complete = False
         return result
 

@@ -105,12 +105,7 @@ class GenerationEngine:
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
         request = Generate(self._next_id(), tokens, sampling, num_distinct, policy)
-        answer = self._calls.submit(request)
-        try:
-            return (await asyncio.wrap_future(answer)) * (num_samples // num_distinct)
-        except asyncio.CancelledError:
-            self._calls.put(Cancel(request.id))
-            raise
+        return (await self._calls.answered(request)) * (num_samples // num_distinct)
 
     def stream(
         self, prompt_tokens: Sequence[int], params: vllm.SamplingParams, *, policy: Policy = None
@@ -151,8 +146,11 @@ class GenerationEngine:
                 fetching.cancel()
 
     async def freeze(self, name: str, version: int) -> bool:
-        """Keeps an adapter's newest version as `(name, version)`, if it is this one. Returns whether it is kept now."""
-        return await asyncio.wrap_future(self._calls.submit(Freeze(self._next_id(), name, version)))
+        """Keeps an adapter's newest version as `(name, version)`, if it is this one. Returns whether it is kept now.
+
+        Waits behind earlier updates of the adapter, which may wait for running requests. The call may be cancelled.
+        """
+        return await self._calls.answered(Freeze(self._next_id(), name, version))
 
     async def drop_policy(self, policy: Policy) -> None:
         """Serves an adapter or a frozen version no longer; running requests finish. Raises ValueError without it."""

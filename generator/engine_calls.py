@@ -43,6 +43,15 @@ class EngineCalls:
         self._commands.put(command)
         return answer
 
+    async def answered(self, command: Command) -> Any:
+        """Passes a command on and waits for its answer. Cancelling the call cancels the command."""
+        answer = self.submit(command)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            self.put(Cancel(command.id))
+            raise
+
     async def stream(self, command: Stream) -> AsyncGenerator[RequestOutput]:
         """Passes a command on and yields the outputs of its request. Closing the generator cancels the request."""
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | None]()

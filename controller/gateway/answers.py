@@ -109,6 +109,10 @@ class Answers:
         self._keys[pending.id] = key
         return pending, True
 
+    def take_back(self, pending: PendingAnswer) -> None:
+        """Forgets a request that could not be begun. If it is repeated, it is new."""
+        self._forget(pending.id)
+
     def find(self, request_id: str) -> PendingAnswer | None:
         """The request with this id, if it is known."""
         return self._by_id.get(request_id)

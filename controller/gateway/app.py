@@ -189,7 +189,7 @@ async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
 
 async def cancel_future(body: CancelledRequest, door: Door) -> dict[str, Any]:
     """Stops to sample for a request whose result nobody waits for."""
-    door.cancel(body.request_id)
+    door.samplers.cancel(body.request_id)
     return {}
 
 

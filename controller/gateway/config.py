@@ -100,6 +100,11 @@ class ServeConfig:
             )
         if self.trainer.lora is not None or self.generator.lora is not None:
             raise ValueError("ServeConfig: trainer.lora and generator.lora are set by the server; use max_rank")
+        for role, placement in (("trainer", self.trainer.placement), ("generator", self.generator.placement)):
+            if placement != "split":
+                raise ValueError(
+                    f"ServeConfig.{role}.placement is {placement!r}; it must be 'split': it serves both sides at once"
+                )
 
 
 def is_address(host: str) -> bool:

@@ -20,7 +20,7 @@ from controller.gateway.loaded_checkpoints import LoadedCheckpoints
 from controller.gateway.sampling_clients import Sampler, SamplingClients
 from controller.gateway.served_model import ServedModel, ServedModels
 from controller.gateway.training_client import TrainingClient
-from controller.gateway.turns import answer, errors_logged
+from controller.gateway.turns import errors_logged
 from rl.lora import Policy
 
 SESSION_S = 1800.0
@@ -62,7 +62,6 @@ class Gateway:
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
-        self._sampling: dict[str, asyncio.Task[None]] = {}
         self._loaded = LoadedCheckpoints(self.models, self.archive, self.database, self.training)
 
     # Sessions
@@ -90,9 +89,10 @@ class Gateway:
         return self.database.owner(session_id) if session is None else session.user
 
     async def end_session(self, session_id: str) -> None:
-        """Gives up the session's adapters and sampling clients."""
+        """Gives up the session's adapters and sampling clients, and cancels what they sample."""
         if self.sessions.pop(session_id, None) is None:
             return
+        await self.samplers.cancel_session(session_id)
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
             with errors_logged():
                 await self.training.pop(run_id).close()
@@ -127,10 +127,6 @@ class Gateway:
         """Ends everything."""
         for session_id in list(self.sessions):
             await self.end_session(session_id)
-        sampling = list(self._sampling.values())
-        for task in sampling:
-            task.cancel()
-        await asyncio.gather(*sampling, return_exceptions=True)
         self.database.close()
 
     # Training
@@ -217,10 +213,13 @@ class Gateway:
         if new:
             try:
                 row, first = made()
+                self.database.save(row)
             except ValueError as error:
                 pending.set(Answer.failure(error))
                 return pending
-            self.database.save(row)
+            except Exception:  # the client hears of it and sends the request again
+                self.answers.take_back(pending)
+                raise
             what = f"an adapter of rank {row.rank}" if row.rank else "all weights"
             self._say(f"{row.id}{f' of {row.user}' if row.user else ''} trains {what} of {row.base_model}")
             client = TrainingClient(row, self.models.find(row.base_model), self.archive)
@@ -286,15 +285,5 @@ class Gateway:
         key: Hashable = (sampler.id, request.seq_id) if request.seq_id is not None else uuid.uuid4()
         pending, new = self.answers.open(key, session.id)
         if new:
-
-            async def run() -> None:
-                pending.set(await answer(lambda: self.samplers.sample(sampler, request)))
-
-            task = self._sampling[pending.id] = asyncio.create_task(run())
-            task.add_done_callback(lambda _: self._sampling.pop(pending.id, None))
+            self.samplers.begin(sampler, request, pending)
         return pending
-
-    def cancel(self, request_id: str) -> None:
-        """Stops to sample for a request, if it is one that samples."""
-        if (task := self._sampling.get(request_id)) is not None:
-            task.cancel()

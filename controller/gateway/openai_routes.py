@@ -4,6 +4,7 @@
 sampling client by its id, or a checkpoint by its `tinker://` path. vLLM's own serving code does the rest.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -61,17 +62,39 @@ async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: Us
     call = OpenAICall(kind=kind, body=raw, policy=policy, model=name)
     answering = _sample(model, policy, call)
     try:
-        reply = await anext(answering)
+        reply = await _first(answering, request)
     except ValueError as error:
         return failure(400, str(error))
     except MeshError as error:
         return failure(503, str(error))
+    if reply is None:
+        return failure(499, "the client has gone")  # nobody reads it
     assert isinstance(reply, OpenAIReply)
     if not isinstance(reply.body, str):
         return StreamingResponse(_events(answering), reply.status, media_type="text/event-stream")
     await answering.aclose()
     model.throughput.add("sampled", json.loads(reply.body).get("usage", {}).get("completion_tokens", 0))
     return Response(reply.body, reply.status, media_type="application/json")
+
+
+async def _first(answering: AsyncGenerator[OpenAIReply | str], request: Request) -> OpenAIReply | str | None:
+    """The first thing that is yielded; None, and sampling ends, if the request's client disconnects before."""
+
+    async def reply() -> OpenAIReply | str:
+        return await anext(answering)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    replying, going = asyncio.create_task(reply()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((replying, going), return_when=asyncio.FIRST_COMPLETED)
+        return replying.result() if replying.done() else None
+    finally:
+        for task in (replying, going):
+            task.cancel()
+        await asyncio.gather(replying, going, return_exceptions=True)
 
 
 async def _sample(model: ServedModel, policy: Policy, call: OpenAICall) -> AsyncGenerator[OpenAIReply | str]:

@@ -9,7 +9,9 @@ import asyncio
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -89,6 +91,7 @@ class RecoveringAdapter:
         self._calls_bytes = 0
         self._has_gradient = False
         self._num_points = 0
+        self._next_try = 0.0  # on the monotonic clock, of a recovery point that could not be written
 
     @classmethod
     async def make(cls, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> "RecoveringAdapter":
@@ -120,10 +123,9 @@ class RecoveringAdapter:
         """As `Trainer.optim_step`."""
         output = await self._change(lambda trainer: trainer.optim_step(params, grad_scale))
         self._has_gradient = False
-        if self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES or len(self._calls) >= REPEAT_CALLS:
-            point = self._next_point()
-            await self._run(lambda trainer: trainer.save_checkpoint(point))
-            self._begin_at(point, weights_only=False)
+        too_many = self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES or len(self._calls) >= REPEAT_CALLS
+        if too_many and time.monotonic() >= self._next_try:
+            await self._begin_at(lambda point: self._run(lambda trainer: trainer.save_checkpoint(point)))
         return output
 
     async def zero_grad(self) -> None:
@@ -140,10 +142,10 @@ class RecoveringAdapter:
         return await self._run(lambda trainer: trainer.push_model_state_dict())
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        """As `Trainer.save_checkpoint`."""
+        """As `Trainer.save_checkpoint`. A checkpoint on disk is one, even if it cannot become the recovery point."""
         await self._run(lambda t: t.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last))
         if not self._has_gradient and not asynchronous:  # a checkpoint holds no gradient
-            self._begin_at(self._copy(path), weights_only=False)
+            await self._begin_at(partial(_copy, path))
 
     async def wait_for_checkpoint(self) -> None:
         """As `Trainer.wait_for_checkpoint`."""
@@ -151,9 +153,9 @@ class RecoveringAdapter:
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """As `Trainer.load_checkpoint`."""
-        version = await self._run(lambda trainer: trainer.load_checkpoint(path, weights_only=weights_only))
+        version = await self._change(lambda trainer: trainer.load_checkpoint(path, weights_only=weights_only))
         self._has_gradient = False
-        self._begin_at(self._copy(path), weights_only=weights_only)
+        await self._begin_at(partial(_copy, path), weights_only=weights_only)
         return version
 
     async def export_hf(self, path: Path) -> None:
@@ -223,22 +225,31 @@ class RecoveringAdapter:
             ) from error
         return trainer
 
-    def _next_point(self) -> Path:
+    async def _begin_at(self, write: Callable[[Path], Awaitable[None]], *, weights_only: bool = False) -> None:
+        """Writes a recovery point, and forgets the calls before it and the point before.
+
+        If it cannot be written, all calls would be repeated. They have been executed, so this is no error of theirs.
+        """
         self._num_points += 1
-        return self._folder / str(self._num_points)
-
-    def _copy(self, path: Path) -> Path:
-        """A recovery point with the files of a checkpoint, whose owner may delete or replace it."""
-        point = self._next_point()
-        shutil.copytree(path, point, copy_function=_link)
-        return point
-
-    def _begin_at(self, point: Path, *, weights_only: bool) -> None:
-        """Forgets the calls before a recovery point, and the point before."""
+        point = self._folder / str(self._num_points)
+        try:
+            await write(point)
+        except MeshError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            self._next_try = time.monotonic() + REPEAT_S
+            shutil.rmtree(point, ignore_errors=True)
+            return
         before, self._origin = self._origin, (point, weights_only)
         self._calls, self._calls_s, self._calls_bytes = [], 0.0, 0
         if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
+
+
+async def _copy(path: Path, point: Path) -> None:
+    """Makes a recovery point of a checkpoint, whose owner may delete or replace it."""
+    await asyncio.to_thread(shutil.copytree, path, point, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:

@@ -1,5 +1,6 @@
 """Sampling clients: each samples from one policy, and answers many requests at the same time."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,8 +8,9 @@ import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from controller.gateway.answers import Answer
+from controller.gateway.answers import Answer, PendingAnswer
 from controller.gateway.served_model import ServedModel
+from controller.gateway.turns import answer
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 
@@ -42,6 +44,7 @@ class SamplingClients:
     def __init__(self) -> None:
         """None at first."""
         self._samplers: dict[str, Sampler] = {}
+        self._tasks: dict[str, tuple[PendingAnswer, asyncio.Task[None]]] = {}
         self.num_running = 0
         """Requests that are being sampled."""
 
@@ -88,6 +91,33 @@ class SamplingClients:
         used = {(sampler.model, sampler.policy) for sampler in self._samplers.values()}
         given_up: set[tuple[ServedModel, Policy]] = {(sampler.model, sampler.policy) for sampler in ended} - used
         return given_up
+
+    def begin(self, sampler: Sampler, request: types.SampleRequest, pending: PendingAnswer) -> None:
+        """Begins to answer a request. The result, or why there is none, goes to `pending`."""
+
+        async def run() -> None:
+            pending.set(await answer(lambda: self.sample(sampler, request)))
+
+        def ended(_: object) -> None:
+            del self._tasks[pending.id]
+            # The first answer counts, so this is for a request that has none.
+            pending.set(Answer.failure(ValueError("the request was cancelled, or its session has ended")))
+
+        task = asyncio.create_task(run())
+        self._tasks[pending.id] = pending, task
+        task.add_done_callback(ended)
+
+    def cancel(self, request_id: str) -> None:
+        """Stops to sample for a request, if it is one that samples."""
+        if request_id in self._tasks:
+            self._tasks[request_id][1].cancel()
+
+    async def cancel_session(self, session_id: str) -> None:
+        """Stops to sample for all requests of a session, and returns when none is sampled any more."""
+        tasks = [task for pending, task in self._tasks.values() if pending.owner == session_id]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""

@@ -8,8 +8,8 @@ import asyncio
 import shutil
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +112,7 @@ def write_piece(file: Path, offset: int, data: bytes) -> None:
 
 
 class Unfinished:
-    """The folders that this process, an agent, was asked to make room for, and not yet to remove."""
+    """The folders that this process, an agent, removes if it ends now."""
 
     folders: set[Path] = set()  # noqa: RUF012
 
@@ -136,6 +136,16 @@ def remove(folder: Path) -> None:
     with suppress(OSError):
         folder.parent.rmdir()
     Unfinished.folders.discard(folder)
+
+
+@contextmanager
+def removed_at_end(folder: Path) -> Generator[None]:
+    """Within the block, a folder is removed if the agent ends."""
+    Unfinished.folders.add(folder)
+    try:
+        yield
+    finally:
+        Unfinished.folders.discard(folder)
 
 
 def remove_unfinished() -> None:

@@ -14,16 +14,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from controller.hosts.files import remove_unfinished
 from controller.hosts.lifeline import hold
+from controller.hosts.model_copies import ModelOffer, receive_model
 from controller.meshes.gpus import gpus_here
 from controller.meshes.rank_processes import RankProcesses
 from rl.owned_folder import OwnedFolder
@@ -83,7 +86,10 @@ class Beat:
 
 
 class HostAgent(Actor):
-    """One runs on each host, in a process of its own that imports neither torch nor vLLM."""
+    """One runs on each host, in a process of its own that imports neither torch nor vLLM.
+
+    It gives signs of life, and ends processes, while it works on questions.
+    """
 
     def __init__(self, controller: str, lost_after_s: float) -> None:
         """`controller` is the id of the controller whose processes this agent may end."""
@@ -91,6 +97,8 @@ class HostAgent(Actor):
         self._lost_after_s = lost_after_s
         self._meshes: dict[str, RankProcesses] = {}
         self._folder = OwnedFolder("ownloop-logs-")
+        # One thread, because the order counts: a folder is removed after the last piece was written into it.
+        self._questions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="questions")
 
     @endpoint
     async def hold(self, lifeline: tuple[str, int]) -> None:
@@ -114,17 +122,25 @@ class HostAgent(Actor):
             memory_bytes=available_memory_bytes(),
         )
 
-    @endpoint
+    @concurrent_endpoint
     async def ask(self, question: Callable[..., T], *args: Any) -> T:
-        """The answer of a function to a question about this host. It raises what the function raises."""
-        return await asyncio.to_thread(question, *args)
+        """The answer of a function to a question about this host. It raises what the function raises.
+
+        Questions are answered one after another, in the order in which they came.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._questions, partial(question, *args))
+
+    @concurrent_endpoint
+    async def receive_model(self, offer: ModelOffer) -> None:
+        """Fetches a model, and answers questions meanwhile. Raises as `model_copies.receive_model`."""
+        await asyncio.to_thread(receive_model, offer)
 
     @endpoint
     async def watch(self, mesh: str, pids: Sequence[int], log_files: Sequence[Path]) -> None:
         """Has `beat` report on these processes of a mesh."""
         self._meshes[mesh] = RankProcesses(pids, tuple(log_files), parent=os.getppid())
 
-    @endpoint
+    @concurrent_endpoint
     async def beat(self, offsets: Mapping[Path, int]) -> Beat:
         """The state of all processes, and what they have logged after these offsets."""
         states: dict[str, RankStates] = {}
@@ -133,19 +149,19 @@ class HostAgent(Actor):
             states[name] = RankStates(processes.gone, dict(processes.stopped_s))
         return Beat(states, {path: data for path, offset in offsets.items() if (data := _read(path, offset))})
 
-    @endpoint
+    @concurrent_endpoint
     async def stacks(self, mesh: str, ranks: Sequence[int]) -> Mapping[int, str]:
         """The Python stacks of these ranks; see `RankProcesses.stacks`."""
         processes = self._meshes.get(mesh)
         return {} if processes is None else await processes.stacks_by_rank(ranks)
 
-    @endpoint
+    @concurrent_endpoint
     async def kill(self, mesh: str) -> None:
         """Kills the processes of a mesh, and what they started."""
         if (processes := self._meshes.get(mesh)) is not None:
             processes.kill()
 
-    @endpoint
+    @concurrent_endpoint
     async def ended(self, mesh: str, within_s: float) -> None:
         """Returns once the processes of a mesh are gone, or gives up. They are not reported on any more."""
         if (processes := self._meshes.pop(mesh, None)) is not None:

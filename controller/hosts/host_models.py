@@ -7,7 +7,7 @@ from pathlib import Path
 
 from controller.hosts.addresses import own_address_towards
 from controller.hosts.host_groups import Tell
-from controller.hosts.model_copies import ModelServer, check_same_model, model_files, receive_model
+from controller.hosts.model_copies import ModelServer, check_same_model, model_files
 from controller.hosts.remote_host import Host
 from controller.meshes.errors import HostLostError
 
@@ -31,7 +31,7 @@ async def _copy(host: Host, model: Path, tell: Tell) -> None:
     server = ModelServer(model, own_address_towards(host.facts.address))
     total, started = server.offer.num_bytes, time.monotonic()
     within_s = 60 + total / _SLOWEST_BYTES_PER_S
-    received = asyncio.create_task(host.ask(receive_model, server.offer, within_s=within_s))
+    received = asyncio.create_task(host.receive_model(server.offer, within_s))
     tell(f"copying the model {model.name} to {host.name}: {total / 1e9:.2f} GB")
     told = started
     try:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controller.hosts.files import removed_at_end
+
 _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32
 _BLOCK = 1 << 24
@@ -111,7 +113,7 @@ def receive_model(offer: ModelOffer) -> None:
                 f"there is no model in {offer.model}, and no room for one: it takes {offer.num_bytes / 1e9:.1f} GB, "
                 f"and {free / 1e9:.1f} GB are free"
             )
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".model-") as copy:
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".model-") as copy, removed_at_end(Path(copy)):
             whole = Path(copy) / "model"
             whole.mkdir()
             _receive(offer, whole)

@@ -18,6 +18,7 @@ from monarch.actor import ActorError, attach_to_workers, default_bootstrap_cmd
 from controller.hosts.addresses import Address, accepts, own_address_towards, resolve
 from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
 from controller.hosts.lifeline import Lifeline
+from controller.hosts.model_copies import ModelOffer
 from controller.meshes.errors import HostLostError
 from controller.meshes.mesh import ignore_unhandled_faults
 
@@ -104,9 +105,16 @@ class Host:
 
     async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:
         """What a function of an importable module answers there. Raises what it raises, and `HostLostError`."""
+        return await self._answer(self.agent.ask.call_one(question, *args), within_s)
+
+    async def receive_model(self, offer: ModelOffer, within_s: float) -> None:
+        """Has the host fetch a model from here. Raises as `model_copies.receive_model`, and `HostLostError`."""
+        await self._answer(self.agent.receive_model.call_one(offer), within_s)
+
+    async def _answer(self, call: Awaitable[T], within_s: float) -> T:
         try:
             async with asyncio.timeout(within_s):
-                return await self.agent.ask.call_one(question, *args)
+                return await call
         except ActorError as error:
             raise error.exception from None
         except (SupervisionError, TimeoutError) as error:
@@ -115,13 +123,14 @@ class Host:
     def watch(self) -> None:
         """Begins to ask for signs of life, until the host is lost."""
         self._beats = asyncio.create_task(self._watch())
+        self._beats.add_done_callback(self._watched)
 
     async def refresh(self, within_s: float = 2 * _BEAT_S) -> None:
         """Brings `states` and the copies of logs up to date, if the host answers soon enough."""
         if self.lost is None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(within_s):
-                    self._take(await self._beat())
+                    self._take(*await self._beat())
 
     def lose(self, why: str) -> None:
         """Gives the host up. Its agent ends what runs there, as soon as it notices or can."""
@@ -141,10 +150,16 @@ class Host:
                 await asyncio.wait_for(_awaited(end()), _STOP_S)
         self.lose("it is not used any more")
 
-    async def _beat(self) -> Beat:
-        return await self.agent.beat.call_one({log: self._offsets.get(log, 0) for log in self.copies})
+    def _watched(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self.lose(f"it cannot be watched any more: {type(error).__name__}: {_first_lines(error)}")
 
-    def _begin_beat(self) -> asyncio.Task[Beat]:
+    async def _beat(self) -> tuple[Mapping[Path, int], Beat]:
+        """A sign of life, and the offsets in logs for which it was asked."""
+        offsets = {log: self._offsets.get(log, 0) for log in self.copies}
+        return offsets, await self.agent.beat.call_one(offsets)
+
+    def _begin_beat(self) -> asyncio.Task[tuple[Mapping[Path, int], Beat]]:
         beat = asyncio.create_task(self._beat())
         # One that is under way when the host is given up fails, and asyncio would print that nobody asked why.
         beat.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -158,7 +173,7 @@ class Host:
             await asyncio.wait({beat}, timeout=_BEAT_S)
             if beat.done():
                 if (error := beat.exception()) is None:
-                    self._take(beat.result())
+                    self._take(*beat.result())
                     silent_s, failure = 0.0, ""
                 else:
                     failure = _first_lines(error)
@@ -177,13 +192,15 @@ class Host:
             return f"its worker has ended: nothing listens on {self.worker} any more"
         return f"its agent has ended: {failure}" if failure and accepted else None
 
-    def _take(self, beat: Beat) -> None:
+    def _take(self, offsets: Mapping[Path, int], beat: Beat) -> None:
         self.states = beat.meshes
         for log, data in beat.logs.items():
-            self._offsets[log] = self._offsets.get(log, 0) + len(data)
-            if (copy := self.copies.get(log)) is not None:
-                with copy.open("ab") as file:
-                    file.write(data)
+            copy = self.copies.get(log)
+            if copy is None or self._offsets.get(log, 0) != offsets[log]:  # a beat at the same time brought it
+                continue
+            # What cannot be written, as on a full disk, is asked for again. Without a buffer, part of it counts too.
+            with contextlib.suppress(OSError), copy.open("ab", buffering=0) as file:
+                self._offsets[log] = offsets[log] + file.write(data)
 
 
 async def _answered(attached: Awaitable[object], worker: Address, within_s: float) -> None:

@@ -27,7 +27,9 @@ T = TypeVar("T")
 Wait = Literal["queued", "at once", "watched"]
 """When a call's clock runs. Actors execute "queued" calls in order, and the clock of each starts with the answer of the
 one before. The clock of a call that is executed "at once" starts at once. A "watched" call has no deadline: its handle
-asks for signs of progress by other calls."""
+asks for signs of progress by other calls.
+
+A "queued" call that is cancelled is still executed. Its clock then runs while the next call waits for it."""
 
 _TICK_S = 1.0
 _GRACE_S = 5.0  # within which all ranks raise their exceptions if they agreed to end a call
@@ -41,6 +43,9 @@ class _Call:
     varies: bool
     wait: Wait
     answers: dict[int | None, asyncio.Future[Any]]
+    needs: "Callable[[], Sequence[Calls]]"
+    abandoned: bool = False
+    """Whether nobody waits for it any more, and the ranks still execute it."""
     asked: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0
     """Seconds that count against its deadline."""
@@ -53,11 +58,15 @@ class _Call:
 
     @property
     def errors(self) -> dict[int | None, BaseException]:
-        done = {rank: answer.exception() for rank, answer in self.answers.items() if answer.done()}
-        return {rank: error for rank, error in done.items() if error is not None}
+        done = {rank: answer for rank, answer in self.answers.items() if answer.done() and not answer.cancelled()}
+        return {rank: error for rank, answer in done.items() if (error := answer.exception()) is not None}
 
     def finished(self) -> bool:
         return not self.unanswered and not self.errors
+
+    def ended_alike(self) -> bool:
+        """Whether all ranks have ended it, either with an answer or with an exception."""
+        return not self.unanswered and len(self.errors) in (0, len(self.answers))
 
 
 class ProcessDiedError(RuntimeError):
@@ -99,16 +108,20 @@ class Calls:
         Raises what the module's docstring says.
         """
         answers: dict[int | None, asyncio.Future[Any]] = {rank: asyncio.create_task(c) for rank, c in calls.items()}
-        call = _Call(verb, size, varies, wait, answers)
+        call = _Call(verb, size, varies, wait, answers, needs)
         self._under_way.append(call)
         try:
             with contextlib.nullcontext() if verb == "status" else span(self.name, verb):
                 while not call.finished():
-                    await self._tick(call, needs)
+                    await self._tick(call)
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
         finally:
-            self._under_way.remove(call)
-            for answer in answers.values():
-                answer.cancel()
+            if not call.abandoned:
+                self._under_way.remove(call)
+                for answer in answers.values():
+                    answer.cancel()
         if wait != "watched":
             slowest_s, largest = self._slowest.get(verb, (0.0, 0.0))
             self._slowest[verb] = (max(slowest_s, call.waited_s), max(largest, size))
@@ -130,16 +143,29 @@ class Calls:
         limit_s = self.deadlines.limit_s(slowest_s)
         return max(limit_s, self.deadlines.first_s) if call.varies or call.size > 2 * largest else limit_s
 
-    async def _tick(self, call: _Call, needs: "Callable[[], Sequence[Calls]]") -> None:
+    def _abandon(self, call: _Call) -> None:
+        """Keeps a call that was cancelled among those under way for as long as the ranks execute it."""
+
+        def look(_: object) -> None:
+            if call.ended_alike() and call in self._under_way:
+                self._under_way.remove(call)
+
+        call.abandoned = call.wait == "queued" and self.failure is None and not call.ended_alike()
+        if call.abandoned:
+            for answer in call.answers.values():
+                answer.add_done_callback(look)
+
+    async def _tick(self, call: _Call) -> None:
         """Waits for an answer, but not for long, and raises if there is a reason not to wait any longer."""
         if self.failure is not None:
             raise self.failure.again()
         if self._failed is None:
             self._failed = asyncio.get_running_loop().create_future()
-        errors_before, started = len(call.errors), time.monotonic()
+        executed = self._executed(call)
+        errors_before, started = len(executed.errors) if executed else 0, time.monotonic()
         unanswered = {call.answers[rank] for rank in call.unanswered}
         # Thousands of watched calls may be under way, so that they do not look at the processes each.
-        idle = call.wait == "watched" and not call.errors and not needs()
+        idle = call.wait == "watched" and not call.errors and not call.needs()
         await asyncio.wait(
             {*unanswered, self._failed}, timeout=None if idle else _TICK_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -147,24 +173,33 @@ class Calls:
             return
         # What counts is the time in which this process ran: if it was stopped, the ranks may have been too.
         elapsed = min(time.monotonic() - started, 2 * _TICK_S)
-        if call.wait != "queued" or self._is_next(call):
-            call.waited_s += elapsed
-            call.troubled_s += elapsed if errors_before or self.processes.gone else 0.0
+        if executed is not None:
+            executed.waited_s += elapsed
+            executed.troubled_s += elapsed if errors_before or self.processes.gone else 0.0
         if call.finished() or (not call.errors and elapsed < _TICK_S / 2):  # looking at processes costs 0.1 ms each
             return
-        for each in (self, *needs()):
+        for each in (self, *call.needs()):
             each.processes.look(at_most_s=2 * _TICK_S)
-        await self._judge(call, needs)
+        if executed is not None and executed.abandoned and not executed.ended_alike():
+            await self._judge(executed)
+        await self._judge(call)
 
-    def _is_next(self, call: _Call) -> bool:
-        return call is next((each for each in self._under_way if each.wait == "queued"), None)
+    def _executed(self, call: _Call) -> _Call | None:
+        """The call whose clock runs while `call` waits: itself, or one before it that was cancelled.
 
-    async def _judge(self, call: _Call, needs: "Callable[[], Sequence[Calls]]") -> None:
+        None if it is another one that somebody waits for.
+        """
+        if call.wait != "queued":
+            return call
+        queued = [each for each in self._under_way if each.wait == "queued"]
+        return queued[0] if call is next(each for each in queued if not each.abandoned) else None
+
+    async def _judge(self, call: _Call) -> None:
         """Raises if there is a reason not to wait any longer for a call."""
         if not self.processes.gone and any(isinstance(error, ProcessDiedError) for error in call.errors.values()):
             await self.processes.fetch_states()  # which process it was
             self.processes.look(at_most_s=0.0)
-        for other in needs():
+        for other in call.needs():
             error = other.failure or other._process_failure(call.verb)
             if error is not None:
                 if other.failure is None:
@@ -231,7 +266,7 @@ class Calls:
 
     def _deadline_failure(self, call: _Call) -> MeshError | None:
         limit_s = self._limit_s(call)
-        if call.wait == "watched" or call.waited_s < limit_s or (call.wait == "queued" and not self._is_next(call)):
+        if call.wait == "watched" or call.waited_s < limit_s:
             return None
         slowest_s = self._slowest.get(call.verb, (0.0, 0.0))[0]
         why = f"the slowest so far took {slowest_s:.1f} s" if call.verb in self._slowest else "it was the first"

@@ -216,6 +216,7 @@ class GeneratorHandle:
             self._num_watched -= 1
             if self._num_watched == 0:
                 self._probes.cancel()
+                self._probes = None  # it ends a little later, and a call that begins before that needs others
 
     async def _probe(self) -> None:
         """Ends the mesh if an engine has stopped or hangs. The calls that wait for it then raise the error."""

@@ -55,6 +55,7 @@ class Turns:
         self._ended.set()
         self._num_calls = 0
         self._side: Side | None = None
+        self._switch_under_way: asyncio.Future[None] | None = None
         self._parties: Mapping[Side, list[Party]] = {"train": [], "sample": []}
 
     def join(self, side: Side, party: Party) -> None:
@@ -73,9 +74,13 @@ class Turns:
         # A call that others of its side may be waiting for, such as a replica's restart, must not wait behind the gate.
         if not (self._side == side and self._num_calls):
             async with self._gate:
+                # A call that was cancelled may have left one behind, which goes on.
+                if self._switch_under_way is not None and not self._switch_under_way.done():
+                    await asyncio.wait([self._switch_under_way])
                 if self._side != side:
                     await self._ended.wait()
-                    await asyncio.shield(asyncio.ensure_future(self._switch(side)))
+                    self._switch_under_way = asyncio.ensure_future(self._switch(side))
+                    await asyncio.shield(self._switch_under_way)
                 self._count(1)
         else:
             self._count(1)

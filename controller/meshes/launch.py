@@ -173,7 +173,7 @@ class Launcher:
         """
         dead, start = self._trainers[name]
         await dead.stop()
-        self._running.remove(dead)
+        self._running = [running for running in self._running if running is not dead]
         return await self._begin(start())
 
     async def _launch_trainer(

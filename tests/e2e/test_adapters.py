@@ -1,6 +1,7 @@
 """Adapters in a tensor-parallel generator behind its handle: pulled, replaced, frozen and dropped."""
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
-from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_store
+from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, running_store
 from tests.generator.adapted import WHOLE, Adapter, largest_error, merged, random_adapter
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
@@ -82,5 +83,25 @@ def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> Non
                 await drive(generator)
             finally:
                 await generator.stop()
+
+    asyncio.run(main())
+
+
+def test_two_ranks_score_prompts_that_come_together_as_they_score_each_alone(tmp_path: Path) -> None:
+    directory, numbers = served_llama(tmp_path / "model", tied=True), random.Random(0)
+    prompts = [[numbers.randrange(3, 60) for _ in range(48)] for _ in range(8)]
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
+
+    async def main() -> None:
+        async def scores(prompt: list[int]) -> torch.Tensor:
+            (completion,) = await generator.generate(prompt, sampling)
+            return torch.tensor(completion.prompt_logprobs)
+
+        lora, logs = LoRALimits(max_rank=8), tmp_path / "logs"
+        async with running_generator(directory, "float32", logs, tensor_parallel=2, lora=lora) as generator:
+            alone = [await scores(prompt) for prompt in prompts]
+            for _ in range(3):
+                together = await asyncio.gather(*map(scores, prompts))
+                assert max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True)) < 5e-5
 
     asyncio.run(main())

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from generator.config import LoRALimits
 from generator.engine import GenerationEngine
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
-from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
+from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import PROMPTS
 from tests.generator.running import started, versions_of
 from tests.generator.served_models import served_llama
+from tests.stores import FakeStore
+from trainer.push import WeightPublisher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
 
@@ -179,5 +182,31 @@ def test_a_dropped_policy_finishes_its_requests_and_is_gone(tmp_path: Path, buil
         await engine.drop_policy("a")
         await _sample(engine, None)
         assert len(manager.list_adapters()) == 0
+
+    asyncio.run(main())
+
+
+def test_a_version_is_not_kept_if_the_call_that_asked_for_it_was_cancelled(
+    tmp_path: Path, build_engine: EngineFactory
+) -> None:
+    directory, store = served_llama(tmp_path / "model", tied=True), FakeStore()
+    engine = build_engine(directory, "float32", lora=LIMITS)
+    publisher = WeightPublisher(torch.float32, policy="a", lora=WHOLE, store=store)
+
+    async def main() -> None:
+        await pull_adapter(engine, "a", 1, random_adapter(directory, 1))
+        record = await publisher.publish(2, random_adapter(directory, 2).items())
+        assert record is not None
+        running = _start(engine, "a")
+        await started(engine)
+        update = asyncio.create_task(engine.update_weights(record, store))
+        freeze = asyncio.create_task(engine.freeze("a", 2))
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in (running, update, freeze))
+        freeze.cancel()
+        await asyncio.gather(running, update)
+        await engine.drop_policy("a")
+        with pytest.raises(ValueError, match=r"\('a', 2\), which this generator does not have"):
+            await _sample(engine, ("a", 2))
 
     asyncio.run(main())

@@ -34,6 +34,14 @@ class Fused(nn.Module):
             part.data.copy_(tensor.narrow(1, 0, 3) if name == "down" else tensor)
 
 
+class Joined(Fused):
+    """Joins two tensors before it loads them, as vLLM does for a few models."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        found = dict(tensors)
+        self.gate_up.data.copy_(torch.cat([found["gate"], found["up"]]))
+
+
 def record(version: int) -> VersionRecord:
     return VersionRecord(
         version=version,
@@ -76,4 +84,13 @@ def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
         assert torch.equal(model.gate_up, torch.cat([weights["gate"], weights["up"]]))
         assert torch.equal(model.down, weights["down"][:, :3])
     assert calls == [3, 3]
+    memory.close()
+
+
+@pytest.mark.parametrize(("model", "complete"), [(Fused, True), (Joined, False)])
+def test_what_is_computed_of_published_tensors_cannot_be_repeated(model: type[Fused], complete: bool) -> None:
+    memory = WeightBuffer.create(buffer_size(MANIFEST))
+    with CopyRecorder(memory) as recorder:
+        model().load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)
+    assert recorder.complete == complete
     memory.close()

@@ -2,6 +2,8 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +45,16 @@ def test_a_prompt_is_scored_with_its_own_adapter(tmp_path: Path, build_engine: E
             assert (torch.tensor(completion.prompt_logprobs) - expected).abs().max() < 5e-5
 
     asyncio.run(main())
+
+
+def test_prompts_are_scored_in_the_order_in_which_they_were_scheduled() -> None:
+    from generator._compat import patch_prompt_logprobs  # loads vLLM
+
+    names, scored = [f"request-{index}" for index in range(50)], list[str]()
+    request = SimpleNamespace(prompt_token_ids=[1, 2, 3], num_computed_tokens=0, lora_request=None)
+    runner: Any = SimpleNamespace(num_prompt_logprobs=dict.fromkeys(names, 0), requests=dict.fromkeys(names, request))
+    runner._set_active_loras = lambda *_: None
+    runner._get_prompt_logprobs_dict = lambda *_: scored.extend(runner.num_prompt_logprobs) or {}
+    patch_prompt_logprobs(runner)
+    runner._get_prompt_logprobs_dict(torch.zeros(150, 4), dict.fromkeys(reversed(names[5:]), 3))
+    assert scored == names[5:]

@@ -95,11 +95,14 @@ def test_two_meshes_of_a_host_make_one_copy(model: Path, tmp_path: Path, monkeyp
     class OtherPlace(FakeAgent):
         """A host whose filesystem is below `there`."""
 
-        def on_ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        def on_ask(self, question: Callable[..., Any], model: Path, *rest: Any) -> Any:
             """What the function answers there."""
-            (first, *rest) = arguments
-            moved = replace(first, model=there) if isinstance(first, ModelOffer) else there
-            return question(moved, *rest)
+            del model
+            return question(there, *rest)
+
+        def on_receive_model(self, offer: ModelOffer) -> None:
+            """Fetches it to the other place."""
+            receive_model(replace(offer, model=there))
 
     host.agent = OtherPlace()
 

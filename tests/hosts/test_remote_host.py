@@ -113,6 +113,43 @@ def test_logs_are_copied_as_they_grow(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_log_that_cannot_be_copied_is_copied_later_and_the_host_is_watched_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, copy = Path("/there/toy-0.log"), tmp_path / "toy-0.log"
+
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        host.agent.logs[log] = b"one\n"
+        host.copies[log] = Path("/dev/full")
+        await beats(host, 3)
+        host.copies[log] = copy
+        await beats(host, 3)
+        host.agent.logs[log] += b"two\n"
+        await asyncio.gather(beats(host, 3), host.refresh(), host.refresh())
+        assert copy.read_text() == "one\ntwo\n"
+        assert host.lost is None
+
+    watched(body, monkeypatch)
+
+
+async def beats(host: Host, num: int) -> None:
+    """Returns after so many more signs of life."""
+    end = len(host.agent.calls) + num
+    async with asyncio.timeout(30):
+        while len(host.agent.calls) < end:
+            await asyncio.sleep(0.01)
+
+
+def test_a_host_that_cannot_be_watched_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        host.lost_after_s = 60.0
+        host.agent.on_beat = lambda _: "no beat"
+        await lost(host, 30.0)
+        assert "it cannot be watched any more: AttributeError: " in (host.lost or "")
+
+    watched(body, monkeypatch)
+
+
 def test_stopping_a_host_that_does_not_answer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_host, "_STOP_S", 0.1)
     asyncio.run(asyncio.wait_for(_stop(), 30))

@@ -24,6 +24,11 @@ from controller.gateway.serving import held
         (["--model", "x", "--limits.body-mb", "0"], "body_mb is 0"),
         (["--model", "x", "--port", "70000"], "must be from 0 to 65535"),
         (["--model", "x", "--max-rank", "0"], "max_rank is 0"),
+        (
+            ["--model", "x", "--trainer.placement", "colocated", "--generator.placement", "colocated"],
+            "ServeConfig.trainer.placement is 'colocated'; it must be 'split'",
+        ),
+        (["--model", "x", "--generator.placement", "colocated"], "ServeConfig.generator.placement is 'colocated'"),
         (["--model", "x", "--max-snapshot", "3"], "did you mean '--max-snapshots'"),
     ],
 )

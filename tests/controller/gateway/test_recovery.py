@@ -152,3 +152,63 @@ def test_clients_of_the_sdk_notice_nothing(tmp_path: Path) -> None:
         loaded = server.client().create_sampling_client(model_path=path).result()
         assert scores(loaded) == pytest.approx(scores(clients[1]), rel=1e-6)
         assert server.host.life == 3
+
+
+def test_a_step_whose_recovery_point_cannot_be_written_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recovery, "REPEAT_S", 0.0)
+    full = True
+
+    async def save_checkpoint(path: Path) -> None:
+        if full:
+            raise OSError(28, "No space left on device")
+        await saved(path)
+
+    async def main() -> None:
+        nonlocal full, saved
+        host = ToyHost()
+        adapter = await RecoveringAdapter.make(host.restarting(), "adapter", LoRAConfig(rank=4), tmp_path / "recovery")
+        saved = host.adapters["adapter"].save_checkpoint
+        host.adapters["adapter"].save_checkpoint = save_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
+        for step in (1, 2):
+            await adapter.forward_backward([datum(2, 3)], "cross_entropy")
+            assert (await adapter.optim_step(ADAM)).policy_version == step
+        assert "No space left on device" in capfd.readouterr().err
+        full = False
+        await adapter.forward_backward([datum(2, 3)], "cross_entropy")
+        await adapter.optim_step(ADAM)  # tries again
+        host.life = -host.life
+        host.calls.clear()
+        assert await adapter.policy_version() == 3
+        assert host.calls == []
+
+    saved: Any = None
+    asyncio.run(main())
+
+
+def test_a_checkpoint_that_cannot_become_a_recovery_point_is_saved_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> None:
+        host = ToyHost()
+        adapter = await RecoveringAdapter.make(host.restarting(), "adapter", LoRAConfig(rank=4), tmp_path / "recovery")
+        await adapter.forward_backward([datum(2, 3)], "cross_entropy")
+        await adapter.optim_step(ADAM)
+        monkeypatch.setattr(shutil, "copytree", fail)
+        await adapter.save_checkpoint(tmp_path / "one")
+        await adapter.forward_backward([datum(4, 5)], "cross_entropy")
+        await adapter.optim_step(ADAM)
+        (before,) = (await adapter.forward([datum(2, 3, 4, 5)])).logprobs
+        assert await adapter.load_checkpoint(tmp_path / "one") == 1
+        (loaded,) = (await adapter.forward([datum(2, 3, 4, 5)])).logprobs
+        assert not np.array_equal(before, loaded)
+        host.life = -host.life
+        assert await adapter.policy_version() == 1
+        (again,) = (await adapter.forward([datum(2, 3, 4, 5)])).logprobs
+        np.testing.assert_array_equal(again, loaded)
+
+    asyncio.run(main())

@@ -75,16 +75,18 @@ def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
 
 
 def handle_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerHandle:
-    return TrainerHandle(
-        TrainerMesh(
-            mesh=mesh,
-            config=config,
-            limits=check_model(config),
-            version_records=VersionRecords(),
-            share_prefixes=False,
-            pushes=True,
-            max_lora_rank=32,
-        )
+    return TrainerHandle(trainer_of(mesh, config))
+
+
+def trainer_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerMesh:
+    return TrainerMesh(
+        mesh=mesh,
+        config=config,
+        limits=check_model(config),
+        version_records=VersionRecords(),
+        share_prefixes=False,
+        pushes=True,
+        max_lora_rank=32,
     )
 
 

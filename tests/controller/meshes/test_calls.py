@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,14 @@ async def _takes(seconds: float, error: Exception | None = None) -> float:
     if error is not None:
         raise error
     return seconds
+
+
+async def _cancelled(call: Coroutine[Any, Any, object]) -> None:
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def _run(test: Callable[[Calls], Awaitable[None]]) -> None:
@@ -78,6 +87,47 @@ def test_a_call_behind_others_waits_without_its_clock_running() -> None:
             await slow
 
     _run(test)
+
+
+def test_a_call_that_is_cancelled_is_still_executed_and_the_next_one_waits_for_it() -> None:
+    async def test(calls: Calls) -> None:
+        turn = asyncio.Lock()
+
+        async def executes(seconds: float) -> None:
+            async with turn:
+                await asyncio.sleep(seconds)
+
+        async def answer(seconds: float) -> None:
+            await asyncio.shield(asyncio.ensure_future(executes(seconds)))  # cancelling it does not reach the rank
+
+        await calls.answers({0: answer(0.0)}, "step")
+        await _cancelled(calls.answers({0: answer(0.6)}, "forward"))
+        await calls.answers({0: answer(0.0)}, "step")  # its deadline is 0.2 s
+        await _cancelled(calls.answers({0: answer(0.1)}, "step"))
+        await asyncio.sleep(0.5)  # nobody looks at a call that is executed while nobody waits
+        await calls.answers({0: answer(0.1)}, "step")
+
+    _run(test)
+
+
+def test_a_cancelled_call_that_hangs_or_fails_alone_ends_the_call_behind_it() -> None:
+    async def hangs(calls: Calls) -> None:
+        await calls.answers({0: _takes(0.0)}, "step")
+        await _cancelled(calls.answers({0: _takes(60)}, "step"))
+        with pytest.raises(DeadlineError, match=r"rank 0 did not answer step within its deadline of 0\.2 s"):
+            await calls.answers({0: _takes(60)}, "save")
+
+    async def fails_alone(calls: Calls) -> None:
+        await _cancelled(calls.answers({0: _takes(0.1), 1: _takes(0.1, MemoryError("no room"))}, "step"))
+        with pytest.raises(MeshError, match="rank 1 raised MemoryError in step: no room; its state is not that"):
+            await calls.answers({0: _takes(60), 1: _takes(60)}, "save")
+
+    async def fails(calls: Calls) -> None:
+        await _cancelled(calls.answers({0: _takes(0.1, ValueError("bad"))}, "step"))
+        await calls.answers({0: _takes(0.3)}, "save")
+
+    for test in (hangs, fails_alone, fails):
+        _run(test)
 
 
 def test_a_failure_that_all_ranks_share_is_raised_as_it_is() -> None:

@@ -33,6 +33,7 @@ class FakeMesh(Mesh):
         self.statuses = list(statuses)
         self.error = error
         self.num_probes = 0
+        self.num_calls_that_end = 0
         self.cancelled: list[str] = []
 
     def rank(self, index: int) -> Any:
@@ -40,10 +41,14 @@ class FakeMesh(Mesh):
             self.num_probes += 1
             return self.statuses[index]
 
-        async def generate() -> None:
+        async def generate() -> list[object]:
             if self.error is not None:
                 raise self.error
+            if self.num_calls_that_end > 0:
+                self.num_calls_that_end -= 1
+                return []
             await asyncio.Event().wait()
+            raise AssertionError("it never ends")
 
         return SimpleNamespace(
             status=SimpleNamespace(call_one=status),
@@ -102,5 +107,20 @@ def test_an_engine_that_makes_progress_is_left_alone_and_asked_only_while_there_
         assert num_probes > 2
         await asyncio.sleep(0.1)
         assert mesh.num_probes == num_probes
+
+    asyncio.run(main())
+
+
+def test_a_call_that_follows_another_at_once_is_watched() -> None:
+    mesh = FakeMesh(replace(STEP, seconds=11.0))
+    mesh.num_calls_that_end = 1
+    handle = GeneratorHandle(mesh, CONFIG, VersionRecords())
+
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=4)
+        async with asyncio.timeout(10):
+            assert await handle.generate([1, 2], sampling) == []
+            with pytest.raises(DeadlineError, match="engine of rank 0 has been in one step for 11 s"):
+                await handle.generate([1, 2], sampling)
 
     asyncio.run(main())

@@ -20,9 +20,10 @@ class Memory:
     def __init__(self, name: str, events: Events) -> None:
         self.name, self.events = name, events
         self.dies = False
+        self.begins_in_s = 0.0
 
     async def begin_turn(self) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.begins_in_s)
         self.events.append(f"{self.name} begins")
 
     async def end_turn(self) -> None:
@@ -136,3 +137,20 @@ def test_gpu_logic_a_cancelled_call_and_a_dead_party_hold_nobody_up(events: Even
                 raise MeshError("trainer", "a process died")  # by the call itself, which is what a loop sees
 
     run(body())
+
+
+def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one(events: Events) -> None:
+    async def body() -> None:
+        turns, trainer, replica = await started(events)
+        await call(turns, "train", "step", events)
+        events.clear()
+        trainer.begins_in_s, replica.begins_in_s = 0.01, 0.1
+        request = asyncio.create_task(call(turns, "sample", "cancelled", events))
+        while "trainer ends" not in events:
+            await asyncio.sleep(0.01)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await call(turns, "train", "save", events)
+
+    run(body())
+    assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]

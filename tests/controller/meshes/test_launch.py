@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from controller.meshes.errors import MeshError
 from controller.meshes.launch import Launcher, launch
+from controller.meshes.trainer_mesh import TrainerMesh
 from generator.config import GeneratorConfig
 from rl.tiny_models import SERVABLE, tiny_llama
+from tests.controller.meshes.fake_ranks import FakeMesh, trainer_of
 from trainer.config import TrainerConfig
 
 
@@ -115,6 +118,29 @@ def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, m
         "generator-0": "6",
         "generator-1": "7",
     }
+
+
+def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
+    failures = [None, MeshError("trainer", "its processes did not start"), None]
+    meshes: list[FakeMesh] = []
+
+    async def start(*_: object, **__: object) -> TrainerMesh:
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        meshes.append(FakeMesh(1))
+        return trainer_of(meshes[-1], config)
+
+    monkeypatch.setattr("controller.meshes.trainer_mesh.TrainerMesh.launch", start)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            await launcher.trainer(config.model, config)
+            with pytest.raises(MeshError, match="did not start"):
+                await launcher.restart_trainer()
+            assert (await launcher.restart_trainer()).mesh is meshes[1]
+
+    asyncio.run(main())
 
 
 _STARTS = """

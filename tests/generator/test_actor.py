@@ -1,0 +1,24 @@
+"""What one rank's actor adds to its engine, which is a fake."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import generator.actor
+from generator.actor import VLLMGenerator
+
+
+def test_a_version_to_be_kept_may_wait_behind_running_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client() -> object:
+        return object()
+
+    async def freeze(name: str, version: int) -> bool:
+        await asyncio.sleep(0.3)  # an update before it waits for requests
+        return (name, version) == ("a", 3)
+
+    monkeypatch.setattr(generator.actor.torchstore, "client", client)
+    rank: Any = SimpleNamespace(_engine=SimpleNamespace(freeze=freeze), _store_timeout_s=0.05)
+    endpoint: Any = VLLMGenerator.pull_model_state_dict
+    asyncio.run(endpoint._method.__wrapped__(rank, 3, None, "a", True, "drain", False))
