@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
+# vLLM replaces the public function.
+_set_num_threads = torch._C.set_num_threads  # pyright: ignore[reportPrivateUsage]
 _PIECE_BYTES = 8 << 20  # larger tensors are cut, so that no thread is left with a long copy at the end
 
 
@@ -22,13 +24,10 @@ class Workers:
         self._num_threads = torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
         if self._num_threads > 1:
-            # vLLM replaces `torch.set_num_threads`, hence the function below it. It sets the number of the calling
-            # thread and of all threads that torch has not seen yet, so the caller's is set again after the workers'.
-            set_num_threads = torch._C.set_num_threads  # pyright: ignore[reportPrivateUsage]
-            self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=_use_one_thread)
             all_here = threading.Barrier(self._num_threads)
             wait([self._pool.submit(all_here.wait) for _ in range(self._num_threads)])
-            set_num_threads(self._num_threads)
+            _set_num_threads(self._num_threads)  # of this thread, and of those to come
 
     def run(self, operations: Iterable[Callable[[], object]]) -> None:
         """Runs all operations, in any order. The longest should come first. Raises the error of one that fails."""
@@ -72,6 +71,12 @@ class Workers:
         working = [self._pool.submit(work) for _ in range(self._num_threads)]
         for future in wait(working).done:
             future.result()
+
+
+def _use_one_thread() -> None:
+    """Makes torch's operations run in this thread alone."""
+    torch.get_num_threads()  # a thread takes the number of the whole process when torch first looks for it there
+    _set_num_threads(1)
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
