@@ -159,7 +159,10 @@ class _Deferred(ModuleType):
 
     def ownloop_load(self) -> None:
         """Executes the module's code, in this same object, which is an ordinary module from now on."""
-        self.__dict__.pop("ownloop_loading")()
+        loading = self.__dict__.pop("ownloop_loading", None)
+        if loading is None:  # another thread has begun
+            return
+        loading()
         object.__setattr__(self, "__class__", ModuleType)  # what the code imports may import this module
         assert self.__spec__ is not None
         found = self.__spec__.loader_state

@@ -277,7 +277,7 @@ def test_an_exception_in_vllm_ends_the_engine_and_is_told(
     build_engine: EngineFactory, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine(model, "float32")
-    _generate(engine, PROMPT, SamplingParams(max_tokens=3))
+    _generate(engine, PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
     status = _status_when_idle(engine)
     assert (status.activity, status.num_unfinished, status.failure) == (None, 0, None)
     assert status.num_steps >= 3
