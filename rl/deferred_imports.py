@@ -36,7 +36,7 @@ class _Function:
         self._module, self._name, self._keeps_bool = module, name, keeps_bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._keeps_bool and isinstance(args[0], bool):
+        if self._keeps_bool and args and isinstance(args[0], bool):
             return args[0]
         module = sys.modules[self._module]
         if isinstance(module, _Deferred):
