@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any, cast
@@ -11,10 +12,12 @@ from typing import Any, cast
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.outputs import RequestOutput
 
-from generator.engine_commands import Cancel, Command, Stream
+from generator.engine_commands import Cancel, Command, Generate, Stream
 from generator.engine_status import ActivityClock, EngineStoppedError, describe
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
+_BURST_S = 0.002  # requests that are sent together arrive at an engine closer to each other than this
+_MAX_BURST_S = 0.02
 
 
 class EngineCalls:
@@ -92,12 +95,20 @@ class EngineCalls:
                 if wait:
                     with clock.idle():
                         commands.append(self._commands.get(timeout=_IDLE_S))
+                        self._await_burst(commands)
                 while True:
                     commands.append(self._commands.get_nowait())
             with clock.during("broadcast"):
                 return cast(list[Command], group.broadcast_object(commands))
         with clock.idle():
             return cast(list[Command], group.broadcast_object())
+
+    def _await_burst(self, commands: list[Command]) -> None:
+        """Appends the requests that were sent together with the first: they would miss its step and wait for it."""
+        end = time.monotonic() + _MAX_BURST_S
+        with contextlib.suppress(queue.Empty):
+            while isinstance(commands[-1], Generate | Stream) and time.monotonic() < end:
+                commands.append(self._commands.get(timeout=_BURST_S))
 
     def answer(self, command_id: str, result: Any = None, error: BaseException | None = None) -> None:
         """Answers a command. Does nothing on the ranks that were not asked, nor if the caller has given up."""
