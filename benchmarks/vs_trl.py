@@ -61,7 +61,7 @@ class TRLProcess:
         """Waits until TRL is ready for its first command. All that the process prints goes to `log`."""
         # TRL gets the allocator settings that make ownloop's trainer faster. Its threads may spin: it computes alone.
         env = {**os.environ, **trainer_env(_recipe().trainer), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-        env.pop("OMP_WAIT_POLICY")
+        del env["OMP_WAIT_POLICY"], env["GOMP_SPINCOUNT"]
         self.events: list[dict[str, Any]] = []
         self._log = log
         with log.open("w") as stderr:

@@ -2,7 +2,7 @@
 
 import os
 
-from rl.hardware import cpu_malloc_env, sees_gpu
+from rl.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from trainer.config import TrainerConfig
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what a user has set stays
@@ -13,11 +13,7 @@ def trainer_env(config: TrainerConfig, *, has_gpu: bool | None = None) -> dict[s
 
     `has_gpu` says whether the host that computes has a GPU; None stands for this host.
     """
-    env = {
-        "OMP_NUM_THREADS": str(config.num_threads),
-        # Spinning threads stall each other when ranks, or a generator, share the cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    env = cpu_thread_env(config.num_threads)
     if not (sees_gpu() if has_gpu is None else has_gpu):
         env |= cpu_malloc_env()  # saves a quarter of the time of a small model's step
     elif not os.environ.keys() & set(_ALLOCATOR):

@@ -3,13 +3,27 @@
 import pytest
 import torch
 
-from trainer.engines.pytorch import logprobs
+from trainer.engines.pytorch import logits_memory, logprobs
+from trainer.engines.pytorch.logits_memory import LogitsMemory
 
 
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
+    """Memory of a test's own."""
+    memory = LogitsMemory()
+    monkeypatch.setattr(logprobs, "_memory", memory)
+    return memory
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("size", [1, 8])
-def test_values_and_gradients_equal_log_softmax(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, size: int) -> None:
+@pytest.mark.usefixtures("memory")
+def test_values_and_gradients_equal_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, kept_bytes: int, size: int
+) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(logits_memory, "KEPT_BYTES", kept_bytes)
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
     targets = torch.randint(0, 50, (size,))
@@ -56,3 +70,30 @@ def test_logprobs_of_bfloat16_weights_are_float32_and_normalised() -> None:
     every = [logprobs.logprobs_and_entropy(hidden, weight, torch.full((3,), v), entropy=False)[0] for v in range(50)]
     assert every[0].dtype == torch.float32
     torch.testing.assert_close(torch.stack(every).exp().sum(0), torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("memory")
+def test_rows_whose_logits_were_overwritten_have_their_gradients(dtype: torch.dtype) -> None:
+    """Rows of a pipeline are scored before the first one's backward pass. Backward passes change no logits either."""
+    torch.manual_seed(0)
+    weight = torch.randn(50, 6, dtype=dtype)
+    rows = [torch.randn(size, 6, dtype=dtype, requires_grad=True) for size in (4, 8, 2)]
+
+    def scored(hidden: torch.Tensor) -> torch.Tensor:
+        targets = torch.arange(len(hidden))
+        return logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)[0].sum()
+
+    expected = [torch.autograd.grad(scored(hidden), hidden)[0] for hidden in rows]
+    scores = [scored(hidden) for hidden in rows]
+    for _ in range(2):
+        actual = [torch.autograd.grad(s, hidden, retain_graph=True)[0] for s, hidden in zip(scores, rows, strict=True)]
+        assert all(map(torch.equal, actual, expected))
+
+
+def test_what_has_no_gradient_keeps_no_logits(memory: LogitsMemory) -> None:
+    hidden, weight, targets = torch.randn(4, 6), torch.randn(50, 6), torch.arange(4)
+    logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)
+    assert not len(memory._kept)  # pyright: ignore[reportPrivateUsage]
+    logprobs.logprobs_and_entropy(hidden.requires_grad_(), weight, targets, entropy=False)
+    assert len(memory._kept)  # pyright: ignore[reportPrivateUsage]

@@ -1,25 +1,27 @@
 """Log-probs and entropies of scored positions, in float32, without ever holding the [positions, vocabulary] matrix.
 
-The vocabulary projection is computed one chunk of positions at a time, and again in the backward pass, so that the
-chunk bounds memory. Under tensor parallelism each rank holds some rows of the projection, and ranks exchange a few
-numbers per position. The gradient is exact for any loss of the log-probs and the entropies.
+The vocabulary projection is computed one chunk of positions at a time, so that the chunk bounds memory, and again in
+the backward pass. A CPU has memory for the logits of many positions, and keeps those. Under tensor parallelism each
+rank holds some rows of the projection, and ranks exchange a few numbers per position. The gradient is exact for any
+loss of the log-probs and the entropies.
 
 Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here,
 R rank of an adapter of the projection, with `inner` [S, R] the scaled product of the hidden states and its A.
 """
 
 import functools
-import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.engines.pytorch.logits_memory import LogitsMemory
 from trainer.engines.pytorch.low_rank import LowRank
 
 # Size of the float32 logits of one chunk on a CPU. A larger chunk saves nothing there.
 _CHUNK_BYTES = 128 << 20
+_memory = LogitsMemory()
 
 
 def logprobs_and_entropy(
@@ -65,15 +67,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+        ctx.key = _memory.keep(size, weight) if hidden.device.type == "cpu" and any(ctx.needs_input_grad) else None
         for part in _chunks(size, weight.shape[0], _chunk_bytes(hidden.device)):
-            logits = _logits(hidden, weight, inner, b, part)
+            kept = _memory.kept(ctx.key, part)
+            logits = _logits(hidden, weight, inner, b, part, out=kept)
+            logits = _float32(logits) if kept is None else _scratch(kept).copy_(kept)
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0] * here
-            kept = None if entropies is None else logits.clone()
+            original = None if entropies is None else logits.clone()
             lse[part] = _sum_over(group, _logsumexp_(logits), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
-            if entropies is not None and kept is not None:
-                expected_logit = torch.sub(kept, lse[part, None], out=logits).exp_().mul_(kept).sum(-1)
+            if entropies is not None and original is not None:
+                expected_logit = torch.sub(original, lse[part, None], out=logits).exp_().mul_(original).sum(-1)
                 entropies[part] = lse[part] - _sum_over(group, expected_logit)
         ctx.save_for_backward(hidden, weight, inner, b, targets, lse, entropies)
         ctx.start_row = start_row
@@ -92,7 +97,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in _chunks(hidden.shape[0], weight.shape[0], _chunk_bytes(hidden.device)):
             # With z the logits, p their softmax and H the entropy:
             # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
-            log_p = _logits(hidden, weight, inner, b, part).sub_(lse[part, None])
+            kept = _memory.kept(ctx.key, part)
+            if kept is None:
+                log_p = _float32(_logits(hidden, weight, inner, b, part)).sub_(lse[part, None])
+            else:
+                log_p = torch.sub(kept, lse[part, None], out=_scratch(kept))
             factor = -grad_logprobs[part, None]
             if grad_entropies is not None:
                 factor = factor - grad_entropies[part, None] * (log_p + entropies[part, None])
@@ -147,29 +156,26 @@ def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, inner: Tensor | None, b: Tensor | None, part: slice) -> Tensor:
-    """[C, V] float32, computed in the dtype of the weights. On a CPU its memory is that of the next chunk as well."""
-    room = _room(part.stop - part.start, weight.shape[0]) if weight.device.type == "cpu" else None
-    logits = torch.mm(hidden[part], weight.T, out=room if weight.dtype == torch.float32 else None)
-    if inner is not None and b is not None:
-        logits.addmm_(inner[part], b.T)
-    return logits.float() if room is None or logits is room else room.copy_(logits)
+def _logits(
+    hidden: Tensor, weight: Tensor, inner: Tensor | None, b: Tensor | None, part: slice, out: Tensor | None = None
+) -> Tensor:
+    """[C, V] in the dtype of the weights."""
+    if out is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
+        out = _memory.scratch(part.stop - part.start, weight.shape[0], _CHUNK_BYTES // 4)
+    logits = torch.mm(hidden[part], weight.T, out=out)
+    return logits if inner is None or b is None else logits.addmm_(inner[part], b.T)
 
 
-def _room(num_positions: int, rows: int) -> Tensor:
-    """[C, V] float32 whose content is whatever was there.
-
-    It is the same memory for every chunk that this thread computes: chunks differ in size from row to row, and would
-    leave holes on the heap into which larger ones do not fit.
-    """
-    num_logits = num_positions * rows
-    room: Tensor | None = getattr(_rooms, "room", None)
-    if room is None or len(room) < num_logits:
-        room = _rooms.room = torch.empty(max(num_logits, _CHUNK_BYTES // 4))
-    return room[:num_logits].view(num_positions, rows)
+def _float32(logits: Tensor) -> Tensor:
+    """Logits of a chunk that may be changed."""
+    if logits.dtype == torch.float32 or logits.device.type != "cpu":
+        return logits.float()
+    return _scratch(logits).copy_(logits)
 
 
-_rooms = threading.local()
+def _scratch(logits: Tensor) -> Tensor:
+    """Memory for the float32 form of a chunk's logits."""
+    return _memory.scratch(logits.shape[0], logits.shape[1], _CHUNK_BYTES // 4)
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""Memory for logits on the CPU, which a thread uses for every row.
+
+The kernel clears memory that is new to a process, which takes longer than to fill it; and chunks, which differ in size
+from row to row, would leave holes on the heap into which larger ones do not fit.
+
+Legend: S scored positions of a row, C positions of a chunk, V vocabulary rows.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+# Size of the logits that a forward pass leaves for its backward pass, in the dtype of the weights: those of 5,461
+# positions of a vocabulary of 49,152 words in bfloat16. Later positions are computed again.
+KEPT_BYTES = 512 << 20
+
+
+class LogitsMemory(threading.local):
+    """The memory of one thread, for one row at a time."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._scratch = torch.empty(0)
+        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._key: object = None
+        self._logits = torch.empty(0)
+
+    def scratch(self, num_positions: int, rows: int, at_least: int) -> Tensor:
+        """[C, V] float32 whose content is whatever was there. `at_least` is the number of logits of later calls."""
+        num_logits = num_positions * rows
+        if len(self._scratch) < num_logits:
+            self._scratch = torch.empty(max(num_logits, at_least))
+        return self._scratch[:num_logits].view(num_positions, rows)
+
+    def keep(self, size: int, weight: Tensor) -> object:
+        """Prepares for the logits [S, V] of a new row, and forgets those of another one. Returns the key to them."""
+        num_positions = min(size, KEPT_BYTES // (weight.shape[0] * weight.element_size()))
+        num_bytes = num_positions * weight.shape[0] * weight.element_size()
+        if len(self._kept) < num_bytes:
+            self._kept = torch.empty(KEPT_BYTES, dtype=torch.uint8)  # pages that are never written to take no memory
+        self._logits = self._kept[:num_bytes].view(weight.dtype).view(num_positions, weight.shape[0])
+        self._key = object()
+        return self._key
+
+    def kept(self, key: object, part: slice) -> Tensor | None:
+        """The memory of a chunk's logits [C, V]; None if there is no room, or another row has taken it."""
+        return self._logits[part] if key is not None and key is self._key and part.stop <= len(self._logits) else None
