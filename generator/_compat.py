@@ -90,6 +90,8 @@ class _PackBesideWeight:
     are not packed, because nothing is multiplied with them, nor is a dtype that oneDNN cannot multiply on this
     processor (bfloat16 without AVX-512).
 
+    Nothing is packed before it is multiplied with. A run's first pull, which comes before its first step, packs all.
+
     Remove when vLLM's `reload_weights` is right for tied embeddings on the CPU and as fast.
     """
 
@@ -99,8 +101,24 @@ class _PackBesideWeight:
         del remove_weight
         if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
             object.__setattr__(layer, "cpu_linear", nn.functional.linear)
-        else:
+            return
+        weight = cast(torch.Tensor, layer.weight)
+        if weight.ndim != 2 or weight.is_meta or not self._packs(weight.dtype):
+            self.pack(layer, weight)
+            return
+
+        def pack_and_multiply(*inputs: torch.Tensor | None) -> torch.Tensor:
             self.pack(layer, cast(torch.Tensor, layer.weight))
+            return cast(Callable[..., torch.Tensor], layer.cpu_linear)(*inputs)
+
+        object.__setattr__(layer, "cpu_linear", pack_and_multiply)
+        object.__setattr__(layer, _PACKS, True)
+
+    def _packs(self, dtype: torch.dtype) -> bool:
+        """Whether this processor packs matrices of a dtype."""
+        sample = nn.Module()
+        self.pack(sample, torch.zeros(64, 64, dtype=dtype))
+        return bool(vars(sample)[_PACKS])
 
     def pack(self, layer: nn.Module, weight: torch.Tensor) -> None:
         """Makes `layer` multiply with a packed copy of `weight`, or with its own weight if there is no packed form."""

@@ -91,8 +91,8 @@ class WeightLoader:
         if self._plan is None or not self._plan.fits(record):
             with CopyRecorder(memory) as recorder:
                 self._load((spec.name, memory.tensor(spec)) for spec in record.manifest)
+            pack_weights(self._model, self._workers)  # from then on it is known of every layer whether it is packed
             self._plan = CopyPlan(self._model, record, recorder)
-            pack_weights(self._model, self._workers)
         else:
             self._plan.load(memory, self._workers)
 

@@ -1,5 +1,6 @@
 """An engine on the CPU starts without what it never uses."""
 
+import asyncio
 import copy
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from generator._compat import packed_layers
 from generator._cpu_startup import patch_startup, without_compiler
 from tests.generator.conftest import EngineFactory
+from tests.generator.published import greedy
 from tests.generator.served_models import served_llama
 
 COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.symbolic_convert", "sympy")
@@ -123,3 +126,15 @@ def test_a_generator_starts_without_the_compiler(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_nothing_is_packed_before_it_is_multiplied_with(tmp_path: Path, build_engine: EngineFactory) -> None:
+    """A run's first pull would pack the same again."""
+    engine = build_engine(served_llama(tmp_path / "model", tied=True), "float32")
+    worker: Any = engine.llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    layers = packed_layers(worker.get_model())
+    before = [vars(layer)["cpu_linear"] for layer in layers]
+    asyncio.run(greedy(engine))
+    assert before
+    assert packed_layers(worker.get_model()) == layers
+    assert not any(vars(layer)["cpu_linear"] is old for layer, old in zip(layers, before, strict=True))
