@@ -95,5 +95,9 @@ def test_what_has_no_gradient_keeps_no_logits(memory: LogitsMemory) -> None:
     hidden, weight, targets = torch.randn(4, 6), torch.randn(50, 6), torch.arange(4)
     logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)
     assert not len(memory._kept)  # pyright: ignore[reportPrivateUsage]
-    logprobs.logprobs_and_entropy(hidden.requires_grad_(), weight, targets, entropy=False)
+    hidden.requires_grad_()
+    with torch.no_grad():
+        logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)
+    assert not len(memory._kept)  # pyright: ignore[reportPrivateUsage]
+    logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)
     assert len(memory._kept)  # pyright: ignore[reportPrivateUsage]

@@ -22,6 +22,8 @@ from trainer.engines.base import Engine
 from trainer.engines.contract.reference import random_groups
 from trainer.engines.model_check import check_model
 from trainer.engines.plain_ranks import relative_error
+from trainer.engines.pytorch import logprobs
+from trainer.engines.pytorch.logits_memory import LogitsMemory
 
 LENGTHS = (1, 17, 5, 40)
 BATCH = critic_batch(LENGTHS)
@@ -170,7 +172,12 @@ def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Bui
 
 
 @pytest.mark.seconds
-def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(build: Build, tmp_path: Path) -> None:
+def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A thread's memory for logits is there for all its engines.
+    monkeypatch.setattr(logprobs, "_memory", LogitsMemory())
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 1 << 16)
     # Large enough that activations do not matter.
     model = tiny_llama(tmp_path / "model", hidden_size=256, intermediate_size=2048)
     gc.collect()

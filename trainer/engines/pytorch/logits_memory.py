@@ -38,7 +38,8 @@ class LogitsMemory(threading.local):
         num_positions = min(size, KEPT_BYTES // (weight.shape[0] * weight.element_size()))
         num_bytes = num_positions * weight.shape[0] * weight.element_size()
         if len(self._kept) < num_bytes:
-            self._kept = torch.empty(KEPT_BYTES, dtype=torch.uint8)  # pages that are never written to take no memory
+            # In powers of two, because each growth leaves a hole. Pages that are never written to take no memory.
+            self._kept = torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8)
         self._logits = self._kept[:num_bytes].view(weight.dtype).view(num_positions, weight.shape[0])
         self._key = object()
         return self._key

@@ -41,7 +41,11 @@ def logprobs_and_entropy(
     both are differentiable.
     """
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group)  # pyright: ignore[reportGeneralTypeIssues]
+    has_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (hidden, weight, inner, b)
+    )
+    key = _memory.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs, entropies
 
 
@@ -61,15 +65,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         entropy: bool,
         group: dist.ProcessGroup | None,
+        key: object,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
         lse = hidden.new_empty(size, dtype=torch.float32)
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key = _memory.keep(size, weight) if hidden.device.type == "cpu" and any(ctx.needs_input_grad) else None
+        ctx.key = key
         for part in _chunks(size, weight.shape[0], _chunk_bytes(hidden.device)):
-            kept = _memory.kept(ctx.key, part)
+            kept = _memory.kept(key, part)
             logits = _logits(hidden, weight, inner, b, part, out=kept)
             logits = _float32(logits) if kept is None else _scratch(kept).copy_(kept)
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
@@ -118,7 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_b = _added(grad_b, grad_logits.T @ inner[part])
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
-        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None
+        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None
 
 
 def _added(total: Tensor | None, update: Tensor) -> Tensor:
