@@ -1,5 +1,6 @@
 """What users write for hosts, and what they get for mistakes."""
 
+import random
 import socket
 
 import pytest
@@ -60,7 +61,8 @@ def test_mistakes_in_groups_are_named(words: list[str], message: str) -> None:
 
 
 def test_a_worker_is_found_on_any_of_its_ten_ports() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Of the ports that the kernel hands out, another process may have taken a neighbour.
+    with socket.create_server(("127.0.0.1", random.randrange(20_000, 30_000))) as server:
         port = server.getsockname()[1]
         for first in (port, port - 4, port - 9):
             assert listening(Address("tcp", "127.0.0.1", first)) == Address("tcp", "127.0.0.1", port)
