@@ -17,7 +17,7 @@ from generator.engine_status import ActivityClock, EngineStoppedError, describe
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
 _BURST_S = 0.002  # requests that are sent together arrive at an engine closer to each other than this
-_MAX_BURST_S = 0.02
+_MAX_BURST_S = 0.02  # the first request waits no longer than this for others
 
 
 class EngineCalls:
@@ -104,7 +104,7 @@ class EngineCalls:
             return cast(list[Command], group.broadcast_object())
 
     def _await_burst(self, commands: list[Command]) -> None:
-        """Appends the requests that were sent together with the first: they would miss its step and wait for it."""
+        """Appends requests that arrive right after the first, which would otherwise wait until its first step is over."""
         end = time.monotonic() + _MAX_BURST_S
         with contextlib.suppress(queue.Empty):
             while isinstance(commands[-1], Generate | Stream) and time.monotonic() < end:

@@ -78,10 +78,10 @@ def cpu_malloc_env() -> dict[str, str]:
 def cpu_thread_env(num_threads: int) -> dict[str, str]:
     """Environment variables for a process that computes with this many threads, to be set before it starts.
 
-    A step is thousands of short parallel loops. Threads that went to sleep after each would take longer to wake up than
-    many a loop takes, and threads that wait busily would stall the generator or another rank on the same cores. So they
-    wait busily for some 15 to 40 us first. With two cores of its own a trainer's step takes 19 to 35 % less time for
-    it; where two trainers of two threads each share the two cores, it takes up to 16 % more.
+    A step consists of thousands of short parallel loops. If threads slept after each loop, waking them would often take
+    longer than the loop itself; if they never slept, they would stall other processes on the same cores. So a thread
+    checks for work a thousand times before it sleeps. On two cores of its own, a trainer's step takes 19 to 35 % less
+    time than with threads that sleep at once; two trainers of two threads each on those cores take up to 16 % more.
     """
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 

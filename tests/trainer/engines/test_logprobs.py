@@ -17,7 +17,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
 
 @pytest.mark.parametrize("kept_bytes", [0, 5 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [0, 1, 8])
 @pytest.mark.usefixtures("memory")
 def test_values_and_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, kept_bytes: int, size: int

@@ -172,7 +172,7 @@ def _logits(
 
 
 def _float32(logits: Tensor) -> Tensor:
-    """Logits of a chunk that may be changed."""
+    """The float32 form of a chunk's logits, which the caller may change."""
     if logits.dtype == torch.float32 or logits.device.type != "cpu":
         return logits.float()
     return _scratch(logits).copy_(logits)
