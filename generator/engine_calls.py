@@ -104,7 +104,7 @@ class EngineCalls:
             return cast(list[Command], group.broadcast_object())
 
     def _await_burst(self, commands: list[Command]) -> None:
-        """Appends requests that arrive right after the first, which would otherwise wait until its first step is over."""
+        """Appends requests that come right after the first, which would otherwise wait until its first step is over."""
         end = time.monotonic() + _MAX_BURST_S
         with contextlib.suppress(queue.Empty):
             while isinstance(commands[-1], Generate | Stream) and time.monotonic() < end:
