@@ -16,6 +16,7 @@ from controller.meshes.place import Place
 from controller.meshes.rank_processes import answer_stack_signal
 from rl.deferred_imports import defer_compiler
 from rl.startup import import_patiently, without_garbage_collection
+from rl.transformers_import import hasten_transformers
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 
@@ -68,7 +69,7 @@ async def prepare_ranks(processes: Any, address: str, port: int) -> None:
 def _prepare_process() -> None:
     """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
 
-    Puts off what PyTorch's compiler imports, which has to come before everything that imports torch.
+    Puts off what PyTorch's compiler imports, and makes the import of transformers faster; both have to come first.
     Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
     """
     # Slurm and systemd send SIGTERM to every process of a job at once. A process of a mesh has to live until the
@@ -83,3 +84,4 @@ def _prepare_process() -> None:
     os.close(log)
     answer_stack_signal()
     defer_compiler()
+    hasten_transformers()

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl.hf_config import read_config
 from rl.startup import without_garbage_collection
+from rl.transformers_import import hasten_transformers
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _MODEL_TYPES_OF_PLAIN_CLASSES = ("llama", "qwen3", "qwen3_moe")
@@ -18,6 +19,7 @@ def load_tokenizer(model: Path) -> Any:
     `AutoTokenizer` imports the code of transformers' models first, which takes four seconds of a processor while the
     trainer and the generator need it. Most directories name a class that can be loaded directly.
     """
+    hasten_transformers()
     with without_garbage_collection():
         import transformers
 
