@@ -78,7 +78,7 @@ class WorkerHosts:
     certs: Path | None = None
     """The folder of the controller's certificates. None: that of OWNLOOP_CERTS, or ~/.config/ownloop/certs."""
     lost_after_s: float = 20.0
-    """Seconds of silence after which a host is lost. Shorter interruptions cost nothing."""
+    """Seconds of silence after which a host is lost. Interruptions of less than half as long cost nothing."""
 
     def __post_init__(self) -> None:
         """Raises ValueError without a group, for what is no address, a host twice in a group, and TLS on some only."""

@@ -1,5 +1,7 @@
-"""The dtype that a CPU computes fast, from the list of features as Linux prints it; and whether there is a GPU."""
+"""The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ import pytest
 
 from configs.grpo_smollm2_cpu import recipe
 from rl import hardware
-from rl.hardware import cpu_dtype
+from rl.hardware import cpu_dtype, cpu_thread_env
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,35 @@ def test_a_build_for_cpus_is_not_asked_for_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setattr(hardware, "version", {"torch": "2.13.0+cpu"}.__getitem__)
     assert hardware.sees_gpu(), "torch is loaded, so it can be asked"
+
+
+_SHORT_LOOPS = """
+import resource, threading, torch
+values, ready = torch.ones(200_000), threading.Event()
+def compute_and_stay():
+    torch.add(values, values)
+    ready.set()
+    threading.Event().wait()
+torch.add(values, values)
+threading.Thread(target=compute_and_stay, daemon=True).start()
+ready.wait()
+sleeps = []
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(200):
+        torch.add(values, values)
+    sleeps.append(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before)
+print(min(sleeps))
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two threads need two cores to wait for each other busily")
+def test_threads_do_not_sleep_between_short_loops_though_another_thread_has_computed() -> None:
+    """More of libgomp's threads than cores; 200 loops. Where other work keeps a thread off its core it has to sleep."""
+    env = {**os.environ, **cpu_thread_env(len(os.sched_getaffinity(0)))}
+    sleeps: list[int] = []
+    while len(sleeps) < 8 and min(sleeps, default=200) >= 100:
+        done = subprocess.run([sys.executable, "-c", _SHORT_LOOPS], env=env, capture_output=True, text=True, check=True)
+        sleeps.append(int(done.stdout))
+    assert min(sleeps) < 100
