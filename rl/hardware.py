@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Intel and AMD; Intel; Arm
+_CAP = "ONEDNN_MAX_CPU_ISA"
+_CAPS_BELOW_BFLOAT16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+_CAPS_WITH_AMX = frozenset({"", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"})
 _M_ARENA_MAX = -8  # of <malloc.h>
 
 
@@ -22,10 +27,14 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     Without instructions for bfloat16 they run in scalar code: a step of SmolLM2-135M takes ten times as long as in
     float32. Intel's processors since Sapphire Rapids, known by `avx512_fp16`, are fast by their matrix units (AMX). A
     virtual machine may hide these; the vector instructions that are left reach half of the float32 rate.
+
+    ONEDNN_MAX_CPU_ISA keeps oneDNN, which computes the products, from instructions that the processor has.
     """
-    features = cpu_features(cpuinfo)
+    features, cap = cpu_features(cpuinfo), os.environ.get(_CAP, "").upper()
+    if cap in _CAPS_BELOW_BFLOAT16:
+        return False
     if "avx512_fp16" in features and "GenuineIntel" in features:
-        return "amx_bf16" in features
+        return "amx_bf16" in features and (cap in _CAPS_WITH_AMX or cap.startswith("AVX10_1_512_AMX"))
     return not _BFLOAT16_FLAGS.isdisjoint(features)
 
 

@@ -29,10 +29,32 @@ from rl.hardware import cpu_dtype, cpu_thread_env
     ],
 )
 def test_bfloat16_only_where_the_processor_has_fast_instructions_for_it(
-    tmp_path: Path, cpuinfo: str, dtype: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, dtype: str
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    file = tmp_path / "cpuinfo"
+    file.write_text(cpuinfo)
+    assert cpu_dtype(file) == dtype
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "cap", "dtype"),
+    [
+        ("flags\t\t: avx2 avx512_bf16\n", "AVX2", "float32"),
+        ("flags\t\t: avx2 avx512_bf16\n", "avx512_core", "float32"),
+        ("flags\t\t: avx2 avx512_bf16\n", "AVX512_CORE_BF16", "bfloat16"),
+        ("flags\t\t: avx2 avx512_bf16\n", "ALL", "bfloat16"),
+        ("vendor_id : GenuineIntel\nflags\t\t: avx512_bf16 avx512_fp16 amx_bf16\n", "AVX512_CORE_BF16", "float32"),
+        ("vendor_id : GenuineIntel\nflags\t\t: avx512_bf16 avx512_fp16 amx_bf16\n", "AVX512_CORE_AMX", "bfloat16"),
+        ("vendor_id : GenuineIntel\nflags\t\t: avx512_bf16 avx512_fp16 amx_bf16\n", "DEFAULT", "bfloat16"),
+    ],
+)
+def test_what_keeps_onednn_from_instructions_counts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, cap: str, dtype: str
 ) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(cpuinfo)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
     assert cpu_dtype(file) == dtype
 
 
