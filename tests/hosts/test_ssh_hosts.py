@@ -1,6 +1,7 @@
 """Workers that a run starts over ssh: where they listen, how they end, and what is said of hosts that fail."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -18,8 +19,20 @@ HERE = "127.0.0.1"
 
 def workers_here() -> list[psutil.Process]:
     """The processes `ownloop worker` that this test has started."""
-    alive = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
-    return [each for each in alive if "--lifeline" in each.cmdline()]
+    found: list[psutil.Process] = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            if not has_ended(each) and "--lifeline" in each.cmdline():
+                found.append(each)
+    return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or waits only for its parent to notice."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.seconds
@@ -44,7 +57,7 @@ def test_a_worker_starts_over_ssh_and_again_after_a_loss_and_ends_with_the_run(
             assert worker.environ()["GREETING"] == "a b"
             assert worker.cwd() == str(Path.cwd())
             worker.send_signal(signal.SIGKILL)
-            while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            while not has_ended(worker):
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.1)  # its ssh notices
             (again,) = (await allocation.workers())["generator"]
