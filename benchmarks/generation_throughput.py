@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype
+from rl.hardware import cpu_dtype, cpu_thread_env
 
 PROMPT_TOKENS = 48
 MAX_MODEL_LEN = 256
@@ -102,8 +102,7 @@ async def sides(model: Path, options: argparse.Namespace, requests: int) -> Asyn
         num_threads=options.threads,
     )
     env = {
-        "OMP_NUM_THREADS": str(options.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **cpu_thread_env(options.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds to cores that this process may not use
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }

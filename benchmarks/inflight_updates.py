@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype
+from rl.hardware import cpu_dtype, cpu_thread_env
 from rl.protocols import Generator
 from rl.types import Completion, SamplingParams
 
@@ -156,7 +156,7 @@ async def processes(model: Path, num_streams: int, threads: int, dtype: Any) -> 
     config = GeneratorConfig(
         model=model, dtype=dtype, max_model_len=256, max_num_seqs=num_streams + 1, num_threads=threads
     )
-    env, arguments = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, (model, getattr(torch, dtype))
+    env, arguments = cpu_thread_env(1), (model, getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         store = await WeightStore.launch(logs)
