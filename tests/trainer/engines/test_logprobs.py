@@ -17,12 +17,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
 
 @pytest.mark.parametrize("kept_bytes", [0, 5 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("size", [0, 1, 8])
 @pytest.mark.usefixtures("memory")
 def test_values_and_gradients_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, kept_bytes: int, size: int
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int
 ) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(logprobs, "_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(logits_memory, "KEPT_BYTES", kept_bytes)
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
@@ -53,6 +55,25 @@ def test_gpu_logic_chunks_grow_with_the_memory_of_the_gpu(memory_gb: int, positi
     assert len(parts) == chunks
     assert max(part.stop - part.start for part in parts) * 151936 * 4 <= limit
     assert logprobs.chunk_bytes_on_gpu(1 << 30) == 128 << 20
+
+
+def test_large_logits_are_scored_and_have_their_gradients() -> None:
+    """Logits of hundreds overflow `exp`, and make the answer as good as certain."""
+    torch.manual_seed(0)
+    hidden, weight = 20 * torch.randn(16, 6, requires_grad=True), 20 * torch.randn(50, 6)
+    targets = (hidden @ weight.T).argmax(-1)
+    targets[::2] = 0
+    logits = hidden.double() @ weight.double().T
+    log_p = torch.log_softmax(logits, -1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    actual = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True)
+    assert logits.amax() > 200
+    for one, other in zip(actual, expected, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-4)
+        (grad,) = torch.autograd.grad(one.sum(), hidden, retain_graph=True)
+        (expected_grad,) = torch.autograd.grad(other.sum(), hidden, retain_graph=True)
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-3)
 
 
 def test_entropy_alone_has_its_gradient() -> None:

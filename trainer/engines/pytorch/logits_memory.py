@@ -21,25 +21,29 @@ class LogitsMemory(threading.local):
 
     def __init__(self) -> None:
         """Takes no memory yet."""
-        self._scratch = torch.empty(0)
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._block, self._chunk, self._kept = (torch.empty(0, dtype=torch.uint8) for _ in range(3))
         self._key: object = None
         self._logits = torch.empty(0)
 
-    def scratch(self, num_positions: int, rows: int, at_least: int) -> Tensor:
-        """[C, V] float32 whose content is whatever was there. `at_least` is the number of logits of later calls."""
-        num_logits = num_positions * rows
-        if len(self._scratch) < num_logits:
-            self._scratch = torch.empty(max(num_logits, at_least))
-        return self._scratch[:num_logits].view(num_positions, rows)
+    def block(self, num_positions: int, rows: int) -> Tensor:
+        """[C, V] float32 whose content is whatever was there."""
+        num_bytes = num_positions * rows * 4
+        self._block = _grown(self._block, num_bytes)
+        return self._block[:num_bytes].view(torch.float32).view(num_positions, rows)
+
+    def chunk(self, num_positions: int, weight: Tensor, at_least: int) -> Tensor:
+        """The same in the dtype of a weight [V, D]. `at_least` is the number of logits of later calls."""
+        num_logits = num_positions * len(weight)
+        self._chunk = _grown(self._chunk, max(num_logits, at_least) * weight.element_size())
+        return self._chunk.view(weight.dtype)[:num_logits].view(num_positions, len(weight))
 
     def keep(self, size: int, weight: Tensor) -> object:
         """Prepares for the logits [S, V] of a new row, and forgets those of another one. Returns the key to them."""
         num_positions = min(size, KEPT_BYTES // (weight.shape[0] * weight.element_size()))
         num_bytes = num_positions * weight.shape[0] * weight.element_size()
-        if len(self._kept) < num_bytes:
+        if num_bytes:
             # In powers of two, because each growth leaves a hole. Pages that are never written to take no memory.
-            self._kept = torch.empty(1 << (num_bytes - 1).bit_length(), dtype=torch.uint8)
+            self._kept = _grown(self._kept, 1 << (num_bytes - 1).bit_length())
         self._logits = self._kept[:num_bytes].view(weight.dtype).view(num_positions, weight.shape[0])
         self._key = object()
         return self._key
@@ -47,3 +51,13 @@ class LogitsMemory(threading.local):
     def kept(self, key: object, part: slice) -> Tensor | None:
         """The memory of a chunk's logits [C, V]; None if there is no room, or another row has taken it."""
         return self._logits[part] if key is not None and key is self._key and part.stop <= len(self._logits) else None
+
+    def forget(self, key: object) -> None:
+        """The logits of this row are there no longer."""
+        if key is self._key:
+            self._key = None
+
+
+def _grown(memory: Tensor, num_bytes: int) -> Tensor:
+    """Memory of at least so many bytes, whose content may be lost."""
+    return memory if len(memory) >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
