@@ -1,0 +1,77 @@
+"""Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them."""
+
+import threading
+
+import pytest
+import torch
+import vllm._custom_ops as ops
+
+from generator import _cpu_packing
+from generator._cpu_packing import patch_packing
+from rl.hardware import has_fast_bfloat16
+
+pytestmark = pytest.mark.vllm
+
+SHAPES = [(64, 64), (96, 512), (640, 1024), (100, 1000), (33, 31)]
+"""Rows of 31 to 1,024 numbers: with and without conflicts, of whole cache lines and not."""
+DTYPES = [torch.float32, *([torch.bfloat16] if has_fast_bfloat16() else [])]
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "create_onednn_mm", ops.create_onednn_mm)
+    patch_packing()
+    patch_packing()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 20])
+def test_every_packed_matrix_multiplies_as_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scratch_bytes: int
+) -> None:
+    """All are packed before any is multiplied with, from memory that is overwritten each time."""
+    monkeypatch.setattr(_cpu_packing, "_CACHED_BYTES", scratch_bytes)
+    monkeypatch.setattr(_cpu_packing, "_SCRATCH_BYTES", scratch_bytes)
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) for shape in (*SHAPES, *SHAPES[::-1])]
+    packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
+    for weight, handler in zip(weights, packed, strict=True):
+        hidden = torch.randn(5, weight.shape[1]).to(dtype)
+        actual = ops.onednn_mm(handler, hidden, None)
+        expected = (hidden.double() @ weight.double().t()).to(dtype)
+        torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_what_is_handed_over_has_rows_an_odd_number_of_lines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    pack = _cpu_packing._PackFromCache(given.append)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(_cpu_packing, "_CACHED_BYTES", 100_000)
+    monkeypatch.setattr(_cpu_packing, "_SCRATCH_BYTES", 300_000)
+    staged, large, conflicting, too_large = (
+        torch.randn(shape) for shape in ((8, 96), (100, 320), (100, 512), (200, 512))
+    )
+    for weight, rows_apart in ((staged, 7), (large, 20), (conflicting, 33), (too_large, 32)):
+        pack(weight.t())
+        assert torch.equal(given[-1], weight.t())
+        assert given[-1].stride() == (1, rows_apart * 16)
+
+
+def test_threads_pack_side_by_side() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(256, 256) for _ in range(40)]
+    packed: dict[int, ops.CPUDNNLGEMMHandler] = {}
+
+    def work(first: int) -> None:
+        for index in range(first, len(weights), 2):
+            packed[index] = ops.create_onednn_mm(weights[index].t(), 32)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hidden = torch.randn(3, 256)
+    for index, weight in enumerate(weights):
+        torch.testing.assert_close(
+            ops.onednn_mm(packed[index], hidden, None), hidden @ weight.t(), rtol=1e-4, atol=1e-3
+        )
