@@ -29,6 +29,29 @@ def patch_packing() -> None:
         ops.create_onednn_mm = _PackFromCache(ops.create_onednn_mm)
 
 
+class _Memory(threading.local):
+    """The memory of one thread."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # kept, because they take as long as a copy
+
+    def like(self, weight: Tensor) -> Tensor:
+        """[K, N] for the transposed view of a matrix, whose rows are an odd number of cache lines apart."""
+        view = self._views.get((weight.shape, weight.dtype))
+        if view is None:
+            width, num_rows = weight.shape
+            num_lines = -(-width * weight.itemsize // _LINE_BYTES) | 1
+            num_bytes = num_rows * num_lines * _LINE_BYTES
+            if len(self._bytes) < num_bytes:
+                self._views.clear()
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            view = self._bytes[:num_bytes].view(weight.dtype).view(num_rows, -1)[:, :width].t()
+            self._views[weight.shape, weight.dtype] = view
+        return view
+
+
 @dataclass(frozen=True, slots=True)
 class _PackFromCache:
     """`create_onednn_mm`, which makes a packed copy of a matrix.
@@ -37,21 +60,12 @@ class _PackFromCache:
     """
 
     original: Callable[..., Any]
-    memory: threading.local = field(default_factory=threading.local)
+    memory: _Memory = field(default_factory=_Memory)
 
     def __call__(self, weight: Tensor, *arguments: Any, **options: Any) -> Any:
         """`weight` [K, N] is the transposed view of a matrix with N rows."""
-        return self.original(self._staged(weight.t()).t(), *arguments, **options)
-
-    def _staged(self, rows: Tensor) -> Tensor:
-        """The matrix [N, K] in this thread's memory, or where it lies."""
-        num_rows, width = rows.shape
-        num_lines = -(-width * rows.itemsize // _LINE_BYTES) | 1
-        num_bytes = num_rows * num_lines * _LINE_BYTES
-        conflicts = rows.stride(0) * rows.itemsize % _CONFLICT_BYTES == 0
-        if rows.stride(1) != 1 or num_bytes > (_SCRATCH_BYTES if conflicts else _CACHED_BYTES):
-            return rows
-        memory: Tensor | None = getattr(self.memory, "scratch", None)
-        if memory is None or len(memory) < num_bytes:
-            self.memory.scratch = memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return memory[:num_bytes].view(rows.dtype).view(num_rows, -1)[:, :width].copy_(rows)
+        row_bytes = weight.stride(1) * weight.itemsize
+        limit = _CACHED_BYTES if row_bytes % _CONFLICT_BYTES else _SCRATCH_BYTES
+        if weight.stride(0) == 1 and row_bytes * weight.shape[1] <= limit:
+            weight = self.memory.like(weight).copy_(weight)
+        return self.original(weight, *arguments, **options)

@@ -23,6 +23,8 @@ from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, l
 from rl.weights.version_index import Store, VersionIndex
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+# Projections that vLLM fuses into one, in its order.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class WeightPublisher:
@@ -216,8 +218,7 @@ class _Shards:
                     raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, cast)}")
                 if not sharded:
                     self._writers.setdefault(name, rank)
-        # In the model's order, because a generator copies fused weights faster if their parts are neighbours.
-        return build_manifest((name, *spec) for name, spec in union.items())
+        return build_manifest((name, *union[name]) for name in fused_parts_together(union))
 
     def of(self, tensors: NamedTensors) -> Iterator[Shard]:
         """This rank's shards. Iterating raises ValueError if names or shapes are not those that were agreed on."""
@@ -239,6 +240,23 @@ class _Shards:
             differing = sorted(n for n in shapes.keys() | self._shapes.keys() if shapes.get(n) != self._shapes.get(n))
             changes = ", ".join(f"{n!r} was {self._shapes.get(n)} and is {shapes.get(n)}" for n in differing)
             raise ValueError(f"weights have other names or shapes than at the first push: {changes}")
+
+
+def fused_parts_together(names: Iterable[str]) -> list[str]:
+    """The names in their order, except that the parts of a fused weight follow the first of them.
+
+    A generator on the CPU packs a fused weight from where it was published if its parts are neighbours there.
+    """
+    first: dict[tuple[str, int, str], int] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for index, name in enumerate(names):
+        module, _, kind = name.rpartition(".")
+        layer, _, projection = module.rpartition(".")
+        places[name] = (index, 0)
+        for group, parts in enumerate(_FUSED):
+            if projection in parts:
+                places[name] = (first.setdefault((layer, group, kind), index), parts.index(projection))
+    return sorted(places, key=places.__getitem__)
 
 
 def _region(name: str, tensor: DTensor) -> tuple[slice, ...] | None:

@@ -128,6 +128,28 @@ def test_one_rank_publishes_plain_tensors_and_reuses_its_buffers() -> None:
     assert len(buffers) == 2
 
 
+def test_parts_that_vllm_fuses_are_neighbours() -> None:
+    """torchtitan has the down projection between them, and files of weights are in the order of the alphabet."""
+    layer = "model.layers.1."
+    names = ["model.norm.weight", *(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "down", "up"))]
+    names += [f"{layer}self_attn.{name}_proj.{kind}" for name in ("k", "o", "v", "q") for kind in ("bias", "weight")]
+    names += ["model.layers.2.mlp.up_proj.weight", "model.layers.2.mlp.gate_proj.weight"]
+    tensors = {name: torch.randn(32, 3) for name in names}
+    store = FakeStore()
+    asyncio.run(WeightPublisher(torch.bfloat16, store=store).publish(1, tensors.items()))
+    _assert_published(store, 1, tensors)
+    published = [spec.name for spec in living(store)[-1].manifest]
+    assert published == [
+        "model.norm.weight",
+        *(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+        *(f"{layer}self_attn.{name}_proj.bias" for name in ("q", "k", "v")),
+        *(f"{layer}self_attn.{name}_proj.weight" for name in ("q", "k", "v")),
+        *(f"{layer}self_attn.o_proj.{kind}" for kind in ("bias", "weight")),
+        "model.layers.2.mlp.gate_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+    ]
+
+
 def test_a_tensor_left_out_later_is_refused() -> None:
     publisher = WeightPublisher(torch.float32, store=FakeStore())
     asyncio.run(publisher.publish(0, _full(0).items()))
