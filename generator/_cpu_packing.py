@@ -44,10 +44,11 @@ class _Memory(threading.local):
             width, num_rows = weight.shape
             num_lines = -(-width * weight.itemsize // _LINE_BYTES) | 1
             num_bytes = num_rows * num_lines * _LINE_BYTES
-            if len(self._bytes) < num_bytes:
-                self._views.clear()
-                self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-            view = self._bytes[:num_bytes].view(weight.dtype).view(num_rows, -1)[:, :width].t()
+            with torch.inference_mode(False):  # what is made in that mode can be written to in no other
+                if len(self._bytes) < num_bytes:
+                    self._views.clear()
+                    self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+                view = self._bytes[:num_bytes].view(weight.dtype).view(num_rows, -1)[:, :width].t()
             self._views[weight.shape, weight.dtype] = view
         return view
 

@@ -56,6 +56,17 @@ def test_what_is_handed_over_has_rows_an_odd_number_of_lines_apart(monkeypatch: 
         assert given[-1].stride() == (1, rows_apart * 16)
 
 
+def test_a_matrix_may_first_be_packed_in_a_forward_pass() -> None:
+    """vLLM's are in inference mode, pulls are not, and vLLM takes its slow way when packing raises."""
+    weights = [torch.randn(64, 64) for _ in range(2)]
+    with torch.inference_mode():
+        packed = [ops.create_onednn_mm(weights[0].t(), 32)]
+    packed.append(ops.create_onednn_mm(weights[1].t(), 32))
+    hidden = torch.randn(3, 64)
+    for handler, weight in zip(packed, weights, strict=True):
+        torch.testing.assert_close(ops.onednn_mm(handler, hidden, None), hidden @ weight.t(), rtol=1e-4, atol=1e-3)
+
+
 def test_threads_pack_side_by_side() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(256, 256) for _ in range(40)]
