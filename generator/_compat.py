@@ -27,6 +27,7 @@ from generator._cpu_kv_cache import patch_kv_cache
 from generator._cpu_packing import patch_packing
 from generator._cpu_startup import patch_startup
 from generator.options import CPU_KERNELS
+from rl.weights.manifest import WeightsError
 
 _PACKS = "ownloop_packs_weight"
 
@@ -233,6 +234,17 @@ def pack(layer: nn.Module, weight: torch.Tensor) -> None:
     object.__setattr__(layer, "cpu_linear", None)  # frees the old packed copy, whose memory the new one then takes
     assert isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight)
     gemm.dispatch_cpu_unquantized_gemm.pack(layer, weight)
+
+
+def pack_again(layer: nn.Module, weight: torch.Tensor) -> None:
+    """`pack` for a layer that has been packed before, whose plain weight may be out of date.
+
+    Raises `WeightsError` if it cannot be packed: vLLM only warns of this, and would multiply with the plain weight.
+    """
+    pack(layer, weight)
+    if not vars(layer)[_PACKS]:
+        shape = "x".join(map(str, weight.shape))
+        raise WeightsError(f"vLLM could not pack a weight of {shape} again; the generator's log says why")
 
 
 def packed_experts(model: nn.Module) -> list[Callable[[], None]]:

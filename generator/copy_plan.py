@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator._compat import pack, packed_experts, packed_layers
+from generator._compat import pack, pack_again, packed_experts, packed_layers
 from rl.weights import gpu_copies
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
@@ -117,7 +117,8 @@ class CopyPlan:
         if stages is None:
             pairs = [(destination, source.of(memory)) for destination, source in self._copies]
             copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
-            packs = _packing((layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs)
+            weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
+            packs = _packing(weights, pack_again)
             stages = self._stages[memory] = [copies, packs, self._experts]
         for operations in stages:
             workers.run(operations)
@@ -125,13 +126,13 @@ class CopyPlan:
 
 def pack_weights(model: nn.Module, workers: Workers) -> None:
     """Packs the loaded weights again, which the next forward pass computes with. Does nothing on a GPU."""
-    workers.run(_packing((layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)))
+    workers.run(_packing([(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)], pack))
     workers.run(packed_experts(model))
 
 
-def _packing(layers: Iterable[tuple[nn.Module, torch.Tensor]]) -> list[Operation]:
+def _packing(layers: Sequence[tuple[nn.Module, torch.Tensor]], how: Callable[..., None]) -> list[Operation]:
     """The operations that pack these layers, the longest first."""
-    return [partial(pack, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
+    return [partial(how, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
 
 
 def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:

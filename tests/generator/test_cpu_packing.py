@@ -1,6 +1,8 @@
 """Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them."""
 
+import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,12 @@ import vllm._custom_ops as ops
 from generator import _cpu_packing
 from generator._cpu_packing import patch_packing
 from rl.hardware import has_fast_bfloat16
+from rl.weights.manifest import WeightsError
+from tests.generator.conftest import EngineFactory
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
+from tests.generator.served_models import served_llama
+from tests.stores import FakeStore
+from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
@@ -86,3 +94,33 @@ def test_threads_pack_side_by_side() -> None:
         torch.testing.assert_close(
             ops.onednn_mm(packed[index], hidden, None), hidden @ weight.t(), rtol=1e-4, atol=1e-3
         )
+
+
+def test_a_weight_that_cannot_be_packed_again_is_an_error(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would multiply with the plain weight, which a pull that packs from published memory leaves out of date."""
+    directory = served_llama(tmp_path / "model", tied=True)
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        for version in (1, 2, 3):
+            await publisher.publish(version, moved(directory, version).items())
+            if version < 3:
+                await pull(engine, store, version)
+        with monkeypatch.context() as no_packing:
+            no_packing.setattr(ops, "create_onednn_mm", _refuse)
+            with pytest.raises(WeightsError, match=r"vLLM could not pack a weight of \d+x\d+ again"):
+                await pull(engine, store, 3)
+        with pytest.raises(WeightsError, match="incomplete since a failed update"):
+            await engine.generate(PROMPTS[0], GREEDY)
+        await pull(engine, store, 3)
+        fresh = build_engine(export(directory, moved(directory, 3), torch.float32, tmp_path / "exported"), "float32")
+        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
+
+    asyncio.run(main())
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError("out of memory")
