@@ -18,8 +18,8 @@ _LINE_BYTES = 64
 _CONFLICT_BYTES = 1 << 10
 # Larger matrices do not stay in the cache, so that a copy pays only where their rows would get into each other's way.
 _CACHED_BYTES = 8 << 20
-# Memory that a thread keeps at most. Larger matrices, which only the output projection of a large model is, are packed
-# from where they lie.
+# Memory that a thread keeps at most. Larger matrices, such as the output projection of a large model, are packed from
+# where they lie.
 _SCRATCH_BYTES = 128 << 20
 
 
@@ -38,7 +38,7 @@ class _Memory(threading.local):
         self._views: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # kept, because they take as long as a copy
 
     def like(self, weight: Tensor) -> Tensor:
-        """[K, N] for the transposed view of a matrix, whose rows are an odd number of cache lines apart."""
+        """Memory for a weight [K, N], the transpose of a matrix whose N rows are an odd number of cache lines apart."""
         view = self._views.get((weight.shape, weight.dtype))
         if view is None:
             width, num_rows = weight.shape

@@ -32,7 +32,10 @@ class LogitsMemory(threading.local):
         return self._block[:num_bytes].view(torch.float32).view(num_positions, rows)
 
     def chunk(self, num_positions: int, weight: Tensor, at_least: int) -> Tensor:
-        """The same in the dtype of a weight [V, D]. `at_least` is the number of logits of later calls."""
+        """[C, V] in the dtype of `weight` [V, D], whose content is whatever was there.
+
+        `at_least` is the number of logits of later calls.
+        """
         num_logits = num_positions * len(weight)
         self._chunk = _grown(self._chunk, max(num_logits, at_least) * weight.element_size())
         return self._chunk.view(weight.dtype)[:num_logits].view(num_positions, len(weight))
