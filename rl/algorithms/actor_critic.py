@@ -16,7 +16,7 @@ from rl.advantages.gae import explained_variance, gae, normalize, token_rewards
 from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
 from rl.algorithms.metrics import logprob_mismatch, merge_outputs
 from rl.checks import check_at_least, check_known
-from rl.data.packing import shareable_prefix
+from rl.data.prefixes import shareable_prefix
 from rl.losses import get_loss
 from rl.losses.shared import KLEstimator
 from rl.protocols import Trainer

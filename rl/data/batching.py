@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.data.packing import PrefixGroup, group_by_prefix
+from rl.data.prefixes import PrefixGroup, group_by_prefix
 from rl.types import Datum
 
 Result = TypeVar("Result")
@@ -42,8 +42,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Splits a batch over ranks, and each rank's local batch into micro-batches, both balanced by tokens.
 
-    With `share_prefixes`, datums with a shared prefix stay together, and the prefix is counted once, as on a packed
-    row. A micro-batch has at most `max_tokens_per_microbatch` tokens, unless it is a single datum that has more.
+    With `share_prefixes`, datums with a shared prefix stay together, and what they share is counted once, as on a
+    packed row. A micro-batch has at most `max_tokens_per_microbatch` tokens, unless it is a single datum that has more,
+    alone or with its copies.
     """
     lengths = [len(datum.tokens) for datum in batch]
     groups = group_by_prefix(batch, share_prefixes=share_prefixes)
@@ -68,20 +69,22 @@ def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, tokens_per_ran
     Every part repeats the prefix. The suffixes of a part have at most `tokens_per_rank` tokens, so that one large group
     does not unbalance the ranks.
     """
-    suffixes = [lengths[i] - group.prefix for i in group.members]
-    room = max(1, min(budget - group.prefix, tokens_per_rank))
-    num_parts = -(-sum(suffixes) // room)
-    target = -(-sum(suffixes) // num_parts) if num_parts else 0
+    prefix = min(group.shared[1:], default=0)
+    num_tokens = group.num_tokens(lengths) - prefix
+    room = min(budget - prefix, tokens_per_rank)
+    num_parts = -(-num_tokens // max(1, room))
+    target = -(-num_tokens // max(1, num_parts))
     parts: list[PrefixGroup] = []
-    members: list[int] = []
-    size = 0
-    for i, tokens in zip(group.members, suffixes, strict=True):
-        if members and (size + tokens > room or size >= target):
-            parts.append(PrefixGroup(group.prefix, tuple(members)))
-            members, size = [], 0
-        members.append(i)
-        size += tokens
-    return [*parts, PrefixGroup(group.prefix, tuple(members))]
+    begin, size = 0, lengths[group.members[0]] - prefix
+    for k in range(1, len(group.members)):
+        length = lengths[group.members[k]]
+        added = length - group.shared[k]
+        if added and (size + added > room or size >= target):
+            parts.append(group.part(begin, k))
+            begin, size = k, length - prefix
+        else:
+            size += added
+    return [*parts, group.part(begin, len(group.members))]
 
 
 def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:

@@ -47,7 +47,7 @@ def row_arrays(row: PackedRow, inverse_frequencies: Floats) -> Row:
         sin=np.sin(angles),
         mask=attention_mask(row.documents),
         scored=row.scored,
-        targets=row.loss_inputs["target_tokens"],
+        targets=row.targets,
     )
 
 
@@ -56,10 +56,9 @@ def attention_mask(documents: Sequence[Document]) -> Floats:
     mask = np.full((sum(document.num_tokens for document in documents),) * 2, -np.inf, dtype=np.float32)
     start = 0
     for document in documents:
-        sizes = (document.prefix, *document.suffixes)
-        segment = np.repeat(np.arange(len(sizes)), sizes)
-        allowed = np.tri(len(segment), dtype=bool) & ((segment[:, None] == segment) | (segment == 0))
-        stop = start + len(segment)
+        size = document.num_tokens
+        allowed = np.tri(size, dtype=bool) & (np.arange(size)[:, None] < document.seen_until())
+        stop = start + size
         mask[start:stop, start:stop][allowed] = 0
         start = stop
     return mask

@@ -38,7 +38,7 @@ from trainer.engines.pytorch.hf_weights import load_hf_weights
 from trainer.engines.pytorch.offload import HOST, PARTS, Offload
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.rope import inverse_frequencies
-from trainer.engines.pytorch.row_runner import loss_inputs
+from trainer.engines.pytorch.row_runner import loss_inputs, of_positions
 from trainer.export import write_hf_directory
 from trainer.saver import CheckpointSaver
 
@@ -99,7 +99,7 @@ class MindSporeEngine(Engine):
                 if not len(row.scored):
                     output.add(row, None, None, {})
                     continue
-                scores, entropies = self._score(row, backward=False)
+                scores, entropies = of_positions(row, *self._score(row, backward=False))
                 output.add(row, scores, entropies if entropy else None, {})
             return output.result(self.hooks.after)
 
@@ -213,15 +213,16 @@ class MindSporeEngine(Engine):
         scores, entropy = self._score(row, backward=True)
         scores.requires_grad_()
         entropy = entropy.requires_grad_() if entropy is not None and loss.needs_entropy else None
-        loss_sum, metrics = loss(scores, entropy, loss_inputs(row, HOST))
-        output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
+        of_row = of_positions(row, scores, entropy)
+        loss_sum, metrics = loss(*of_row, loss_inputs(row, HOST))
+        output.add(row, of_row[0], None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
         of_scores = torch.zeros_like(scores) if scores.grad is None else scores.grad
         of_entropy = None if entropy is None or entropy.grad is None else entropy.grad.numpy()
         self._child.call("pull_back", of_scores.numpy(), of_entropy)
 
     def _score(self, row: PackedRow, *, backward: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies, or values and None, [S] each, of a row with scored positions."""
+        """Log-probs and entropies, or values and None, [P] each, of a row with scored pairs."""
         scores, entropy = self._child.call("score", row_arrays(row, self._inverse_frequencies), backward)
         return torch.from_numpy(scores), None if entropy is None else torch.from_numpy(entropy)
 

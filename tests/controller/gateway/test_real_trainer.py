@@ -9,11 +9,13 @@ import pytest
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
 
+from rl.data.packing import PackedRow, pack_row  # noqa: E402
 from rl.tiny_models import tiny_llama  # noqa: E402, needs the packages of the extra
 from tests.controller.gateway.real_trainer_server import real_trainer_server  # noqa: E402
 from tests.controller.gateway.running_server import RunningServer  # noqa: E402
 from tests.controller.gateway.sdk import datum, scores  # noqa: E402
 from tests.controller.gateway.test_training_client import ADVANTAGES, Q, reference  # noqa: E402
+from trainer.engines.titan import engine as titan_engine  # noqa: E402
 
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 
@@ -47,7 +49,9 @@ def test_losses_are_those_of_numpy(server: RunningServer, name: Any) -> None:
     assert output.metrics["loss:sum"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_groups_share_their_prompt_and_get_every_log_prob(server: RunningServer) -> None:
+def test_groups_share_their_prompt_and_get_every_log_prob(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = new_client(server)
     prompt, ends = TOKENS[:4], [[11, 3], [8, 20, 5], [11, 3]]
     group = [
@@ -59,8 +63,17 @@ def test_groups_share_their_prompt_and_get_every_log_prob(server: RunningServer)
         )
         for end in ends
     ]
+    num_computed: list[int] = []
+
+    def watched(*args: Any, **options: Any) -> PackedRow:
+        row = pack_row(*args, **options)
+        num_computed.append(len(row.tokens))
+        return row
+
+    monkeypatch.setattr(titan_engine, "pack_row", watched)
     output = client.forward_backward(group, "importance_sampling").result()
-    assert output.metrics["num_loss_tokens:sum"] == 3 + sum(map(len, ends))  # the prompt once
+    assert num_computed == [4 + 2 + 1], "the prompt once, and once what follows it twice"
+    assert output.metrics["num_loss_tokens:sum"] == 3 * 3 + sum(map(len, ends))
     for one, together in zip(group, output.loss_fn_outputs, strict=True):
         (alone,) = client.forward([one], "importance_sampling").result().loss_fn_outputs
         np.testing.assert_allclose(together["logprobs"].data, alone["logprobs"].data, atol=1e-5)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from examples.engines.mindspore_engine.arrays import attention_mask, parameter_shapes
@@ -18,12 +17,12 @@ from rl.data.packing import Document, pack_row
 from rl.hf_config import read_config
 from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_critic, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.rl.data.row_definition import attended
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import random_groups
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import ModelLimits
-from trainer.engines.pytorch.attention_plan import document_mask
 
 
 def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
@@ -39,10 +38,9 @@ def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_a_token_attends_to_its_prefix_and_its_own_suffix() -> None:
-    row = pack_row(random_groups([(7, (1, 4, 9)), (5, (3,)), (2, (2, 2))]), share_prefixes=True)
-    assert any(document.suffixes for document in row.documents)
-    expected = torch.block_diag(*(document_mask(each, 0, each.num_tokens).int() for each in row.documents))
-    np.testing.assert_array_equal(attention_mask(row.documents) == 0, expected.bool().numpy())
+    row = pack_row(random_groups([(7, (4, 4, 9)), (5, (3,)), (2, (2, 2))], num_words=2), share_prefixes=True)
+    assert any(document.depths for document in row.documents)
+    np.testing.assert_array_equal(attention_mask(row.documents) == 0, attended(row.documents))
     assert attention_mask([Document(1)]).dtype == np.float32
 
 

@@ -8,15 +8,16 @@ from rl.data.packing import pack_row
 from rl.types import Datum
 
 
-def _datum(prompt: int, length: int, group: int) -> Datum:
-    tokens = np.concatenate([np.full(prompt, group), np.arange(length) + 100]).astype(np.int64)
+def _datum(prompt: int, length: int, group: int, sample: int = 0) -> Datum:
+    completion = np.arange(length) + 100 * (1 + sample)
+    tokens = np.concatenate([np.full(prompt, group), completion]).astype(np.int64)
     weights = (np.arange(len(tokens)) >= prompt - 1).astype(np.float32)
     return Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": weights})
 
 
-BATCHES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=24).map(
-    lambda rows: [_datum(*row) for row in rows]
-)
+BATCHES = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=24
+).map(lambda rows: [_datum(*row) for row in rows])
 
 
 @given(BATCHES, st.integers(1, 4), st.integers(1, 120), st.booleans())
@@ -29,8 +30,9 @@ def test_every_datum_is_planned_once_within_the_budget(
     assert len({len(rank) for rank in plan.microbatches}) == 1
     for rank in plan.split(batch):
         for microbatch in rank:
-            if len(microbatch) > 1:
-                assert len(pack_row(microbatch, share_prefixes=share).tokens) <= budget
+            if microbatch:
+                tokens = len(pack_row(microbatch, share_prefixes=share).tokens)
+                assert tokens <= budget or all(len(datum.tokens) == tokens for datum in microbatch)
     results = [[i for m in rank for i in m] for rank in plan.microbatches]
     assert plan.restore(results) == tuple(range(len(batch)))
 
@@ -44,13 +46,24 @@ def test_ranks_share_the_tokens_evenly() -> None:
 
 
 def test_one_large_group_is_cut_so_that_no_rank_is_idle() -> None:
-    batch = [_datum(50, 40, 0) for _ in range(8)]
+    batch = [_datum(50, 40, 0, sample) for sample in range(8)]
     plan = plan_batch(batch, num_ranks=2, max_tokens_per_microbatch=10_000, share_prefixes=True)
     assert [sum(map(len, rank)) for rank in plan.microbatches] == [4, 4]
 
 
+def test_completions_that_begin_alike_go_to_the_same_rank() -> None:
+    batch = [_datum(50, 40, 0, sample // 4) for sample in (0, 4, 1, 5, 2, 6, 3, 7)]
+    plan = plan_batch(batch, num_ranks=2, max_tokens_per_microbatch=10_000, share_prefixes=True)
+    assert {frozenset(members) for (members,) in plan.microbatches} == {
+        frozenset({0, 2, 4, 6}),
+        frozenset({1, 3, 5, 7}),
+    }
+    for ((*members,),) in plan.split(batch):
+        assert len(pack_row(members, share_prefixes=True).tokens) == 90
+
+
 def test_sharing_needs_fewer_microbatches() -> None:
-    batch = [_datum(50, 5, i % 2) for i in range(16)]
+    batch = [_datum(50, 5, i % 2, i) for i in range(16)]
     whole = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=200, share_prefixes=False)
     shared = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=200, share_prefixes=True)
     assert len(whole.microbatches[0]) >= 5

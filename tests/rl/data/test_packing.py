@@ -2,8 +2,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.packing import Document, PackedRow, group_by_prefix, pack_row, pad_row
+from rl.data.packing import Document, pack_row, pad_row
+from rl.data.prefixes import group_by_prefix
 from rl.types import REPORTED_WEIGHT, Datum
+from tests.rl.data.row_definition import attended
 
 SIZES = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)), min_size=1, max_size=4
@@ -17,54 +19,50 @@ def _datum(prompt: list[int], completion: list[int]) -> Datum:
     return Datum(tokens=tokens[:-1], loss_inputs=inputs)
 
 
-def _batch(sizes: list[tuple[int, list[int]]], seed: int, opening: int = 0) -> list[Datum]:
+def _batch(sizes: list[tuple[int, list[int]]], seed: int, opening: int = 0, num_words: int = 1000) -> list[Datum]:
     rng = np.random.default_rng(seed)
     batch = [
-        _datum([*range(5000, 5000 + opening), *(100 * g + k for k in range(p))], rng.integers(1000, 2000, n).tolist())
+        _datum(
+            [*range(5000, 5000 + opening), *(100 * g + k for k in range(p))],
+            rng.integers(1000, 1000 + num_words, n).tolist(),
+        )
         for g, (p, completions) in enumerate(sizes)
         for n in completions
     ]
     return [batch[i] for i in rng.permutation(len(batch))]
 
 
-def _seen(row: PackedRow, index: int) -> list[int]:
-    """The tokens that a position of the row attends to, by the definition of opening, prefix and suffix."""
-    start = 0
-    for document in row.documents:
-        prefix_end = start + document.prefix
-        opening = row.tokens[: document.opening].tolist()
-        if index < prefix_end:
-            return [*opening, *row.tokens[start : index + 1].tolist()]
-        suffix_start = prefix_end
-        for size in document.suffixes:
-            if index < suffix_start + size:
-                return [
-                    *opening,
-                    *row.tokens[start:prefix_end].tolist(),
-                    *row.tokens[suffix_start : index + 1].tolist(),
-                ]
-            suffix_start += size
-        start = suffix_start
-    raise AssertionError("outside of the row")
+WORDS = st.sampled_from([1, 2, 1000])
+"""How many different tokens completions have: of few, many begin alike or are the same."""
 
 
-@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 7, 8, 12]))
-@settings(max_examples=60, deadline=None)
+def _tree_size(batch: list[Datum]) -> int:
+    """Number of different beginnings that the datums have."""
+    return len({tuple(datum.tokens[: k + 1]) for datum in batch for k in range(len(datum.tokens))})
+
+
+@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 7, 8, 12]), WORDS)
+@settings(max_examples=100, deadline=None)
 def test_every_scored_position_sees_exactly_its_own_datum(
-    sizes: list[tuple[int, list[int]]], seed: int, share: bool, opening: int
+    sizes: list[tuple[int, list[int]]], seed: int, share: bool, opening: int, num_words: int
 ) -> None:
-    batch = _batch(sizes, seed, opening)
+    batch = _batch(sizes, seed, opening, num_words)
     row = pack_row(batch, share_prefixes=share, share_opening=True)
     if share and len(sizes) > 1:
         assert row.documents[-1].opening == (opening if opening >= 8 else 0)
         assert np.isin(np.arange(5000, 5000 + opening), row.tokens).all()
         assert (row.tokens >= 5000).sum() == (opening if opening >= 8 else opening * len(sizes))
+    if share and opening in (0, 8, 12):
+        assert len(row.tokens) == _tree_size(batch), "nothing is computed twice"
     assert sum(d.num_tokens for d in row.documents) == len(row.tokens) == len(row.positions)
-    assert len(row.scored) == sum(d.num_loss_tokens for d in batch)
-    for k, index in enumerate(row.scored):
+    assert len(row.pair_index) == sum(d.num_loss_tokens for d in batch)
+    assert len({*zip(row.scored, row.targets, strict=True)}) == len(row.scored) == len({*row.pair_index})
+    sees = attended(row.documents)
+    for k, index in enumerate(row.scored[row.pair_index]):
         datum, position = batch[row.datum_index[k]], int(row.datum_position[k])
-        assert _seen(row, int(index)) == datum.tokens[: position + 1].tolist()
+        assert row.tokens[sees[index]].tolist() == datum.tokens[: position + 1].tolist()
         assert row.positions[index] == position
+        assert row.targets[row.pair_index[k]] == datum.loss_inputs["target_tokens"][position]
         assert row.loss_inputs["target_tokens"][k] == datum.loss_inputs["target_tokens"][position]
         assert row.loss_inputs["advantages"][k] == datum.loss_inputs["advantages"][position]
     unpacked = row.unpack(row.loss_inputs["advantages"])
@@ -72,28 +70,25 @@ def test_every_scored_position_sees_exactly_its_own_datum(
         np.testing.assert_array_equal(values, datum.loss_inputs["advantages"] * (datum.weights != 0))
 
 
-@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 12]))
+@given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 12]), WORDS)
 @settings(max_examples=60, deadline=None)
 def test_what_is_only_reported_is_shared_and_comes_back_for_every_datum(
-    sizes: list[tuple[int, list[int]]], seed: int, other_target: bool, opening: int
+    sizes: list[tuple[int, list[int]]], seed: int, other_target: bool, opening: int, num_words: int
 ) -> None:
-    plain = _batch(sizes, seed, opening)
+    plain = _batch(sizes, seed, opening, num_words)
     batch = [_reported(datum, other_target and index == 0) for index, datum in enumerate(plain)]
     row = pack_row(batch, share_prefixes=True, share_opening=True)
-    if not other_target:
-        assert len(row.tokens) == len(pack_row(plain, share_prefixes=True, share_opening=True).tokens)
-    assert len({*zip(row.datum_index, row.datum_position, strict=True)}) == len(row.scored)
-    for k, index in enumerate(row.scored):
-        datum, position = batch[row.datum_index[k]], int(row.datum_position[k])
-        assert _seen(row, int(index)) == datum.tokens[: position + 1].tolist()
-        assert row.loss_inputs["weights"][k] == datum.weights[position]
+    assert len(row.tokens) == len(pack_row(plain, share_prefixes=True, share_opening=True).tokens)
+    assert len({*zip(row.datum_index, row.datum_position, strict=True)}) == len(row.pair_index)
+    sees = attended(row.documents)
     # A value that only the tokens before and the target decide, as a log-prob is.
-    values = [hash((tuple(_seen(row, int(i))), row.loss_inputs["target_tokens"][k])) for k, i in enumerate(row.scored)]
-    found = row.unpack(np.array([value % 9973 for value in values], np.float32))
+    seen = [tuple(row.tokens[sees[index]].tolist()) for index in row.scored]
+    values = np.array([hash(pair) % 9973 for pair in zip(seen, row.targets.tolist(), strict=True)], np.float32)
+    found = row.unpack(values[row.pair_index])
     for datum, of_datum in zip(batch, found, strict=True):
-        seen = [tuple(datum.tokens[: position + 1].tolist()) for position in range(len(datum.tokens))]
-        targets = datum.loss_inputs["target_tokens"]
-        assert of_datum.tolist() == [hash((s, t)) % 9973 for s, t in zip(seen, targets, strict=True)]
+        tokens, targets = datum.tokens.tolist(), datum.loss_inputs["target_tokens"].tolist()
+        expected = [hash((tuple(tokens[: k + 1]), target)) % 9973 for k, target in enumerate(targets)]
+        assert of_datum.tolist() == expected
 
 
 def _reported(datum: Datum, other_target: bool) -> Datum:
@@ -104,25 +99,46 @@ def _reported(datum: Datum, other_target: bool) -> Datum:
     return Datum(tokens=datum.tokens, loss_inputs=inputs)
 
 
-def test_a_shared_prefix_is_in_the_row_once() -> None:
-    batch = [_datum([1, 2, 3], [4, 5]), _datum([9, 8], [7]), _datum([1, 2, 3], [6]), _datum([1, 2, 3], [4, 4, 4])]
+def test_what_datums_share_is_in_the_row_once() -> None:
+    batch = [_datum([1, 2, 3], [4, 5]), _datum([9, 8], [7]), _datum([1, 2, 3], [6]), _datum([1, 2, 3], [5, 4, 4])]
     row = pack_row(batch, share_prefixes=True)
-    assert row.tokens.tolist() == [1, 2, 3, 4, 4, 4, 9, 8]
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 4, 9, 8]
     assert row.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
-    assert row.documents == (Document(3, (1, 0, 2)), Document(2))
-    assert row.scored.tolist() == [2, 3, 2, 2, 4, 5, 7]
-    assert row.datum_index.tolist() == [0, 0, 2, 3, 3, 3, 1]
+    assert row.documents == (Document(3, (1, 2)), Document(2))
+    assert list(zip(row.scored, row.targets, strict=True)) == [(2, 4), (2, 5), (2, 6), (3, 5), (4, 4), (5, 4), (7, 7)]
+    assert row.datum_index.tolist() == [2, 0, 0, 3, 3, 3, 1]
+    assert row.pair_index.tolist() == [2, 0, 3, 1, 4, 5, 6]
     whole = pack_row(batch, share_prefixes=False)
     assert whole.documents == (Document(4), Document(2), Document(3), Document(5))
 
 
-def test_datums_share_only_what_comes_before_their_first_score() -> None:
+def test_completions_that_begin_alike_are_a_tree() -> None:
+    completions = [[4, 5, 6, 0], [4, 5, 7, 0], [4, 8, 0], [4, 5, 6, 0], [3, 0], [4, 5, 6, 9, 0]]
+    row = pack_row([_datum([1, 2], completion) for completion in completions], share_prefixes=True)
+    assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 9, 7, 8]
+    assert row.documents == (Document(2, (1,) * 7, depths=(1, 1, 2, 3, 4, 3, 2)),)
+    scored = list(zip(row.scored, row.targets, strict=True))
+    assert scored == [(1, 3), (1, 4), (2, 0), (3, 5), (3, 8), (4, 6), (4, 7), (5, 0), (5, 9), (6, 0), (7, 0), (8, 0)]
+    assert len(row.pair_index) == sum(map(len, completions))
+
+
+def test_a_datum_belongs_to_those_with_the_same_tokens_up_to_its_first_score() -> None:
     late = Datum(
         tokens=np.array([1, 2, 3]),
         loss_inputs={"target_tokens": np.array([2, 3, 4]), "weights": np.array([0, 1, 1], dtype=np.float32)},
     )
     early = Datum(tokens=np.array([1, 2, 3]), loss_inputs={"target_tokens": np.array([2, 3, 4])})
     assert [group.members for group in group_by_prefix([late, early, late])] == [(0, 2), (1,)]
+
+
+def test_a_group_counts_what_its_members_share_once() -> None:
+    batch = [_datum([1, 2], completion) for completion in ([4, 5, 0], [3, 0], [4, 6, 0], [4, 5, 0])]
+    (group,) = group_by_prefix(batch)
+    lengths = [len(datum.tokens) for datum in batch]
+    assert [batch[i].tokens.tolist() for i in group.members] == [[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5], [1, 2, 4, 6]]
+    assert group.shared == (0, 2, 4, 3)
+    assert group.num_tokens(lengths) == 6
+    assert group.part(2, 4).num_tokens(lengths) == 5
 
 
 def test_padding_adds_a_document_that_holds_nothing_to_score() -> None:

@@ -159,7 +159,7 @@ def test_a_datum_of_any_rollout_is_valid(prompt: int, num_tokens: int, advantage
     assert datum.loss_inputs["advantages"][scored].tolist() == [np.float32(advantage)] * num_tokens
     assert not datum.loss_inputs["advantages"][~scored].any()
     row = pack_row([datum, datum], share_prefixes=True)
-    assert len(row.scored) == 2 * num_tokens
+    assert (len(row.tokens), len(row.scored), len(row.pair_index)) == (len(datum.tokens), num_tokens, 2 * num_tokens)
 
 
 def test_advantages_may_differ_from_token_to_token() -> None:

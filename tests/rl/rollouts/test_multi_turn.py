@@ -100,7 +100,7 @@ def test_turns_of_a_group_share_their_prefix_in_a_row() -> None:
     row = pack_row(data, share_prefixes=True)
     assert len(data) == 2
     assert len(row.tokens) < sum(len(datum.tokens) for datum in data)
-    assert len(row.scored) == 6
+    assert len(row.pair_index) == 6
 
 
 def test_seeds_of_later_turns_depend_on_sample_and_turn_alone() -> None:

@@ -4,29 +4,14 @@ import pytest
 import torch
 
 from rl.data.packing import Document
+from tests.rl.data.row_definition import attended
 from trainer.config import TrainerConfig
 from trainer.engines.pytorch.attention_plan import document_mask
 from trainer.engines.pytorch.context_parallel import attend_in_context, context_masks, shard_row
 from trainer.engines.titan.model.row_lengths import row_multiple
 
-DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(1), Document(9))
-LENGTH = 24
-
-
-def owners() -> list[tuple[int, int]]:
-    """Document and suffix (0 is the prefix) of every token."""
-    return [
-        (index, suffix)
-        for index, document in enumerate(DOCUMENTS)
-        for suffix, size in enumerate((document.prefix, *document.suffixes))
-        for _ in range(size)
-    ]
-
-
-def may_attend(query: int, key: int) -> bool:
-    """Word by word what a packed row promises."""
-    (document, suffix), (key_document, key_suffix) = owners()[query], owners()[key]
-    return key <= query and document == key_document and key_suffix in (0, suffix)
+DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(2, (2, 1, 2), depths=(1, 2, 1)), Document(6), Document(9))
+LENGTH = 36
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -53,8 +38,7 @@ def test_masks_of_a_share_are_those_of_the_row(num_ranks: int) -> None:
             assert piece.mask is not None
             allowed[first : first + piece.size, piece.first_key : piece.last_key] = piece.mask
             first += piece.size
-        expected = [[may_attend(int(query), key) for key in range(LENGTH)] for query in shard.rows]
-        assert torch.equal(allowed, torch.tensor(expected))
+        assert torch.equal(allowed, torch.from_numpy(attended(DOCUMENTS))[shard.rows])
 
 
 def test_gpu_logic_attention_without_masks_is_that_with_masks() -> None:
@@ -69,9 +53,9 @@ def test_gpu_logic_attention_without_masks_is_that_with_masks() -> None:
 
 
 def test_a_document_mask_may_begin_anywhere() -> None:
-    document = DOCUMENTS[1]
-    whole = document_mask(document, 0, document.num_tokens)
-    assert torch.equal(document_mask(document, 2, 6), whole[2:6, :6])
+    for document in DOCUMENTS[1:3]:
+        whole = torch.from_numpy(attended([document]))
+        assert torch.equal(document_mask(document, 2, 6), whole[2:6, :6])
 
 
 def test_rows_divide_evenly() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.packing import Document
+from tests.rl.data.row_definition import attended
 from trainer.engines.pytorch import block_attention as blocks
 from trainer.engines.pytorch import document_attention as module
 from trainer.engines.pytorch.attention_plan import plan_attention
@@ -24,6 +25,16 @@ ROWS = {
     "short and long documents in turns": (Document(300), Document(20), Document(257), Document(31)),
     "short shared prefixes": (Document(20, (3, 0, 7)), Document(5), Document(22, (1, 4)), Document(20, (3, 0, 7))),
     "long shared prefixes": (Document(70, (130, 0, 1, 66, 64)), Document(3, (150, 150)), Document(256, (1, 90))),
+    "short trees": (Document(20, (3, 4, 2, 5, 7), depths=(1, 2, 2, 1, 2)), Document(21, (3, 4), depths=(1, 2))),
+    "long trees": (
+        Document(70, (30, 90, 65, 8, 70, 1, 66, 40), depths=(1, 2, 2, 1, 2, 3, 3, 1)),
+        Document(3, (100, 100, 100, 1), depths=(1, 2, 1, 2)),
+    ),
+    "a tree with an opening": (
+        Document(40),
+        Document(5, (30, 90, 65, 8, 70), 40, (1, 2, 2, 1, 2)),
+        Document(9, (2, 3, 1, 4), 40, (1, 2, 3, 1)),
+    ),
     "an opening": (Document(9), Document(20, (3, 0, 7), 9), Document(31, opening=9), Document(300, opening=9)),
     "a long opening": (Document(40), Document(3, (70, 190), 40), Document(1, opening=40), Document(20, (3, 3), 40)),
     "longer than blocks are for": (Document(1025), Document(3), Document(1030)),
@@ -32,17 +43,7 @@ ROWS = {
 
 def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Document, ...]) -> Tensor:
     """[L, heads, D]: the definition, token by token."""
-    owners = [
-        (document, suffix)
-        for document, each in enumerate(documents)
-        for suffix, size in enumerate((each.prefix, *each.suffixes))
-        for _ in range(size)
-    ]
-    document, suffix = torch.tensor(owners).T
-    allowed = torch.ones(len(q), len(q), dtype=torch.bool).tril() & (document[:, None] == document)
-    allowed &= (suffix[:, None] == suffix) | (suffix == 0)
-    opening = torch.tensor([each.opening for each in documents])[document]
-    allowed |= torch.arange(len(q)) < opening[:, None]
+    allowed = torch.from_numpy(attended(documents))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
@@ -93,7 +94,8 @@ def test_equals_its_definition_in_float64(name: str, heads: tuple[int, int]) -> 
 @pytest.mark.seconds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_inputs_lose_only_what_rounding_costs(dtype: torch.dtype) -> None:
-    documents = ROWS["an opening"] + ROWS["short shared prefixes"] + ROWS["long shared prefixes"]
+    names = ("an opening", "short shared prefixes", "long shared prefixes", "long trees")
+    documents = sum((ROWS[name] for name in names), ())
     plan = plan_attention(documents)
     inputs, grad = random_row(sum(document.num_tokens for document in documents), (6, 2), torch.bfloat16)
     exact = [x.double() for x in inputs]

@@ -1,6 +1,6 @@
 """The torchtitan engine alone, against transformers and plain autograd."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from rl.types import REPORTED_WEIGHT, AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -68,16 +68,21 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert max(errors.values()) <= tolerance, errors
 
 
+def assert_logprobs(batch: Sequence[Datum], logprobs: Sequence[np.ndarray], reference: ReferencePolicy) -> None:
+    for datum, found in zip(batch, logprobs, strict=True):
+        expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_logprobs_and_entropy_equal_transformers(model: Path) -> None:
     batch = random_batch(LENGTHS)
     output = build(model).forward([batch], entropy=True)
     reference = ReferencePolicy(model)
     assert output.entropy is not None
-    for datum, logprobs, entropy in zip(batch, output.logprobs, output.entropy, strict=True):
-        scored = datum.weights != 0
-        expected = reference.logprobs(datum).detach().numpy()
-        np.testing.assert_allclose(logprobs, np.where(scored, expected, 0), atol=1e-5)
-        np.testing.assert_allclose(entropy, np.where(scored, reference.entropy(datum).detach().numpy(), 0), atol=1e-5)
+    assert_logprobs(batch, output.logprobs, reference)
+    for datum, entropy in zip(batch, output.entropy, strict=True):
+        expected = np.where(datum.weights != 0, reference.entropy(datum).detach().numpy(), 0)
+        np.testing.assert_allclose(entropy, expected, atol=1e-5)
 
 
 def test_every_gradient_equals_autograd(model: Path) -> None:
@@ -95,22 +100,22 @@ GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("groups", "opening", "unscored"), [(GROUPS[:3], 0, 0), (GROUPS, 8, 0), (GROUPS, 8, REPORTED_WEIGHT)]
+    ("groups", "opening", "unscored", "num_words"),
+    [(GROUPS[:3], 0, 0, VOCAB_SIZE), (GROUPS, 0, 0, 2), (GROUPS, 8, 0, 2), (GROUPS, 8, REPORTED_WEIGHT, 2)],
 )
-def test_shared_prefixes_change_no_gradient(
-    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, unscored: float
+def test_what_datums_share_changes_no_gradient(
+    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, unscored: float, num_words: int
 ) -> None:
-    batch = random_groups(groups, opening=opening, unscored=unscored)
+    batch = random_groups(groups, opening=opening, unscored=unscored, num_words=num_words)
     engine, reference = build(model), ReferencePolicy(model)
     assert engine.shares_prefixes
     output = engine.forward_backward([batch], get_loss("importance_sampling"))
     assert output.metrics["loss"] == pytest.approx(
         reference.backward(batch, importance_sampling), rel=1e-5, abs=1e-4
     )  # terms cancel
+    assert output.metrics["num_loss_tokens"] == sum(datum.num_loss_tokens for datum in batch)
     assert_close(gradients(engine), reference.gradients(), 1e-5)
-    for datum, logprobs in zip(batch, output.logprobs, strict=True):
-        expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert_logprobs(batch, output.logprobs, reference)
 
 
 def test_activation_checkpointing_changes_no_gradient(llama: Path) -> None:
@@ -131,9 +136,7 @@ def test_gradient_does_not_depend_on_packing(llama: Path, budget: int) -> None:
     output = engine.forward_backward(plan.split(batch)[0], get_loss("cross_entropy"))
     reference.backward(batch, cross_entropy)
     assert_close(gradients(engine), reference.gradients(), 1e-5)
-    for datum, logprobs in zip(batch, plan.restore([output.logprobs]), strict=True):
-        expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
-        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert_logprobs(batch, plan.restore([output.logprobs]), reference)
 
 
 def test_two_calls_accumulate_to_one_on_the_union(llama: Path) -> None:
@@ -169,7 +172,6 @@ def test_steps_equal_adamw_with_the_values_of_each_call(llama: Path) -> None:
     for version, (params, grad_scale) in enumerate(STEPS, start=1):
         engine.forward_backward([batch], get_loss("cross_entropy"))
         step = engine.optim_step(params, grad_scale)
-
         reference.backward(batch, cross_entropy)
         for gradient in reference.gradients().values():
             gradient.mul_(grad_scale)

@@ -106,7 +106,7 @@ def test_hooks_change_what_is_computed_and_what_is_returned(build_any: Build) ->
         return [replace(datum, tokens=datum.tokens[::-1].copy()) for datum in microbatch]
 
     def halve(row: PackedRow, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert len(row.scored) == len(scores)
+        assert len(row.pair_index) == len(scores)
         assert not scores.requires_grad
         return scores / 2, entropy
 

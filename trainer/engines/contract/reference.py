@@ -17,12 +17,18 @@ TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 def random_groups(
-    sizes: Sequence[tuple[int, Sequence[int]]], seed: int = 0, opening: int = 0, *, unscored: float = 0
+    sizes: Sequence[tuple[int, Sequence[int]]],
+    seed: int = 0,
+    opening: int = 0,
+    *,
+    unscored: float = 0,
+    num_words: int = VOCAB_SIZE,
 ) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 
     All prompts have `opening` more tokens before them, the same ones. As in a rollout, the last token of the prompt is
-    the first position that is scored; those before it have the weight `unscored`.
+    the first position that is scored; those before it have the weight `unscored`. Completions are of `num_words`
+    different tokens: of few, some begin alike.
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
@@ -31,7 +37,7 @@ def random_groups(
         prompt = np.concatenate([start, rng.integers(0, VOCAB_SIZE, own_length)])
         prompt_length = len(prompt)
         for length in completion_lengths:
-            tokens = np.concatenate([prompt, rng.integers(0, VOCAB_SIZE, length)])
+            tokens = np.concatenate([prompt, rng.integers(0, num_words, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
                 "target_tokens": tokens[1:],
                 "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),

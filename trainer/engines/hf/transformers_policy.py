@@ -119,13 +119,13 @@ class TransformersPolicy(nn.Module):
     def score(self, row: PackedRow, device: torch.device, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores a packed row on the device that holds the model.
 
-        Returns log-probs [S] float32 of the row's scored positions and, if asked for, entropies [S] float32. A value
-        head returns values [S] float32 and None. Only scored positions go through the output projection. Positions
+        Returns log-probs [P] float32 of the row's scored pairs and, if asked for, entropies [P] float32. A value head
+        returns values [P] float32 and None. Only scored positions go through the output projection. Positions
         begin at 0 in every document, which is how transformers tells documents apart.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
-        scored, targets = to_tensor(row.scored, device), to_tensor(row.loss_inputs["target_tokens"], device)
+        scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)

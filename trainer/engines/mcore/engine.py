@@ -104,7 +104,7 @@ class RowScorer:
         row = pad_row(row, self._row_multiple)
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
-        targets = to_tensor(row.loss_inputs["target_tokens"], self._device)
+        targets = to_tensor(row.targets, self._device)
         shard = None
         if self._num_shards == 1:
             plan = plan_documents(row.documents, self._device)
@@ -123,5 +123,5 @@ class RowScorer:
         return StageInputs(tokens[None], others), shard
 
     def whole(self, scores: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
-        """[s] scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        """[p] scores of this rank's shard -> [P] of the whole row. A collective if there are shards."""
         return scores if shard is None else gather_scored(scores, shard, num_scored, self._context)

@@ -18,6 +18,7 @@ from rl.lora import LoRAConfig, tensor_name
 from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
 from trainer import checkpoint
+from trainer.engines.base import Microbatch
 from trainer.engines.pytorch.adapter_parameters import (
     all_names,
     check_memory,
@@ -88,6 +89,9 @@ class AdapterEngine(TorchEngine):
     @property
     def shares_prefixes(self) -> bool:
         return self._base.shares_prefixes
+
+    def _pack_row(self, microbatch: Microbatch) -> PackedRow:
+        return self._base._pack_row(microbatch)
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:

@@ -2,11 +2,12 @@
 
 A tile is some adjacent queries of a document and the keys that they may attend to, so what the causal mask hides beyond
 a tile is not computed. Short documents of about the same length are padded to one length and computed together. In a
-long document with suffixes, the tiles of a suffix leave out the keys of all earlier suffixes.
+long document with suffixes, the tiles of a suffix leave out the keys of the suffixes that it does not branch off.
 """
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,19 @@ _SHORT_TILE, _LONG_TILE = 32, 64
 
 
 class Tile(NamedTuple):
-    """Queries `start` to `stop - 1` of a document, and their keys: 0 to `prefix - 1` and `first` to `stop - 1`."""
+    """Queries `start` to `stop - 1` of a document, and the keys that some of them attend to."""
 
     start: int
     stop: int
-    prefix: int
-    first: int
+    keys: tuple[tuple[int, int], ...]
+    """The first token and the token after the last, of each stretch of keys."""
     mask: Tensor
     """[1 or N, stop - start, w] float32, 0 or minus infinity, for the last w keys. N is the number of documents."""
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return sum(stop - start for start, stop in self.keys)
 
 
 class DocumentBatch(NamedTuple):
@@ -63,7 +69,7 @@ def plan_attention(documents: Sequence[Document]) -> AttentionPlan:
     # From here on every document begins with its own copy of the opening.
     openings = [document.opening for document in documents]
     starts = [start - opening for start, opening in zip(starts, openings, strict=False)]
-    documents = [Document(d.opening + d.prefix, d.suffixes) for d in documents]
+    documents = [replace(d, prefix=d.opening + d.prefix, opening=0) for d in documents]
     long = [i for i, document in enumerate(documents) if document.num_tokens > _SHORT_DOCUMENT]
     short: dict[tuple[int, bool], list[int]] = {}
     for i, document in enumerate(documents):
@@ -102,9 +108,7 @@ def document_mask(document: Document, first: int, stop: int) -> Tensor:
     """[stop - first, stop] bool: which tokens of a document its tokens `first` to `stop - 1` may attend to."""
     mask = torch.ones(stop - first, stop, dtype=torch.bool).tril(first)
     if document.suffixes:
-        sizes = torch.tensor((document.prefix, *document.suffixes))
-        suffix = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:stop]
-        mask &= (suffix[first:, None] == suffix) | (suffix == 0)
+        mask &= torch.arange(first, stop)[:, None] < torch.from_numpy(document.seen_until()[:stop])
     return mask
 
 
@@ -117,24 +121,40 @@ def _short_documents(documents: Sequence[Document]) -> DocumentBatch:
     allowed = torch.ones(len(documents), size, size, dtype=torch.bool).tril()  # padding has to attend to something
     for mask, document in zip(allowed, documents, strict=True):
         mask[: document.num_tokens, : document.num_tokens] = document_mask(document, 0, document.num_tokens)
-    return DocumentBatch(len(documents), size, tuple(Tile(s, e, 0, 0, _added(allowed[:, s:e, :e])) for s, e in parts))
+    return DocumentBatch(
+        len(documents), size, tuple(Tile(s, e, ((0, e),), _added(allowed[:, s:e, :e])) for s, e in parts)
+    )
 
 
 def _one_document(document: Document) -> DocumentBatch:
     prefix, size = document.prefix, document.num_tokens
     tiles = [_causal_tile(s, e) for s, e in _cut(0, prefix, _LONG_TILE)]
-    ends = itertools.accumulate(document.suffixes, initial=prefix)
-    begin_of = [begin for begin, length in zip(ends, document.suffixes, strict=False) for _ in range(length)]
+    segments = document.segments()
     for s, e in _cut(prefix, size, _LONG_TILE):
-        first = begin_of[s - prefix]
-        tiles.append(Tile(s, e, prefix, first, _added(document_mask(document, s, e)[None, :, first:])))
+        # What the first query attends to, and what comes after its suffix began, is all that any query attends to.
+        own = next(start for start, stop, _ in segments if s < stop)
+        keys = [(start, stop) for start, stop, until in segments if start < own and s < until] + [(own, e)]
+        mask = document_mask(document, s, e)
+        masked = torch.cat([mask[:, start:stop] for start, stop in keys[1:]], dim=1)
+        tiles.append(Tile(s, e, _joined(keys), _added(masked[None])))
     return DocumentBatch(1, size, tuple(tiles))
+
+
+def _joined(stretches: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Stretches in ascending order, those that adjoin as one."""
+    joined = [stretches[0]]
+    for start, stop in stretches[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _causal_tile(start: int, stop: int) -> Tile:
     """A tile where only the causal mask applies."""
     size = stop - start
-    return Tile(start, stop, 0, 0, _added(torch.ones(1, size, size, dtype=torch.bool).tril()))
+    return Tile(start, stop, ((0, stop),), _added(torch.ones(1, size, size, dtype=torch.bool).tril()))
 
 
 def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:

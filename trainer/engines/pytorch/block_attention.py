@@ -102,19 +102,15 @@ class _Part(NamedTuple):
 
     def keys_of(self, x: Tensor) -> Tensor:
         """[M, T, D] -> [m, K, D]"""
-        tile = self.tile
-        if tile.first <= tile.prefix:
-            return x[self.pairs, : tile.stop]
-        return torch.cat([x[self.pairs, : tile.prefix], x[self.pairs, tile.first : tile.stop]], dim=1)
+        stretches = [x[self.pairs, start:stop] for start, stop in self.tile.keys]
+        return stretches[0] if len(stretches) == 1 else torch.cat(stretches, dim=1)
 
     def add_to_keys(self, x: Tensor, update: Tensor) -> None:
         """Adds [m, K, D] to the tile's keys of x [M, T, D]."""
-        tile = self.tile
-        if tile.first <= tile.prefix:
-            x[self.pairs, : tile.stop].add_(update)
-            return
-        x[self.pairs, : tile.prefix].add_(update[:, : tile.prefix])
-        x[self.pairs, tile.first : tile.stop].add_(update[:, tile.prefix :])
+        done = 0
+        for start, stop in self.tile.keys:
+            x[self.pairs, start:stop].add_(update[:, done : done + stop - start])
+            done += stop - start
 
     def probs(self, queries: Tensor, keys: Tensor) -> Tensor:
         """queries [m, B * R, D] and keys [m, K, D] -> [m, B * R, K] float32"""
@@ -131,7 +127,7 @@ def _parts(batch: DocumentBatch, num_heads: int, num_shared: int) -> Iterator[_P
         own_masks = len(tile.mask) > 1
         unit = num_heads if own_masks else 1  # documents with masks of their own are not cut between heads
         rows = slice(tile.start * num_shared, tile.stop * num_shared)
-        num_scores = unit * (rows.stop - rows.start) * (tile.prefix + tile.stop - tile.first)
+        num_scores = unit * (rows.stop - rows.start) * tile.num_keys
         step = unit * max(1, _CHUNK_SCORES // num_scores)
         for start in range(0, num_pairs, step):
             pairs = slice(start, start + step)

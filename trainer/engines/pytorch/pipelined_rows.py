@@ -13,7 +13,7 @@ from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
-from trainer.engines.pytorch.row_runner import RowRunner, idle_row, loss_inputs
+from trainer.engines.pytorch.row_runner import RowRunner, idle_row, loss_inputs, of_positions
 
 
 class RowScorer(Protocol):
@@ -24,7 +24,7 @@ class RowScorer(Protocol):
         ...
 
     def whole(self, scores: Tensor, shard: Any, num_scored: int) -> Tensor:
-        """Scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        """Scores of this rank's shard -> [P] of the whole row. A collective if there are shards."""
         ...
 
 
@@ -105,8 +105,8 @@ class _PipelinedCall:
         self._shards = [shard for _, shard in prepared]
 
     def row_scores(self, scores: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
-        """[1 or 2, s] outputs of the last stage -> log-probs or values [S], and entropies [S] if there are two."""
+        """[1 or 2, p] outputs of the last stage -> log-probs or values [S], and entropies [S] if there are two."""
         row = self.rows[index]
         assert row is not None
         whole = [self._scorer.whole(each, self._shards[index], len(row.scored)) for each in scores]
-        return whole[0], whole[1] if len(whole) > 1 else None
+        return of_positions(row, whole[0], whole[1] if len(whole) > 1 else None)

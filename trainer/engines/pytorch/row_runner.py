@@ -25,9 +25,9 @@ class ScoreRow(Protocol):
     """The forward pass of a model over one row."""
 
     def __call__(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [S] float32 of a row's scored positions and, if asked for, entropies [S] float32.
+        """Log-probs [P] float32 of a row's scored pairs and, if asked for, entropies [P] float32.
 
-        A value head returns values [S] float32 and None.
+        The pairs are `row.scored` and `row.targets`. A value head returns values [P] float32 and None.
         """
         ...
 
@@ -83,7 +83,7 @@ class SequentialRows(RowRunner):
     def forward(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
         for row in rows:
             if row is not None and len(row.scored):
-                output.add(row, *self._score(row, entropy=entropy), {})
+                output.add(row, *of_positions(row, *self._score(row, entropy=entropy)), {})
                 continue
             if row is not None:
                 output.add(row, None, None, {})
@@ -94,7 +94,7 @@ class SequentialRows(RowRunner):
         return output
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
-        scores, entropy = self._score(row, entropy=loss.needs_entropy)
+        scores, entropy = of_positions(row, *self._score(row, entropy=loss.needs_entropy))
         loss_sum, metrics = self.failure_sync.run(lambda: loss(scores, entropy, loss_inputs(row, self._device)))
         output.add(row, scores, None, {"loss": loss_sum.detach(), **metrics})
         loss_sum.backward()
@@ -103,6 +103,13 @@ class SequentialRows(RowRunner):
 def idle_row() -> PackedRow:
     """A row of one token, which a rank without work computes and discards while other ranks compute theirs."""
     return pack_row([_IDLE_DATUM], share_prefixes=False)
+
+
+def of_positions(row: PackedRow, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores and entropies [P] of a row's scored pairs -> those of its scored positions [S]."""
+    # The gradient of `index_select` would be a sum in no certain order on a GPU.
+    pair_index = to_tensor(row.pair_index, scores.device)
+    return scores[pair_index], None if entropy is None else entropy[pair_index]
 
 
 def loss_inputs(row: PackedRow, device: torch.device) -> LossInputs:

@@ -7,6 +7,7 @@ Legend: L tokens of the row.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,24 +19,14 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def segment_mask(documents: Sequence[Document], device: torch.device) -> MaskFunction:
     """The mask of a row of these documents. Its tensors lie on `device`."""
-    document, suffix, opening = (
-        torch.tensor(column).repeat_interleave(torch.tensor([size for *_, size in _segments(documents)])).to(device)
-        for column in list(zip(*_segments(documents), strict=True))[:3]
-    )
+    sizes = [document.num_tokens for document in documents]
+    starts = np.cumsum((0, *sizes))
+    until = np.concatenate([d.seen_until() + start for d, start in zip(documents, starts, strict=False)])
+    opening = np.repeat([document.opening for document in documents], sizes)
+    seen_until, opening_of = torch.from_numpy(until).to(device), torch.from_numpy(opening).to(device)
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head
-        own = document[query] == document[key]
-        in_reach = (suffix[key] == 0) | (suffix[query] == suffix[key])
-        return (key <= query) & ((own & in_reach) | (key < opening[query]))
+        return (key <= query) & ((query < seen_until[key]) | (key < opening_of[query]))
 
     return mask
-
-
-def _segments(documents: Sequence[Document]) -> list[tuple[int, int, int, int]]:
-    """Every prefix and suffix: its document, its number (0 for a prefix), the opening's tokens, its own tokens."""
-    return [
-        (index, number, document.opening, size)
-        for index, document in enumerate(documents)
-        for number, size in enumerate((document.prefix, *document.suffixes))
-    ]

@@ -43,7 +43,7 @@ class RowScorer:
         row = self._padded(row)
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
-        targets = to_tensor(row.loss_inputs["target_tokens"], self._device)
+        targets = to_tensor(row.targets, self._device)
         if self._context_mesh is None:
             shard, rows = None, slice(None)
             masks = attention_masks(positions[None], row.documents, self._compute_dtype)
@@ -68,7 +68,7 @@ class RowScorer:
         return pad_row(row, row_length(len(row.tokens), self._row_multiple))
 
     def whole(self, scores: Tensor, shard: RowShard | None, num_scored: int) -> Tensor:
-        """[s] scores of this rank's shard -> [S] of the whole row. A collective if there are shards."""
+        """[p] scores of this rank's shard -> [P] of the whole row. A collective if there are shards."""
         if self._context_mesh is None or shard is None:
             return scores
         return gather_scored(scores, shard, num_scored, self._context_mesh.get_group())
