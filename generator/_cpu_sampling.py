@@ -8,6 +8,7 @@ random number falls.
 Legend: N samples, V words of the vocabulary, B blocks of words.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -37,8 +38,15 @@ def _forward_cpu(
     reported = {"processed_logits": logits, "processed_logprobs": logprobs}.get(self.logprobs_mode)
     uniform = torch.rand(len(logits), dtype=torch.float64)
     for row, generator in generators.items():
-        uniform[row] = torch.rand((), generator=generator, dtype=torch.float64)
+        uniform[row] = _draw(generator)
     return sample(logprobs, uniform), reported
+
+
+def _draw(generator: torch.Generator) -> float:
+    """A random number in [0, 1). PyTorch's generators on the CPU use 32 bits of a seed; here all 64 count."""
+    drawn = int(torch.randint(1 << 62, (), generator=generator))
+    key = generator.initial_seed().to_bytes(8, "little") + drawn.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _PADDING_DOCUMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A segment of a row whose tokens attend to no other segment but the opening: a prefix followed by its suffixes.
+    """A part of a row whose tokens attend to nothing outside it but the opening: a prefix followed by its suffixes.
 
     A suffix attends to the prefix, to itself and to the suffixes that it branches off, but not to others.
     """
@@ -48,8 +48,7 @@ class Document:
         return self.prefix + sum(self.suffixes)
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """The prefix and every suffix: its first token, the token after its last, and the first that does not attend
-        to it. All tokens in between do."""
+        """Of the prefix and every suffix: where it starts, where it stops, and up to where tokens attend to it."""
         bounds = np.cumsum((0, self.prefix, *self.suffixes)).tolist()
         depths = (0, *(self.depths or (1,) * len(self.suffixes)))
         until = [bounds[-1]] * len(depths)
@@ -61,8 +60,7 @@ class Document:
         return list(zip(bounds, bounds[1:], until, strict=False))
 
     def seen_until(self) -> Ints:
-        """[num_tokens] the first token after each token that does not attend to it, whether or not the document ends
-        there."""
+        """[num_tokens] for each token, the first one after it that does not attend to it; else the document's end."""
         segments = self.segments()
         return np.repeat([until for *_, until in segments], [stop - start for start, stop, _ in segments])
 

@@ -26,9 +26,9 @@ class PrefixGroup:
     members: tuple[int, ...]
     """Indices of the datums in the batch."""
     shared: tuple[int, ...]
-    """For each member, the number of tokens that it begins with as the member before it does; 0 for the first.
+    """For each member, how many of its first tokens it shares with the member before it; 0 for the first.
 
-    Any two members share the least of the numbers after the first of them, up to that of the second."""
+    Members i < k share as many as the least of `shared[i + 1 : k + 1]`."""
 
     def num_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens of the group on a packed row. `lengths` holds the number of tokens of every datum of the batch."""

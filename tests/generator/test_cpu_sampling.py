@@ -88,3 +88,16 @@ def test_a_request_with_a_seed_does_not_depend_on_its_neighbours(sampler: Any) -
         return sampler.forward(logits[rows], generators, None, None)[0].tolist()
 
     assert seeded([0, 1, 2, 3]) == [*seeded([0]), *seeded([1]), *seeded([2, 3])]
+
+
+def test_seeds_that_differ_in_any_bit_sample_differently(sampler: Any) -> None:
+    logits = torch.zeros(1, 49152)
+
+    def tokens(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return [int(sampler.forward(logits, {0: generator}, None, None)[0]) for _ in range(3)]
+
+    seeds = [7, *(7 + (1 << bit) for bit in (20, 31, 32, 40, 61))]
+    found = [tokens(seed) for seed in seeds]
+    assert len({token for each in found for token in each}) == 3 * len(seeds)
+    assert tokens(7) == found[0]
