@@ -1,11 +1,11 @@
 """Patch of vLLM that draws one random number for each token, with its reason and the condition for its removal.
 
 Written against vLLM 0.32, whose kernel draws one for each word of the vocabulary and takes two logarithms of it (the
-Gumbel-max trick): a fifth of the time in which 128 samples of a small model advance by a token. The inverse of the
-cumulative distribution needs one: the words' probabilities are added up in blocks, then within the block in which the
+Gumbel-max trick). For 128 samples of a vocabulary of 49,152 words that takes 22 ms on two cores; the inverse of the
+cumulative distribution takes 3: the words' probabilities are added up in blocks, then within the block in which the
 random number falls.
 
-Legend: N samples, V words of the vocabulary, B blocks of words.
+Legend: N samples, V words of the vocabulary.
 """
 
 import hashlib

@@ -67,7 +67,7 @@ class Model:
         self._of_call, self._pull = {}, None
 
     def score(self, row: Row, backward: bool) -> tuple[Floats, Floats | None]:
-        """Log-probs [S] and entropies [S] of a row, or values [S] and None. With `backward`, `pull_back` may follow."""
+        """Log-probs [P] and entropies [P] of a row, or values [P] and None. With `backward`, `pull_back` may follow."""
         inputs = [Tensor(array) for array in (row.tokens, row.cos, row.sin, row.mask, row.scored, row.targets)]
         if backward:
             scores, self._pull = mindspore.vjp(self._forward, *inputs, weights=list(self._weights.values()))

@@ -1,6 +1,6 @@
 """What the engine and its MindSpore process say to each other. Both import this module, so it needs only NumPy.
 
-Legend: L tokens of a row, S scored positions, H half the size of an attention head.
+Legend: L tokens of a row, P scored pairs, H half the size of an attention head.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ class Row:
     mask: Floats
     """[L, L] what is added to the scores of attention: 0 where a token attends to another, else -inf."""
     scored: Ints
-    """[S] indices into the row."""
+    """[P] indices into the row."""
     targets: Ints
-    """[S] the tokens to score."""
+    """[P] the tokens to score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from trainer.engines.pytorch.attention_plan import AttentionPlan, plan_attention
 from trainer.engines.pytorch.block_attention import block_attention
 
 # Above this many tokens PyTorch's kernel takes less time for a document without suffixes.
-_LONG_DOCUMENT = 1024
+_LONG_DOCUMENT = 640
 
 
 class RowPart(NamedTuple):
