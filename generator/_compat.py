@@ -7,18 +7,15 @@ Nothing is patched when this module is imported. The worker that a tensor-parall
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as expert_method
-import vllm.model_executor.layers.utils as gemm
 import vllm.v1.sample.sampler as sampler
 from torch import nn
 from vllm import ir
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -28,15 +25,10 @@ from generator._cpu_packing import patch_packing
 from generator._cpu_sampling import patch_sampling
 from generator._cpu_startup import patch_startup
 from generator.options import CPU_KERNELS
-from rl.weights.manifest import WeightsError
-
-_PACKS = "ownloop_packs_weight"
 
 
 def patch_cpu() -> None:
     """Applies the patches for the CPU. Has to be called before an engine is built; calling it again does nothing."""
-    if not isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight):
-        gemm.dispatch_cpu_unquantized_gemm = _PackBesideWeight(gemm.dispatch_cpu_unquantized_gemm)
     sampler.batched_count_greater_than = _no_ranks
     if not isinstance(expert_method.select_unquantized_moe_backend, _ExpertsWithoutAdapters):
         select = expert_method.select_unquantized_moe_backend
@@ -83,56 +75,6 @@ def patch_prompt_logprobs(runner: Any) -> None:
         return scored
 
     runner._get_prompt_logprobs_dict = one_by_one
-
-
-@dataclass(frozen=True, slots=True)
-class _PackBesideWeight:
-    """Keeps the plain weight beside its packed copy (for oneDNN or AMX), so that `load_weights` can load into it.
-
-    vLLM throws the plain weight away; `load_weights` then fails, and `reload_weights` silently keeps the old head of a
-    model with tied embeddings. Packed weights are worth their memory and the time of packing at every pull: 1,000
-    tokens take 2.3 s of CPU time with packed weights of 135M parameters, and 2.8 s with plain ones. Input embeddings
-    are not packed, because nothing is multiplied with them, nor is a dtype that oneDNN cannot multiply on this
-    processor (bfloat16 without AVX-512).
-
-    Nothing is packed before it is multiplied with. A run's first pull, which comes before its first step, packs all.
-
-    Remove when vLLM's `reload_weights` is right for tied embeddings on the CPU and as fast.
-    """
-
-    original: Callable[..., None]
-
-    def __call__(self, layer: nn.Module, remove_weight: bool) -> None:
-        del remove_weight
-        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-            object.__setattr__(layer, "cpu_linear", nn.functional.linear)
-            return
-        weight = cast(torch.Tensor, layer.weight)
-        if weight.ndim != 2 or weight.is_meta or not self._packs(weight.dtype):
-            self.pack(layer, weight)
-            return
-
-        def pack_and_multiply(*inputs: torch.Tensor | None) -> torch.Tensor:
-            self.pack(layer, cast(torch.Tensor, layer.weight))
-            return cast(Callable[..., torch.Tensor], layer.cpu_linear)(*inputs)
-
-        object.__setattr__(layer, "cpu_linear", pack_and_multiply)
-        object.__setattr__(layer, _PACKS, True)
-
-    def _packs(self, dtype: torch.dtype) -> bool:
-        """Whether this processor packs matrices of a dtype."""
-        sample = nn.Module()
-        self.pack(sample, torch.zeros(64, 64, dtype=dtype))
-        return bool(vars(sample)[_PACKS])
-
-    def pack(self, layer: nn.Module, weight: torch.Tensor) -> None:
-        """Makes `layer` multiply with a packed copy of `weight`, or with its own weight if there is no packed form."""
-        stand_in = SimpleNamespace(weight=weight, bias=getattr(layer, "bias", None))
-        self.original(stand_in, remove_weight=True)
-        if hasattr(stand_in, "cpu_linear"):
-            packs = stand_in.weight is not weight  # vLLM replaces a weight that it has packed
-            object.__setattr__(layer, "cpu_linear", stand_in.cpu_linear if packs else nn.functional.linear)
-            object.__setattr__(layer, _PACKS, packs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,29 +166,6 @@ def _register_norms() -> None:
     if CPU_KERNELS not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(CPU_KERNELS, supports_args=can_norm)(norm)
         ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=can_add_and_norm, inplace=True)(add_and_norm)
-
-
-def packed_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that multiply with a packed copy of their weight. Empty on a GPU."""
-    return [layer for layer in model.modules() if vars(layer).get(_PACKS)]
-
-
-def pack(layer: nn.Module, weight: torch.Tensor) -> None:
-    """Makes a packed layer multiply with `weight` from now on. Threads may pack several layers at a time."""
-    object.__setattr__(layer, "cpu_linear", None)  # frees the old packed copy, whose memory the new one then takes
-    assert isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight)
-    gemm.dispatch_cpu_unquantized_gemm.pack(layer, weight)
-
-
-def pack_again(layer: nn.Module, weight: torch.Tensor) -> None:
-    """`pack` for a layer that has been packed before, whose plain weight may be out of date.
-
-    Raises `WeightsError` if it cannot be packed: vLLM only warns of this, and would multiply with the plain weight.
-    """
-    pack(layer, weight)
-    if not vars(layer)[_PACKS]:
-        shape = "x".join(map(str, weight.shape))
-        raise WeightsError(f"vLLM could not pack a weight of {shape} again; the generator's log says why")
 
 
 def packed_experts(model: nn.Module) -> list[Callable[[], None]]:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator._compat import pack, pack_again, packed_experts, packed_layers
+from generator._compat import packed_experts
+from generator._cpu_packing import pack, pack_again, packed_layers
 from rl.weights import gpu_copies
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
@@ -100,7 +101,10 @@ class CopyPlan:
             whole = _as_one(weight, into[_address(weight)])
             self._packs.append((layer, whole or weight))
             if whole is not None and _address(weight) not in plain:
-                del into[_address(weight)]  # only the packed copy is ever read, so the plain one may go stale
+                del into[_address(weight)]
+                # Only the packed copy is read from now on. A layer that reads the plain one all the same computes NaN,
+                # and not with weights of an earlier version.
+                weight.data.fill_(torch.nan)
         self._copies = [pair for pairs in into.values() for pair in pairs]
         self._experts = packed_experts(model)
         # For each memory, the operations that load it, in stages that run one after the other. They are kept, because

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from generator._compat import packed_experts, packed_layers
+from generator._compat import packed_experts
+from generator._cpu_packing import packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
 from rl.checks import first_names
 from rl.hf_config import stored_shapes

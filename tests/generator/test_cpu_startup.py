@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator._compat import packed_layers
+from generator._cpu_packing import packed_layers
 from generator._cpu_startup import patch_startup, without_compiler
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import greedy
