@@ -98,7 +98,9 @@ class SharedMemorySender:
         buffer = self._buffer(record)
         record = replace(record, location=buffer.location)
         await self._introduce(record)
-        return record, await asyncio.to_thread(self._write, buffer, record, shards)
+        await asyncio.to_thread(self._begin, buffer)
+        # Not in a thread: the threads of `cpu_thread_env` are quick only while one Python thread computes.
+        return record, self._write(buffer, record, shards)
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
         """Compares the two buffers, unless the checksums already looked at every byte."""
@@ -131,6 +133,16 @@ class SharedMemorySender:
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         self._introduced.add(record.location)
 
+    def _begin(self, buffer: WeightBuffer) -> None:
+        """Waits until rank 0 has locked readers out, which no rank may write before."""
+        problem: Exception | None = None
+        try:
+            if self._rank == 0:
+                buffer.begin_write(self._reader_timeout_s)
+        except WeightsError as error:
+            problem = error
+        raise_on_every_rank(problem, CANNOT_PUBLISH)
+
     @torch.no_grad()
     def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> tuple[int, ...]:
         """Writes this rank's shards. Rank 0 holds the lock for all, and seals the header once all have written.
@@ -138,13 +150,6 @@ class SharedMemorySender:
         Returns the checksums on rank 0.
         """
         problem: Exception | None = None
-        try:
-            if self._rank == 0:
-                buffer.begin_write(self._reader_timeout_s)
-        except WeightsError as error:
-            problem = error
-        # No rank may write before rank 0 has locked readers out.
-        raise_on_every_rank(problem, CANNOT_PUBLISH)
         try:
             pairs = [
                 (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)

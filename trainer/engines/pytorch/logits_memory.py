@@ -51,9 +51,13 @@ class LogitsMemory(threading.local):
         self._key = object()
         return self._key
 
+    def num_kept(self, key: object) -> int:
+        """How many positions' logits there is room for; none if another row has taken it."""
+        return len(self._logits) if key is not None and key is self._key else 0
+
     def kept(self, key: object, part: slice) -> Tensor | None:
         """The memory of a chunk's logits [C, V]; None if there is no room, or another row has taken it."""
-        return self._logits[part] if key is not None and key is self._key and part.stop <= len(self._logits) else None
+        return self._logits[part] if part.stop <= self.num_kept(key) else None
 
     def forget(self, key: object) -> None:
         """The logits of this row are there no longer."""

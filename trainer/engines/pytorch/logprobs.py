@@ -1,8 +1,8 @@
 """Log-probs and entropies of scored positions, in float32, without ever holding the [positions, vocabulary] matrix.
 
 The vocabulary projection is computed one chunk of positions at a time, so that the chunk bounds memory, and again in
-the backward pass. A CPU has memory for the logits of many positions, and keeps those. It works on a chunk's logits one
-block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some rows of the
+the backward pass. A CPU has memory for the logits of many positions, and keeps those as one chunk. It works on a
+chunk's logits one block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some rows of the
 projection, and ranks exchange a few numbers per position. The gradient is exact for any loss of the log-probs and the
 entropies.
 
@@ -78,7 +78,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         ctx.key = key
-        for part in _chunks(size, weight.shape[0], _chunk_bytes(hidden.device)):
+        for part in _parts(hidden, weight, key):
             logits = _logits(hidden, weight, inner, b, part, out=_memory.kept(key, part))
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0].float() * here
@@ -101,7 +101,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_inner = None if inner is None else torch.empty_like(inner)
         grad_weight: Tensor | None = None
         grad_b: Tensor | None = None
-        for part in _chunks(hidden.shape[0], weight.shape[0], _chunk_bytes(hidden.device)):
+        for part in _parts(hidden, weight, ctx.key):
             logits = _memory.kept(ctx.key, part)
             if logits is None:
                 logits = _logits(hidden, weight, inner, b, part)
@@ -147,6 +147,17 @@ def chunk_bytes_on_gpu(memory_bytes: int) -> int:
     positions on an H100. A 64th of its 80 GB is 2,200 positions of a vocabulary of 152,000 words.
     """
     return max(_CHUNK_BYTES, memory_bytes // 64)
+
+
+def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[slice]:
+    """Cuts S positions into those whose logits are kept, in one part, and chunks of the others.
+
+    Each part adds a [V, D] gradient to the sum, which takes as long as the products of hundreds of positions.
+    """
+    num_kept = _memory.num_kept(key)
+    others = _chunks(hidden.shape[0] - num_kept, weight.shape[0], _chunk_bytes(hidden.device))
+    parts = [slice(num_kept + part.start, num_kept + part.stop) for part in others]
+    return [slice(0, num_kept), *parts] if num_kept else parts
 
 
 def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
