@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,16 +46,16 @@ def vllm_in_process() -> Generator[None]:
 
 @contextmanager
 def meshes_in_process() -> Generator[None]:
-    """Within the block `Mesh.spawn` starts no process, and TorchStore is a dictionary."""
-    store = FakeStore()
+    """Within the block `Mesh.spawn` starts no process, and every TorchStore is a dictionary."""
+    stores = defaultdict[str, FakeStore](FakeStore)
 
-    async def client() -> FakeStore:
-        return store
+    async def client(store_name: str) -> FakeStore:
+        return stores[store_name]
 
-    async def launch(log_dir: Path, **options: Any) -> InProcessStore:
+    async def launch(log_dir: Path, name: str, **options: Any) -> InProcessStore:
         del options
-        store.values.clear()
-        return InProcessStore()
+        assert name not in stores, f"there was a store {name!r} before"
+        return InProcessStore(name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "spawn", InProcessMesh.spawn)
@@ -66,10 +67,10 @@ def meshes_in_process() -> Generator[None]:
 class InProcessStore:
     """Stands for a running TorchStore."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         """Its mesh has no processes that could die."""
         self.mesh = Mesh("store", None, None, (), ())
-        self.receivers = WeightReceivers(Path(), tuple)  # on no hosts
+        self.receivers = WeightReceivers(Path(), tuple, name)  # on no hosts
 
     async def stop(self) -> None:
         """Nothing runs."""

@@ -37,13 +37,13 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "bfloat16", logs) as generator,
+            running_store(logs) as store,
+            running_generator(directory, "bfloat16", logs, store) as generator,
             running_generator(exported, "bfloat16", tmp_path / "fresh") as fresh,
         ):
             before, expected = await greedy(generator), [c.logprobs for c in await greedy(fresh)]
             assert [c.logprobs for c in before] != expected
-            async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
+            async with running_publisher(store, directory, "bfloat16", "shared_memory", logs) as publisher:
                 for version in (5, 6, 7):
                     await publish(publisher, version, seed=version)
                     await generator.pull_model_state_dict(version)
@@ -52,7 +52,7 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
             assert [c.logprobs for c in after] == expected
             assert {v for c in before for v in c.versions} == {0}
             assert {v for c in after for v in c.versions} == {7}
-            async with running_publisher(directory, "bfloat16", "auto", logs) as publisher:
+            async with running_publisher(store, directory, "bfloat16", "auto", logs) as publisher:
                 await publisher.answer(publisher.actors.limit_shared_memory.call(), "limit_shared_memory")
                 for version, seed in ((8, 8), (9, 7)):
                     await publish(publisher, version, seed)
@@ -75,10 +75,10 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 
     async def main() -> None:
-        async with running_store(logs) as store, running_generator(directory, "float32", logs) as generator:
+        async with running_store(logs) as store, running_generator(directory, "float32", logs, store) as generator:
             with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
                 await generator.pull_model_state_dict(1)
-            async with running_publisher(directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
+            async with running_publisher(store, directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
                 for version in (1, 2, 3):
                     await publish(publisher, version, seed=version)
                 await generator.pull_model_state_dict(2)
@@ -100,7 +100,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                     await publish(publisher, 7, seed=7)
                 with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
                     await generator.pull_model_state_dict(6)
-            async with running_publisher(directory, "float32", "auto", logs, num_ranks=1) as publisher:
+            async with running_publisher(store, directory, "float32", "auto", logs, num_ranks=1) as publisher:
                 await publish(publisher, 8, seed=8)
                 os.kill(store.mesh.pids[0], signal.SIGKILL)
                 with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):
@@ -121,11 +121,11 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
+            running_store(logs) as store,
+            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
         ):
             assert _shared_memory_names() <= names_before  # so nothing is left, however the ranks end
-            async with running_publisher(directory, "float32", "auto", logs) as publisher:
+            async with running_publisher(store, directory, "float32", "auto", logs) as publisher:
                 for transport, version in transports:
                     await renew(publisher, "float32", transport)
                     await publish(publisher, version, seed=2)
@@ -167,9 +167,9 @@ def test_experts_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
-            running_publisher(directory, "float32", "shared_memory", logs) as publisher,
+            running_store(logs) as store,
+            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
+            running_publisher(store, directory, "float32", "shared_memory", logs) as publisher,
         ):
             for version in (1, 2, 3):
                 await publish(publisher, version, seed=version)
