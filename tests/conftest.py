@@ -1,6 +1,5 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
 
-import asyncio
 import gc
 import os
 import re
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.suite import end_tasks
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -113,17 +114,9 @@ def collector_passes_over_imports() -> Generator[None]:
 def clients_end_with_their_module() -> Generator[None]:
     """Ends the background tasks of Tinker's clients, which would go on calling servers that have ended."""
     yield
-    client = sys.modules.get("tinker.lib.internal_client_holder")
-    loop = None if client is None else client._internal_client_holder_thread_singleton._loop
-    if loop is not None:
-        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
-
-
-async def _cancel_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if (client := sys.modules.get("tinker.lib.internal_client_holder")) is not None:
+        holder = client._internal_client_holder_thread_singleton
+        end_tasks(holder._loop, holder._thread)
 
 
 @pytest.fixture(scope="session")
