@@ -28,8 +28,8 @@ def running() -> Generator[Running]:
     yield loop, thread
     if loop.is_closed():
         return
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(60)
+    if thread.is_alive():
+        _stop((loop, thread))
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
