@@ -13,7 +13,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.suite import end_tasks
+from tests.suite import LEFT_OUT, LeftOut, end_tasks
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -37,6 +37,11 @@ _VLLM = ("tests/generator/", "tests/controller/loops/", "tests/e2e/test_parity.p
 gc.disable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins to count what is left out."""
+    config.pluginmanager.register(config.stash.setdefault(LEFT_OUT, LeftOut()))
+
+
 def pytest_collection_finish() -> None:
     """Has the collector pass over all that was imported."""
     gc.freeze()
@@ -53,9 +58,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     expression = str(config.getoption("markexpr"))
     if collection_path.suffix != ".py" or not re.fullmatch(r"not \w+( and not \w+)*", expression):
         return None
-    marks = re.search(r"^pytestmark = (\[[^]]*\]|.*)", collection_path.read_text(), re.MULTILINE)
-    left_out = set(re.findall(r"not (\w+)", expression))
-    return True if marks and left_out & set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) else None
+    text = collection_path.read_text()
+    marks = re.search(r"^pytestmark = (\[[^]]*\]|.*)", text, re.MULTILINE)
+    of_file = set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) if marks else set[str]()
+    if not of_file & set(re.findall(r"not (\w+)", expression)):
+        return None
+    if "slow" in of_file:
+        config.stash[LEFT_OUT].num_slow += len(re.findall(r"^def test_", text, re.MULTILINE))
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

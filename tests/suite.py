@@ -4,8 +4,54 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from textwrap import shorten
+from typing import Any
+
+import pytest
 
 _LOOK_S = 0.1
+
+
+class LeftOut:
+    """A plugin of pytest that counts the slow tests that are left out, and prints them with those that are skipped.
+
+    Under pytest-xdist only workers find tests, and each finds all of them: the first one's number is printed.
+    """
+
+    def __init__(self) -> None:
+        self.num_slow = 0
+        """Each row of a parametrized test counts, unless all tests of its file are slow."""
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Counts what `-m` has left out; what `-k` leaves out was not asked for."""
+        expression = str(items[0].config.getoption("markexpr")) if items else ""
+        if "not slow" in expression and not items[0].config.getoption("keyword"):
+            self.num_slow += sum(item.get_closest_marker("slow") is not None for item in items)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A worker gives its number to the controller."""
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["num_slow"] = self.num_slow
+
+    @pytest.hookimpl(optionalhook=True)  # with -p no:xdist there are no workers
+    def pytest_testnodedown(self, node: Any) -> None:
+        """The controller takes a worker's number."""
+        self.num_slow = getattr(node, "workeroutput", {}).get("num_slow", self.num_slow)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints up to two lines."""
+        if self.num_slow:
+            terminalreporter.write_line(f"left out: {self.num_slow} slow tests, which `make test-slow` runs")
+        skips: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
+        reasons = Counter(str(skip.longrepr[-1]).removeprefix("Skipped: ") for skip in skips if skip.longrepr)  # pyright: ignore
+        if reasons:
+            listed = "; ".join(f"{number}: {shorten(reason, 90)}" for reason, number in reasons.most_common())
+            terminalreporter.write_line(f"skipped: {listed}")
+
+
+LEFT_OUT = pytest.StashKey[LeftOut]()
 
 
 def end_tasks(loop: asyncio.AbstractEventLoop | None, thread: threading.Thread | None, limit_s: float = 60.0) -> None:

@@ -61,12 +61,20 @@ def test_a_store_starts_after_one_that_was_killed(tmp_path: Path, capfd: pytest.
     assert re.search(r"could not forget its keys: MeshError: store: .*died", line)
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped, which the kernel may take a moment for."""
+    stats = [(thread / "stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+
 @pytest.mark.e2e
 def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with running_store(tmp_path / "first", teardown_s=0.5) as first:
             assert await _keeps(first, "first")
             os.kill(first.mesh.pids[0], signal.SIGSTOP)
+            while not _is_stopped(first.mesh.pids[0]):
+                await asyncio.sleep(0.01)
             await first.stop()
             assert not Path(f"/proc/{first.mesh.pids[0]}").exists()
             async with running_store(tmp_path / "second") as second:
