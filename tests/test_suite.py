@@ -1,4 +1,4 @@
-"""What the suite does about its own run: it ends the tasks of other threads, and `make stress` counts failures."""
+"""The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures."""
 
 import asyncio
 import itertools
@@ -115,6 +115,55 @@ def test_a_loop_that_does_not_answer_is_an_error(running: Running) -> None:
     over.set()
 
 
+_LEAVES_OUT = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", range(3))
+def test_slow(row): ...
+
+@pytest.mark.parametrize("row", range(2))
+def test_skipped(row):
+    pytest.skip("no such device; " + 20 * "one needs another machine ")
+
+def test_passes(): ...
+"""
+
+_WITH_PLUGIN = """
+from tests.suite import LeftOut
+
+def pytest_configure(config):
+    config.pluginmanager.register(LeftOut())
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_says_what_it_left_out(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "test_fake.py").write_text(_LEAVES_OUT)
+    (tmp_path / "conftest.py").write_text(_WITH_PLUGIN)
+    command = [sys.executable, "-m", "pytest", "-cpyproject.toml", "-pno:cacheprovider", f"-n{workers}", str(tmp_path)]
+
+    def said(*options: str) -> list[str]:
+        done = subprocess.run(
+            [*command, *options], env=_env(), capture_output=True, text=True, timeout=300, check=False
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith(("left out: ", "skipped: "))]
+
+    slow, skipped = said("-m", "not slow")
+    assert slow == "left out: 3 slow tests, which `make test-slow` runs"
+    assert skipped.startswith("skipped: 2: no such device; one needs another machine")
+    assert len(skipped) < 120
+    assert said("-k", "passes", "-m", "not slow") == []
+    assert said("-m", "slow") == []
+
+
+def _env() -> dict[str, str]:
+    """Without what a run of this test may set itself: it may be one under pytest-xdist, and under a cap."""
+    ours = ("PYTEST_", "ONEDNN_", "ATEN_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
 _EVERY_SECOND = """
 import os
 from pathlib import Path
@@ -153,23 +202,9 @@ def test_that_hangs():
 
 def _stress(folder: Path, tests: str, rounds: int) -> subprocess.Popen[str]:
     (folder / "test_fake.py").write_text(tests)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.stress",
-        str(rounds),
-        f"--folder={folder}",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-    ]
-    # A run of this test may be one under pytest-xdist and under a cap itself.
-    ours = ("PYTEST_", "ONEDNN_", "ATEN_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return subprocess.Popen(
-        [*command, str(folder)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, "-m", "tests.stress", str(rounds), f"--folder={folder}"]
+    command += ["-n0", "-pno:cacheprovider", str(folder)]
+    return subprocess.Popen(command, env=_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.seconds
