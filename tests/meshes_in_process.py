@@ -28,6 +28,8 @@ from tests.stores import FakeStore
 
 T = TypeVar("T")
 
+_END_S = 120.0
+
 
 @contextmanager
 def vllm_in_process() -> Generator[None]:
@@ -155,7 +157,9 @@ class InProcessActor:
         if isinstance(self._actor, VLLMGenerator):
             self._actor._engine.close()  # pyright: ignore[reportPrivateUsage]
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"a call of {type(self._actor).__name__} did not end within {_END_S:g} s")
         self._loop.close()
 
 
