@@ -47,7 +47,7 @@ class LeftOut:
         skips: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
         reasons = Counter(str(skip.longrepr[-1]).removeprefix("Skipped: ") for skip in skips if skip.longrepr)  # pyright: ignore
         if reasons:
-            listed = "; ".join(f"{number}: {shorten(reason, 90)}" for reason, number in reasons.most_common())
+            listed = "; ".join(f"{number}: {shorten(reason, 56)}" for reason, number in reasons.most_common())
             terminalreporter.write_line(f"skipped: {listed}")
 
 

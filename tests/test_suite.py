@@ -153,9 +153,10 @@ def test_a_run_says_what_it_left_out(tmp_path: Path, workers: int) -> None:
     slow, skipped = said("-m", "not slow")
     assert slow == "left out: 3 slow tests, which `make test-slow` runs"
     assert skipped.startswith("skipped: 2: no such device; one needs another machine")
-    assert len(skipped) < 120
-    assert said("-k", "passes", "-m", "not slow") == []
-    assert said("-m", "slow") == []
+    assert len(skipped) < 80
+    if not workers:
+        assert said("-k", "passes", "-m", "not slow") == []
+        assert said("-m", "slow") == []
 
 
 def _env() -> dict[str, str]:
