@@ -2,6 +2,7 @@
 
 DEVICE ?= cpu
 ARGS ?=
+N ?= 10
 RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_smollm2_gpu,grpo_smollm2_cpu)
 
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast test-slow lint bench gpu-check lock clean
+.PHONY: help setup train test test-fast test-slow stress lint bench gpu-check lock clean
 
 help: ## list the targets
 	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.11]'
@@ -36,6 +37,9 @@ test-fast: setup ## run the tests that start no process and take no seconds each
 
 test-slow: setup ## run the tests that take longer than a minute each
 	@exec env $(PYTEST) -m slow $(ARGS)
+
+stress: setup ## run the tests that start processes N times, beside busy loops and as on lesser CPUs, and count failures
+	@exec env $(TEST_ENV) $(BIN)/python -m tests.stress $(N) $(WORKERS) $(ARGS)
 
 lint: setup ## check format, style and types
 	@$(BIN)/ruff format --check .

@@ -24,9 +24,9 @@ class PackingGenerator(VLLMGenerator):
 class TimedGenerator(VLLMGenerator):
     """`VLLMGenerator` that notes, after every step, which requests got a token."""
 
-    def __init__(self, config: GeneratorConfig) -> None:
+    def __init__(self, config: GeneratorConfig, store_name: str) -> None:
         """Builds the engine."""
-        super().__init__(config)
+        super().__init__(config, store_name)
         engine: Any = self._engine
         self._tokens: dict[str, tuple[int, float]] = {}  # request -> its number of tokens, and when the last one came
         self._gaps: list[tuple[float, float]] = []  # when a token came, and the seconds since the one before

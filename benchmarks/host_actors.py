@@ -33,10 +33,11 @@ def _memory(data: torch.Tensor) -> memoryview:
 class SendingRank(Actor):
     """A trainer's rank with float32 master weights."""
 
-    def __init__(self, megabytes: float) -> None:
+    def __init__(self, megabytes: float, store_name: str) -> None:
         """`megabytes` is the size of a version."""
+        self._store_name = store_name
         self._masters = {name: torch.randn(shape) for name, shape in shapes(megabytes).items()}
-        self._publisher = WeightPublisher(torch.bfloat16, "network")
+        self._publisher = WeightPublisher(torch.bfloat16, "network", store_name=store_name)
         self._flat = torch.cat([t.to(torch.bfloat16).view(-1) for t in self._masters.values()]).view(torch.uint8)
 
     @endpoint
@@ -77,7 +78,8 @@ class SendingRank(Actor):
         """Casts the weights and puts them into TorchStore as a state dict."""
         import torchstore
 
-        await torchstore.put_state_dict({name: t.to(torch.bfloat16) for name, t in self._masters.items()}, key)
+        weights = {name: t.to(torch.bfloat16) for name, t in self._masters.items()}
+        await torchstore.put_state_dict(weights, key, store_name=self._store_name)
 
     @endpoint
     async def sums(self) -> dict[str, float]:
@@ -88,8 +90,9 @@ class SendingRank(Actor):
 class ReadingRank(Actor):
     """A generator's rank: tensors in the memory of its process, as vLLM has them, that are overwritten by a pull."""
 
-    def __init__(self, megabytes: float) -> None:
+    def __init__(self, megabytes: float, store_name: str) -> None:
         """`megabytes` is the size of a version."""
+        self._store_name = store_name
         self._weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(megabytes).items()}
         self._flat = torch.zeros(sum(t.nbytes for t in self._weights.values()), dtype=torch.uint8)
         self._receiver = NetworkReceiver()
@@ -117,7 +120,7 @@ class ReadingRank(Actor):
         """Gets a state dict from TorchStore and copies it into this rank's tensors."""
         import torchstore
 
-        fetched = await torchstore.get_state_dict(key)
+        fetched = await torchstore.get_state_dict(key, store_name=self._store_name)
         for name, tensor in self._weights.items():
             tensor.copy_(fetched[name])
 

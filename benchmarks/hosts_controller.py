@@ -67,8 +67,11 @@ async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Pat
     generator_hosts: list[GeneratorHost] = [receiving(cluster, others[0])]
     place = cluster.place("store", [first], 0)
     store = await WeightStore.launch(logs, hosts=place, generator_hosts=lambda: generator_hosts)
-    trainer = await _spawn(cluster, "trainer", SendingRank, [first], logs, megabytes)
-    readers = [await _spawn(cluster, f"reader-{host.name}", ReadingRank, [host], logs, megabytes) for host in others]
+    trainer = await _spawn(cluster, "trainer", SendingRank, [first], logs, megabytes, store.name)
+    readers = [
+        await _spawn(cluster, f"reader-{host.name}", ReadingRank, [host], logs, megabytes, store.name)
+        for host in others
+    ]
     try:
         one = await _to_one(trainer, readers[0], first.facts.address, rounds)
         generator_hosts.extend(receiving(cluster, host) for host in others[1:])

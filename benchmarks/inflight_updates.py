@@ -156,13 +156,14 @@ async def processes(model: Path, num_streams: int, threads: int, dtype: Any) -> 
     config = GeneratorConfig(
         model=model, dtype=dtype, max_model_len=256, max_num_seqs=num_streams + 1, num_threads=threads
     )
-    env, arguments = cpu_thread_env(1), (model, getattr(torch, dtype))
+    env = cpu_thread_env(1)
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         store = await WeightStore.launch(logs)
+        arguments = model, getattr(torch, dtype), store.name
         trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=1, env=env, log_dir=logs)
         mesh = await Mesh.spawn(
-            "generator", TimedGenerator, config, num_ranks=1, env=generator_env(config), log_dir=logs
+            *("generator", TimedGenerator, config, store.name), num_ranks=1, env=generator_env(config), log_dir=logs
         )
         try:
             version_records = VersionRecords()

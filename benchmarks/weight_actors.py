@@ -21,7 +21,7 @@ class TrainerRank(Actor):
     Each of several ranks holds a shard of every weight, as FSDP2 lays them out.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, store_name: str) -> None:
         """Loads the weights of a model's directory; `dtype` is the generator's."""
         weights = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
         weights.pop("lm_head.weight", None)  # tied to the embedding, which is published once
@@ -33,7 +33,8 @@ class TrainerRank(Actor):
                 weights[name] = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
         self._masters = weights
         self._dtype = dtype
-        self._publisher = WeightPublisher(dtype, "shared_memory")
+        self._publisher = WeightPublisher(dtype, "shared_memory", store_name=store_name)
+        self._store_name = store_name
         self._copies = (torch.ones(num_elements, dtype=dtype), torch.zeros(num_elements, dtype=dtype))
 
     @endpoint
@@ -68,16 +69,18 @@ class TrainerRank(Actor):
         import torchstore  # here and below, because a module that imports Monarch first also configures it
 
         begin = time.perf_counter()
-        await torchstore.put_state_dict({name: t.to(self._dtype) for name, t in self._masters.items()}, key)
+        weights = {name: t.to(self._dtype) for name, t in self._masters.items()}
+        await torchstore.put_state_dict(weights, key, store_name=self._store_name)
         return time.perf_counter() - begin
 
 
 class StateDictReader(Actor):
     """One rank that holds a model's tensors and gets new values for them from TorchStore."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, store_name: str) -> None:
         """Loads the tensors of a model's directory in `dtype`."""
         weights = load_file(directory / "model.safetensors")
+        self._store_name = store_name
         self._weights = {name: t.to(dtype) for name, t in weights.items() if name != "lm_head.weight"}
 
     @endpoint
@@ -86,7 +89,7 @@ class StateDictReader(Actor):
         import torchstore
 
         begin = time.perf_counter()
-        fetched = await torchstore.get_state_dict(key)
+        fetched = await torchstore.get_state_dict(key, store_name=self._store_name)
         for name, tensor in self._weights.items():
             tensor.copy_(fetched[name])
         return time.perf_counter() - begin

@@ -99,7 +99,8 @@ async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measur
 
     seconds: dict[str, list[float]] = defaultdict(list)
     async with meshes(model, dtype, threads) as processes:
-        arguments, env = (model, getattr(torch, dtype)), trainer_env(TrainerConfig(num_threads=threads))
+        arguments = model, getattr(torch, dtype), processes.store.name
+        env = trainer_env(TrainerConfig(num_threads=threads))
         reader = await Mesh.spawn("reader", StateDictReader, *arguments, num_ranks=1, env=env, log_dir=processes.logs)
         try:
             for version in range(1, repeats + 2):
@@ -179,12 +180,15 @@ async def meshes(
         tensor_parallel=tensor_parallel,
     )
     with tempfile.TemporaryDirectory() as folder:
-        logs, arguments = Path(folder), (model, getattr(torch, dtype))
-        store = await WeightStore.launch(logs)
+        store = await WeightStore.launch(logs := Path(folder))
+        arguments = model, getattr(torch, dtype), store.name
         env = trainer_env(TrainerConfig(num_threads=threads))
         trainer = await Mesh.spawn("trainer", TrainerRank, *arguments, num_ranks=num_ranks, env=env, log_dir=logs)
         mesh = await Mesh.spawn(
-            "generator", PackingGenerator, config, num_ranks=tensor_parallel, env=generator_env(config), log_dir=logs
+            *("generator", PackingGenerator, config, store.name),
+            num_ranks=tensor_parallel,
+            env=generator_env(config),
+            log_dir=logs,
         )
         generator = GeneratorHandle(mesh, config, version_records := VersionRecords())
         try:

@@ -25,8 +25,11 @@ from rl.weights.registry import find_record
 class VLLMGenerator(Actor):
     """The endpoints of one rank. Every call goes to rank 0; the engines of the other ranks follow rank 0's."""
 
-    def __init__(self, config: GeneratorConfig) -> None:
-        """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment."""
+    def __init__(self, config: GeneratorConfig, store_name: str | None = None) -> None:
+        """Builds the engine, which takes seconds. `options.generator_env` must be the process's environment.
+
+        Versions are pulled from the TorchStore that is named `store_name`.
+        """
         self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         with contextlib.nullcontext() if torch.cuda.is_available() else without_compiler():
@@ -35,6 +38,7 @@ class VLLMGenerator(Actor):
 
             with without_garbage_collection(), self._temporary.takes_temporary_files():
                 self._engine = GenerationEngine(config)
+        self._store_name = store_name
         self._store_timeout_s = config.deadlines.at_least_s
         self._heap = None if torch.cuda.is_available() else Heap()
         self._openai = OpenAIRequests(self._engine)
@@ -87,9 +91,11 @@ class VLLMGenerator(Actor):
         """
         if frozen and policy is not None and await self._engine.freeze(policy, version):
             return
+        if self._store_name is None:
+            raise WeightsError("this generator was started without a weight store to pull from")
         try:
             async with asyncio.timeout(self._store_timeout_s):
-                store = await torchstore.client()
+                store = await torchstore.client(self._store_name)
                 if record is None:
                     record = await find_record(store, version, policy)
         except TimeoutError:

@@ -1,6 +1,5 @@
 """What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
 
-import asyncio
 import gc
 import os
 import re
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.suite import LEFT_OUT, LeftOut, end_tasks
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +37,11 @@ _VLLM = ("tests/generator/", "tests/controller/loops/", "tests/e2e/test_parity.p
 gc.disable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Begins to count what is left out."""
+    config.pluginmanager.register(config.stash.setdefault(LEFT_OUT, LeftOut()))
+
+
 def pytest_collection_finish() -> None:
     """Has the collector pass over all that was imported."""
     gc.freeze()
@@ -52,9 +58,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     expression = str(config.getoption("markexpr"))
     if collection_path.suffix != ".py" or not re.fullmatch(r"not \w+( and not \w+)*", expression):
         return None
-    marks = re.search(r"^pytestmark = (\[[^]]*\]|.*)", collection_path.read_text(), re.MULTILINE)
-    left_out = set(re.findall(r"not (\w+)", expression))
-    return True if marks and left_out & set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) else None
+    text = collection_path.read_text()
+    marks = re.search(r"^pytestmark = (\[[^]]*\]|.*)", text, re.MULTILINE)
+    of_file = set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) if marks else set[str]()
+    if not of_file & set(re.findall(r"not (\w+)", expression)):
+        return None
+    if "slow" in of_file:
+        config.stash[LEFT_OUT].num_slow += len(re.findall(r"^def test_", text, re.MULTILINE))
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -113,17 +124,9 @@ def collector_passes_over_imports() -> Generator[None]:
 def clients_end_with_their_module() -> Generator[None]:
     """Ends the background tasks of Tinker's clients, which would go on calling servers that have ended."""
     yield
-    client = sys.modules.get("tinker.lib.internal_client_holder")
-    loop = None if client is None else client._internal_client_holder_thread_singleton._loop
-    if loop is not None:
-        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result()
-
-
-async def _cancel_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if (client := sys.modules.get("tinker.lib.internal_client_holder")) is not None:
+        holder = client._internal_client_holder_thread_singleton
+        end_tasks(holder._loop, holder._thread)
 
 
 @pytest.fixture(scope="session")

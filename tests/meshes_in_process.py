@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.stores import FakeStore
 
 T = TypeVar("T")
 
+_END_S = 120.0
+
 
 @contextmanager
 def vllm_in_process() -> Generator[None]:
@@ -45,16 +48,16 @@ def vllm_in_process() -> Generator[None]:
 
 @contextmanager
 def meshes_in_process() -> Generator[None]:
-    """Within the block `Mesh.spawn` starts no process, and TorchStore is a dictionary."""
-    store = FakeStore()
+    """Within the block `Mesh.spawn` starts no process, and every TorchStore is a dictionary."""
+    stores = defaultdict[str, FakeStore](FakeStore)
 
-    async def client() -> FakeStore:
-        return store
+    async def client(store_name: str) -> FakeStore:
+        return stores[store_name]
 
-    async def launch(log_dir: Path, **options: Any) -> InProcessStore:
+    async def launch(log_dir: Path, name: str, **options: Any) -> InProcessStore:
         del options
-        store.values.clear()
-        return InProcessStore()
+        assert name not in stores, f"there was a store {name!r} before"
+        return InProcessStore(name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "spawn", InProcessMesh.spawn)
@@ -66,10 +69,10 @@ def meshes_in_process() -> Generator[None]:
 class InProcessStore:
     """Stands for a running TorchStore."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         """Its mesh has no processes that could die."""
         self.mesh = Mesh("store", None, None, (), ())
-        self.receivers = WeightReceivers(Path(), tuple)  # on no hosts
+        self.receivers = WeightReceivers(Path(), tuple, name)  # on no hosts
 
     async def stop(self) -> None:
         """Nothing runs."""
@@ -154,7 +157,9 @@ class InProcessActor:
         if isinstance(self._actor, VLLMGenerator):
             self._actor._engine.close()  # pyright: ignore[reportPrivateUsage]
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"a call of {type(self._actor).__name__} did not end within {_END_S:g} s")
         self._loop.close()
 
 

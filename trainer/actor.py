@@ -43,10 +43,20 @@ class PolicyTrainer(Actor):
     `policy` is the adapter that a call is about; None is the model itself, which is frozen if there are adapters.
     """
 
-    def __init__(self, config: TrainerConfig, generator_dtype: WeightDtype | None, transport: WeightTransport) -> None:
-        """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`."""
+    def __init__(
+        self,
+        config: TrainerConfig,
+        generator_dtype: WeightDtype | None,
+        transport: WeightTransport,
+        store_name: str | None = None,
+    ) -> None:
+        """Builds the engine. `generator_dtype` is that of pushes and exports, by default `compute_dtype`.
+
+        Pushes are published in the TorchStore that is named `store_name`.
+        """
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
+        self._store_name = store_name
         self._placement = config.placement
         self._compute_dtype = config.compute_dtype
         self._moments_dtype: torch.dtype = getattr(torch, config.moments_dtype)
@@ -59,7 +69,12 @@ class PolicyTrainer(Actor):
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
         publisher = WeightPublisher(
-            self._dtype, self._transport, policy=policy, lora=lora, own_gpus=self._placement == "split"
+            self._dtype,
+            self._transport,
+            policy=policy,
+            lora=lora,
+            store_name=self._store_name,
+            own_gpus=self._placement == "split",
         )
         return PublishedEngine(engine, publisher)
 

@@ -41,11 +41,12 @@ class WeightPublisher:
         policy: str | None = None,
         lora: LoRAConfig | None = None,
         store: Store | None = None,
+        store_name: str | None = None,
         own_gpus: bool = True,
         reader_timeout_s: float = 60.0,
         full_checksums: bool = False,
     ) -> None:
-        """`dtype` is the generator's. `store` defaults to this process's TorchStore client.
+        """`dtype` is the generator's. `store` defaults to a client of the TorchStore that is named `store_name`.
 
         `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
 
@@ -68,6 +69,7 @@ class WeightPublisher:
         self._policy = policy
         self._lora = lora
         self._store = store
+        self._store_name = store_name
         self._reader_timeout_s = reader_timeout_s
         self._full_checksums = full_checksums
         self._rank = own_rank()
@@ -183,9 +185,11 @@ class WeightPublisher:
 
     async def _get_store(self) -> Store:
         if self._store is None:
+            if self._store_name is None:
+                raise WeightsError("this trainer was started without a weight store to publish in")
             import torchstore  # starts Monarch, which a publisher with a store of its own does not need
 
-            self._store = await torchstore.client()
+            self._store = await torchstore.client(self._store_name)
         return self._store
 
 

@@ -68,13 +68,14 @@ class GeneratorHandle:
         hosts: Place | None = None,
         version_records: VersionRecords | None = None,
         pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
+        store_name: str | None = None,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
         every rank sees all of them. `hosts` are other hosts to run on. `version_records` are the trainer's; a version
-        that is not in them is looked up in TorchStore. `pulls_from` returns the meshes without which no version can be
-        pulled.
+        that is not in them is looked up in the TorchStore that is named `store_name`; without one, nothing can be
+        pulled. `pulls_from` returns the meshes without which no version can be pulled.
 
         Raises ValueError, before any process starts, if the model directory cannot be served.
         """
@@ -85,6 +86,7 @@ class GeneratorHandle:
             name,
             ACTOR,
             config,
+            store_name,
             num_ranks=config.tensor_parallel,
             env={**generator_env(config, has_gpu=has_gpu), **gpu_env(gpus)},
             log_dir=log_dir,

@@ -1,12 +1,12 @@
 """Starts the processes that a loop needs, and ends them however the loop ends."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from controller.hosts.host_groups import Hosts
@@ -81,6 +81,7 @@ class Launcher:
         self._seats = Seats(None if beside is None else beside._seats)
         self._starts: list[asyncio.Task[Any]] = []
         self._running: list[Stoppable] = []
+        self._store_name = f"weights-{uuid.uuid4().hex}"
         self._store: asyncio.Task[WeightStore] | None = None
         self._running_store: WeightStore | None = None
         self._pushing_mesh: Mesh | None = None
@@ -95,9 +96,7 @@ class Launcher:
         await self._seats.connect(self._hosts)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for start in self._starts:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
@@ -195,6 +194,7 @@ class Launcher:
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
             pushes_to=lambda: [] if (s := self._root._running_store) is None else [s.mesh, *s.receivers.lost],
+            store_name=self._root._store_name,
         )
         self._running.append(handle := TrainerHandle(trainer))
         self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, seat)
@@ -238,6 +238,7 @@ class Launcher:
                 hosts=seat.hosts,
                 version_records=self._version_records,
                 pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
+                store_name=self._root._store_name,
             )
             return await self._turns.start_replica(config.placement, launch)
 
@@ -257,7 +258,7 @@ class Launcher:
 
     def _weight_store(self) -> "asyncio.Task[WeightStore]":
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""
-        root = self._root
+        root, seats = self._root, self._root._seats
 
         async def start() -> "WeightStore":
             await asyncio.sleep(_OTHERS_FIRST_S)
@@ -265,7 +266,7 @@ class Launcher:
                 from controller.meshes.store import WeightStore  # loads torch
 
             root._running_store = running = await WeightStore.launch(
-                root._log_dir, hosts=root._seats.store(), generator_hosts=root._seats.generator_hosts
+                root._log_dir, root._store_name, hosts=seats.store(), generator_hosts=seats.generator_hosts
             )
             root._running.append(running)
             return running
@@ -275,8 +276,7 @@ class Launcher:
 
     def _check_pushing(self, name: str) -> None:
         """Raises ValueError if another trainer pushes: both would number their versions from 0."""
-        if self._pushing_trainer is not None:
-            pushing = self._pushing_trainer
+        if (pushing := self._pushing_trainer) is not None:
             raise ValueError(f"generator of {name!r}: {pushing!r} pushes already, and only one trainer can")
 
 

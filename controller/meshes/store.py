@@ -1,17 +1,17 @@
 """TorchStore for one run: the directory of published weights, and their transport where memory is not shared.
 
-Trainer and generator processes look it up through Monarch under TorchStore's default name, so they need no handle.
+Every store has a name of its own, under which trainer and generator processes look it up through Monarch. So a process
+may have several stores at a time, and one that could not be ended leaves the next ones alone.
 """
 
 import asyncio
-import contextlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torchstore
 from monarch.actor import endpoint, get_or_spawn_controller
-from torchstore.api import DEFAULT_TORCHSTORE_NAME
 from torchstore.controller import Controller, StorageInfo
 from torchstore.transport.pipe import Request
 
@@ -22,7 +22,6 @@ from controller.meshes.weight_receivers import GeneratorHost, WeightReceivers
 
 _VOLUME = "torchstore.storage_volume:StorageVolume"
 _START_S = 60.0
-_STOP_S = 5.0
 
 
 class AsyncController(Controller):
@@ -66,28 +65,33 @@ def _method(of_endpoint: Any) -> Any:
 
 
 class WeightStore:
-    """A running TorchStore with one storage volume in its own process. A controller has at most one at a time."""
+    """A running TorchStore with one storage volume in its own process."""
 
-    def __init__(self, mesh: Mesh, directory: Any, receivers: WeightReceivers) -> None:
+    def __init__(self, name: str, mesh: Mesh, directory: Any, receivers: WeightReceivers, teardown_s: float) -> None:
         """Use `launch`."""
+        self.name = name
         self.mesh = mesh
         self._directory = directory
         self.receivers = receivers
+        self._teardown_s = teardown_s
+        self._is_down = False
 
     @classmethod
     async def launch(
         cls,
         log_dir: Path,
+        name: str | None = None,
         *,
         hosts: Place | None = None,
         generator_hosts: Callable[[], Sequence[GeneratorHost]] = list,
+        teardown_s: float = 5.0,
     ) -> "WeightStore":
         """Starts the directory, the volume's process on `hosts` or else on this host, and receiving processes.
 
-        `generator_hosts` returns the hosts that weights have to be sent to now.
-
-        Raises RuntimeError if the controller already has a store.
+        `name` must be new to this process; by default it is made up. `generator_hosts` returns the hosts that weights
+        have to be sent to now. `stop` waits `teardown_s` for the directory.
         """
+        name = name or f"weights-{uuid.uuid4().hex}"
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
         strategy = torchstore.SingletonStrategy()
         mesh = await Mesh.spawn(
@@ -95,7 +99,7 @@ class WeightStore:
         )
         try:
             async with asyncio.timeout(_START_S):
-                directory = await get_or_spawn_controller(DEFAULT_TORCHSTORE_NAME, AsyncController)
+                directory = await get_or_spawn_controller(name, AsyncController)
             await mesh.answer(
                 directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors), "start"
             )
@@ -105,7 +109,7 @@ class WeightStore:
         except BaseException:
             await mesh.stop()
             raise
-        store = cls(mesh, directory, WeightReceivers(log_dir, generator_hosts))
+        store = cls(name, mesh, directory, WeightReceivers(log_dir, generator_hosts, name), teardown_s)
         try:
             await store.receivers.start()
         except BaseException:
@@ -116,8 +120,18 @@ class WeightStore:
     async def stop(self) -> None:
         """Forgets every key and ends the processes. May be called again."""
         await self.receivers.stop()
-        torchstore.reset_client()
-        with contextlib.suppress(Exception):  # its process may have died
-            async with asyncio.timeout(_STOP_S):
-                await self.mesh.answer(self._directory.teardown.call(), "stop")
+        torchstore.reset_client(self.name)
+        if not self._is_down:
+            self._is_down = True
+            await self._tear_down()
         await self.mesh.stop()
+
+    async def _tear_down(self) -> None:
+        """Has the directory forget every key. A failure is only printed: no other store has this one's name."""
+        try:
+            async with asyncio.timeout(self._teardown_s):
+                await self.mesh.answer(self._directory.teardown.call(), "stop")
+        except TimeoutError:
+            print(f"store: its directory did not forget its keys within {self._teardown_s:g} s", flush=True)
+        except Exception as error:  # its process may have died
+            print(f"store: its directory could not forget its keys: {type(error).__name__}: {error}", flush=True)

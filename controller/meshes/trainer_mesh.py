@@ -74,18 +74,19 @@ class TrainerMesh:
         limits: ModelLimits | None = None,
         max_lora_rank: int | None = None,
         pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes,
+        store_name: str | None = None,
     ) -> "TrainerMesh":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
-        Weights are pushed in `generator_dtype` over `transport`; without it they cannot be. `name` is for log file
-        names and errors. `gpus` are this host's, one per rank; by default all. `hosts` are other hosts to run on.
-        `limits` is `check_model(config)`, if it is known already.
+        Weights are pushed in `generator_dtype` over `transport` to the TorchStore named `store_name`; without both they
+        cannot be. `name` is for log file names and errors. `gpus` are this host's, one per rank; by default all.
+        `hosts` are other hosts to run on. `limits` is `check_model(config)`, if it is known already.
 
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
         limits = limits or check_model(config)
         mesh = await Mesh.spawn(
-            *(name, ACTOR, config, generator_dtype, transport),
+            *(name, ACTOR, config, generator_dtype, transport, store_name),
             num_ranks=config.num_ranks,
             env={**trainer_env(config, has_gpu=None if hosts is None else hosts.has_gpu), **gpu_env(gpus)},
             log_dir=log_dir,
@@ -93,11 +94,7 @@ class TrainerMesh:
             hosts=hosts,
             loads=[find_engine(config.engine).engine.partition(":")[0]],
         )
-        try:
-            share_prefixes, rate = await _traits(mesh)
-        except BaseException:
-            await mesh.stop()
-            raise
+        share_prefixes, rate = await _traits(mesh)
         return cls(
             mesh=mesh,
             config=config,
@@ -165,9 +162,16 @@ class TrainerMesh:
 
 
 async def _traits(mesh: Mesh) -> tuple[bool, float]:
-    """Waits until every rank is ready. Whether all of them share prefixes, and the rate of the first one's device."""
-    shares = await mesh.answers([mesh.rank(i).shares_prefixes.call_one() for i in range(mesh.num_ranks)], "start")
-    return all(shares), await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
+    """Waits until every rank is ready. Whether all of them share prefixes, and the rate of the first one's device.
+
+    A mesh that fails is stopped.
+    """
+    try:
+        shares = await mesh.answers([mesh.rank(i).shares_prefixes.call_one() for i in range(mesh.num_ranks)], "start")
+        return all(shares), await mesh.answer(mesh.rank(0).matrix_rate.call_one(), "start", rank=0)
+    except BaseException:
+        await mesh.stop()
+        raise
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -135,10 +135,14 @@ class _Running:
 class WeightReceivers:
     """One receiving process on each generator host."""
 
-    def __init__(self, log_dir: Path, hosts: Callable[[], Sequence[GeneratorHost]]) -> None:
-        """Their output goes to `<log_dir>/weights-<host>-0.log`. `hosts` returns those that have generators now."""
+    def __init__(self, log_dir: Path, hosts: Callable[[], Sequence[GeneratorHost]], store_name: str) -> None:
+        """Their output goes to `<log_dir>/weights-<host>-0.log`. `hosts` returns those that have generators now.
+
+        Trainers find the processes in the TorchStore that is named `store_name`.
+        """
         self._log_dir = log_dir
         self._hosts = hosts
+        self._store_name = store_name
         self._running: dict[str, _Running] = {}  # by the host's identity
         self._one_at_a_time = asyncio.Lock()
         self._looks: asyncio.Task[None] | None = None
@@ -198,7 +202,7 @@ class WeightReceivers:
                 self._running[host.identity] = outcome
         import torchstore  # after Monarch's settings, which the import of `Mesh` makes
 
-        store = await torchstore.client()
+        store = await torchstore.client(self._store_name)
         await store.put(RECEIVERS_KEY, tuple(each.entry for each in self._running.values()))
         for outcome in started:
             if isinstance(outcome, BaseException):

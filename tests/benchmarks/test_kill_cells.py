@@ -15,8 +15,8 @@ from benchmarks.kills.fault import Fault, few_faults
 from benchmarks.kills.surroundings import LAYOUT
 from rl.tiny_models import SERVABLE, tiny_llama
 
-QUICK = {"controller", "one of two replicas"}
-"""Victims of the cells that `make test` runs: a run that is resumed, and one that goes on by itself."""
+QUICK = {"one of two replicas"}
+"""Victims of the cells that `make test` runs. It resumes runs in `tests/controller/runs/test_resumed_runs.py`."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

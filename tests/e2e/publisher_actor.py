@@ -29,19 +29,20 @@ def perturbed(directory: Path, seed: int) -> Mapping[str, torch.Tensor]:
 class Publisher(Actor):
     """One rank that holds a shard of every weight, as FSDP2 does."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, transport: WeightTransport) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, transport: WeightTransport, store_name: str) -> None:
         """The weights come from `directory`."""
         self._directory = directory
+        self._store_name = store_name
         self._mesh = None
         if int(os.environ["WORLD_SIZE"]) > 1:
             dist.init_process_group("gloo")
             self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self._publisher = WeightPublisher(dtype, transport)
+        self._publisher = WeightPublisher(dtype, transport, store_name=self._store_name)
 
     @endpoint
     async def renew(self, dtype: torch.dtype, transport: WeightTransport) -> None:
         """Publishes from new buffers and as a trainer that was just started, without the seconds that this takes."""
-        self._publisher = WeightPublisher(dtype, transport)
+        self._publisher = WeightPublisher(dtype, transport, store_name=self._store_name)
 
     @endpoint
     async def limit_shared_memory(self) -> None:

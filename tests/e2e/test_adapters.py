@@ -77,8 +77,8 @@ def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> Non
         assert error(await _sample(generator, "c"), adapters["c"]) < 5e-5
 
     async def main() -> None:
-        async with running_store(tmp_path / "logs"):
-            generator = await GeneratorHandle.launch(config, tmp_path / "logs", version_records=records)
+        async with running_store(logs := tmp_path / "logs") as store:
+            generator = await GeneratorHandle.launch(config, logs, version_records=records, store_name=store.name)
             try:
                 await drive(generator)
             finally:

@@ -50,7 +50,7 @@ def _assert_no_process_is_left(before: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow  # a cell of tests/benchmarks/test_kill_cells.py runs every time
+@pytest.mark.slow  # tests/benchmarks/test_kill_cells.py does so in a whole run
 def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=30)

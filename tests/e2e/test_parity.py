@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,33 @@ def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
             assert "100% by packing" in _sentence(leaky)
             unpulled = await compare(train, _StaleGenerator(generate), PROMPTS, SAMPLING)
             assert "the pulled weights are not the trainer's" in _sentence(unpulled)
+
+    asyncio.run(main())
+
+
+def test_two_runs_at_a_time_pull_their_own_weights(tmp_path: Path) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    models = model, export(model, moved(model, 3), torch.float32, tmp_path / "other")
+    trainer = TrainerConfig(compute_dtype="float32")
+    generator = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8, weight_transport="torchstore")
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "one") as one, Launcher(tmp_path / "two") as two:
+            launchers = one, two
+            starts = [
+                each.trainer(path, trainer, generator=generator) for each, path in zip(launchers, models, strict=True)
+            ]
+            trainers = await asyncio.gather(*starts)
+            generators = await asyncio.gather(*(each.generator(model, generator) for each in launchers))
+            assert [await each.push_model_state_dict() for each in trainers] == [0, 0]
+            for each in generators:
+                await each.pull_model_state_dict(0)
+            sampled = [(await each.generate(PROMPTS[0], SAMPLING))[0] for each in generators]
+            for train, completion in zip(trainers, sampled, strict=True):
+                output = await train.forward([text_to_datum(PROMPTS[0], completion.tokens, "completion")])
+                assert output.logprobs[0][-len(completion.tokens) :] == pytest.approx(completion.logprobs, abs=1e-4)
+            crossed = await trainers[0].forward([text_to_datum(PROMPTS[0], sampled[1].tokens, "completion")])
+            assert abs(crossed.logprobs[0][-len(sampled[1].tokens) :] - np.array(sampled[1].logprobs)).max() > 0.01
 
     asyncio.run(main())
 

@@ -50,7 +50,7 @@ def _kill_trainer_in_a_save(run: subprocess.Popen[str], folder: Path) -> None:
         os.kill(trainer, signal.SIGCONT)
 
 
-@pytest.mark.slow  # the cells of tests/benchmarks/test_kill_cells.py run every time
+@pytest.mark.slow  # `.ci/run` runs the cells of tests/benchmarks/test_kill_cells.py
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_by_itself_without_its_trainer_and_when_told_to_without_its_controller(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "killed"

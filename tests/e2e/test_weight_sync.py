@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controller.meshes.errors import MeshError
+from controller.meshes.generator_handle import GeneratorHandle
+from controller.meshes.mesh import Mesh
 from rl.types import Completion, SamplingParams
 from rl.weights.manifest import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
@@ -31,19 +33,20 @@ from tests.generator.served_models import served_llama, served_qwen3_moe
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow  # in one process: tests/generator/test_pull.py::test_pulled_weights_equal_a_fresh_engines
 def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 7), "bfloat16", tmp_path / "exported")
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "bfloat16", logs) as generator,
+            running_store(logs) as store,
+            running_generator(directory, "bfloat16", logs, store) as generator,
             running_generator(exported, "bfloat16", tmp_path / "fresh") as fresh,
         ):
             before, expected = await greedy(generator), [c.logprobs for c in await greedy(fresh)]
             assert [c.logprobs for c in before] != expected
-            async with running_publisher(directory, "bfloat16", "shared_memory", logs) as publisher:
+            async with running_publisher(store, directory, "bfloat16", "shared_memory", logs) as publisher:
                 for version in (5, 6, 7):
                     await publish(publisher, version, seed=version)
                     await generator.pull_model_state_dict(version)
@@ -52,21 +55,6 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
             assert [c.logprobs for c in after] == expected
             assert {v for c in before for v in c.versions} == {0}
             assert {v for c in after for v in c.versions} == {7}
-            async with running_publisher(directory, "bfloat16", "auto", logs) as publisher:
-                await publisher.answer(publisher.actors.limit_shared_memory.call(), "limit_shared_memory")
-                for version, seed in ((8, 8), (9, 7)):
-                    await publish(publisher, version, seed)
-                    await generator.pull_model_state_dict(version)
-                warning = (
-                    r"TorchStore carries the weights.*: weights need \d+\.\d MB of shared memory.*\(File too large\)"
-                )
-                assert len(re.findall(warning, "".join(f.read_text() for f in publisher.log_files))) == 1
-                after = await greedy(generator)
-                assert [c.logprobs for c in after] == expected
-                assert {v for c in after for v in c.versions} == {9}
-                await renew(publisher, "bfloat16", "shared_memory")
-                with pytest.raises(WeightsError, match=r"need .* MB of shared memory.*weight_transport='torchstore'"):
-                    await publish(publisher, 10, seed=7)
 
     asyncio.run(main())
 
@@ -75,10 +63,10 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 
     async def main() -> None:
-        async with running_store(logs) as store, running_generator(directory, "float32", logs) as generator:
+        async with running_store(logs) as store, running_generator(directory, "float32", logs, store) as generator:
             with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
                 await generator.pull_model_state_dict(1)
-            async with running_publisher(directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
+            async with running_publisher(store, directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
                 for version in (1, 2, 3):
                     await publish(publisher, version, seed=version)
                 await generator.pull_model_state_dict(2)
@@ -100,7 +88,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
                     await publish(publisher, 7, seed=7)
                 with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
                     await generator.pull_model_state_dict(6)
-            async with running_publisher(directory, "float32", "auto", logs, num_ranks=1) as publisher:
+            async with running_publisher(store, directory, "float32", "auto", logs, num_ranks=1) as publisher:
                 await publish(publisher, 8, seed=8)
                 os.kill(store.mesh.pids[0], signal.SIGKILL)
                 with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):
@@ -121,11 +109,11 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
+            running_store(logs) as store,
+            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
         ):
             assert _shared_memory_names() <= names_before  # so nothing is left, however the ranks end
-            async with running_publisher(directory, "float32", "auto", logs) as publisher:
+            async with running_publisher(store, directory, "float32", "auto", logs) as publisher:
                 for transport, version in transports:
                     await renew(publisher, "float32", transport)
                     await publish(publisher, version, seed=2)
@@ -142,10 +130,11 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
                 running = asyncio.create_task(generator.generate(PROMPTS[0], long))
                 await asyncio.sleep(0.05)
                 await generator.pull_model_state_dict(6, mode="inflight")
-            (completion,) = await running
-            assert list(completion.versions) == sorted(completion.versions)
-            assert set(completion.versions) == {4, 6}
-            _assert_greedy(reference, PROMPTS[0], completion)
+                (completion,) = await running
+                assert list(completion.versions) == sorted(completion.versions)
+                assert set(completion.versions) == {4, 6}
+                _assert_greedy(reference, PROMPTS[0], completion)
+                await _without_shared_memory(publisher, generator, reference)
             unseeded = SamplingParams(max_tokens=8)
             together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
             assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
@@ -154,6 +143,24 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
                 await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), 30)
 
     asyncio.run(main())
+
+
+async def _without_shared_memory(publisher: Mesh, generator: GeneratorHandle, reference: Any) -> None:
+    """TorchStore carries the weights then, with one warning, unless shared memory was asked for by name."""
+    await publisher.answer(publisher.actors.limit_shared_memory.call(), "limit_shared_memory")
+    await renew(publisher, "float32", "auto")
+    for version, seed in ((8, 8), (9, 2)):
+        await publish(publisher, version, seed)
+        await generator.pull_model_state_dict(version)
+    warning = r"TorchStore carries the weights.*: weights need \d+\.\d MB of shared memory.*\(File too large\)"
+    assert len(re.findall(warning, "".join(f.read_text() for f in publisher.log_files))) == 1
+    completions = await greedy(generator)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        _assert_greedy(reference, prompt, completion)
+    assert {v for c in completions for v in c.versions} == {9}
+    await renew(publisher, "float32", "shared_memory")
+    with pytest.raises(WeightsError, match=r"need .* MB of shared memory.*weight_transport='torchstore'"):
+        await publish(publisher, 10, seed=7)
 
 
 def _shared_memory_names() -> set[str]:
@@ -167,9 +174,9 @@ def test_experts_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with (
-            running_store(logs),
-            running_generator(directory, "float32", logs, tensor_parallel=2) as generator,
-            running_publisher(directory, "float32", "shared_memory", logs) as publisher,
+            running_store(logs) as store,
+            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
+            running_publisher(store, directory, "float32", "shared_memory", logs) as publisher,
         ):
             for version in (1, 2, 3):
                 await publish(publisher, version, seed=version)

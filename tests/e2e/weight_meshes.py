@@ -20,8 +20,8 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
 @asynccontextmanager
-async def running_store(log_dir: Path) -> AsyncGenerator[WeightStore]:
-    store = await WeightStore.launch(log_dir)
+async def running_store(log_dir: Path, **options: Any) -> AsyncGenerator[WeightStore]:
+    store = await WeightStore.launch(log_dir, **options)
     try:
         yield store
     finally:
@@ -30,10 +30,10 @@ async def running_store(log_dir: Path) -> AsyncGenerator[WeightStore]:
 
 @asynccontextmanager
 async def running_publisher(
-    directory: Path, dtype: str, transport: WeightTransport, log_dir: Path, *, num_ranks: int = 2
+    store: WeightStore, directory: Path, dtype: str, transport: WeightTransport, log_dir: Path, *, num_ranks: int = 2
 ) -> AsyncGenerator[Mesh]:
     """Ranks, each with its shard of every weight."""
-    env, arguments = {"OMP_NUM_THREADS": "1"}, (directory, getattr(torch, dtype), transport)
+    env, arguments = {"OMP_NUM_THREADS": "1"}, (directory, getattr(torch, dtype), transport, store.name)
     mesh = await Mesh.spawn("publisher", Publisher, *arguments, num_ranks=num_ranks, env=env, log_dir=log_dir)
     try:
         yield mesh
@@ -43,11 +43,11 @@ async def running_publisher(
 
 @asynccontextmanager
 async def running_generator(
-    directory: Path, dtype: str, log_dir: Path, **options: Any
+    directory: Path, dtype: str, log_dir: Path, store: WeightStore | None = None, **options: Any
 ) -> AsyncGenerator[GeneratorHandle]:
     options = {"max_model_len": 128, "max_num_seqs": 8, **options}
     config = GeneratorConfig(model=directory, dtype=dtype, **options)  # pyright: ignore[reportArgumentType]
-    handle = await GeneratorHandle.launch(config, log_dir)
+    handle = await GeneratorHandle.launch(config, log_dir, store_name=None if store is None else store.name)
     try:
         yield handle
     finally:

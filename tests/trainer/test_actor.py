@@ -35,7 +35,8 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
     monkeypatch.setattr(trainer.actor, "touch", touch)
 
     async def pushes() -> list[int]:
-        mesh = await Mesh.spawn("trainer", ACTOR, config, "float32", "auto", num_ranks=1, env={}, log_dir=tmp_path)
+        arguments = config, "float32", "auto", "weights"
+        mesh = await Mesh.spawn("trainer", ACTOR, *arguments, num_ranks=1, env={}, log_dir=tmp_path)
         rank, versions = mesh.rank(0), list[int]()
         try:
             for _ in range(2):

@@ -15,6 +15,8 @@ from rl.runs.folder import RunFolder
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process", "smollm2")]
 
 
+# `tests/e2e/test_parity.py` shows it for a tiny model; `tests/e2e/test_grpo.py` runs this one in the recipe's dtype.
+@pytest.mark.slow
 def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> None:
     recipe = grpo_smollm2_cpu.recipe()
     config = replace(

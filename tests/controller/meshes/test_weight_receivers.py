@@ -25,19 +25,19 @@ def test_a_push_needs_the_lost_processes_only_where_no_host_is_left(
         import torchstore
 
         hosts = [host("n1"), host("n2")]
-        receivers = WeightReceivers(tmp_path, lambda: hosts)
+        receivers = WeightReceivers(tmp_path, lambda: hosts, "weights")
         assert list(receivers.lost) == []  # there are none yet
         await receivers.complete()
         lost.add("n1")
         await receivers.complete()
-        assert [each.name for each in await receiving_hosts(await torchstore.client())] == ["n2"]
+        assert [each.name for each in await receiving_hosts(await torchstore.client("weights"))] == ["n2"]
         assert list(receivers.lost) == []
         lost.add("n2")
         await receivers.complete()
         assert [mesh.name for mesh in receivers.lost] == ["weights-n2"]
         lost.remove("n1")  # it came back
         await receivers.complete()
-        assert [each.name for each in await receiving_hosts(await torchstore.client())] == ["n1"]
+        assert [each.name for each in await receiving_hosts(await torchstore.client("weights"))] == ["n1"]
         assert list(receivers.lost) == []
         await receivers.stop()
 
