@@ -6,7 +6,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -45,14 +45,16 @@ def wait_for_end(process: subprocess.Popen[Any], what: str, limit_s: float = LIM
     return process.returncode, _text(output), _text(errors)
 
 
-def wait_for_line(process: subprocess.Popen[Any], what: str, limit_s: float = LIMIT_S) -> str:
-    """The next line of a process's output. Reads byte by byte from its pipe, which nothing else may have read ahead."""
-    assert process.stdout is not None
-    line, end, file = b"", time.monotonic() + limit_s, process.stdout.fileno()
+def wait_for_line(pipe: IO[Any] | None, what: str, limit_s: float = LIMIT_S) -> str:
+    """The next line that a process writes to a pipe. Reads byte by byte, so that the rest is left to others."""
+    assert pipe is not None
+    line, end, file = b"", time.monotonic() + limit_s, pipe.fileno()
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
-            assert selector.select(end - time.monotonic()), f"waited {limit_s:g} s in vain for {what}, after {line!r}"
+            assert selector.select(max(0.0, end - time.monotonic())), (
+                f"waited {limit_s:g} s in vain for {what}, after {line!r}"
+            )
             byte = os.read(file, 1)
             assert byte, f"the output ended before {what}, after {line!r}"
             line += byte
