@@ -24,15 +24,7 @@ from controller.runs.restarts import RestartLimit
 from rl.data.batching import validate_batch
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.losses import LossInputs, get_loss
-from rl.types import (
-    AdamParams,
-    Completion,
-    Datum,
-    ForwardBackwardOutput,
-    OptimStepOutput,
-    PullMode,
-    SamplingParams,
-)
+from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 VOCAB = 16
 END = 1
@@ -239,10 +231,8 @@ class ToyHost:
         self.generator = ToyGenerator(self)
         self.calls: list[tuple[str, str]] = []
         self.steps: list[AdamParams] = []
-        self.asked: list[str] = []
-        """The trainers of all calls, in the order in which they came."""
-        self.holds = False
-        """While it is set, no call is executed."""
+        self.asked: list[str] = []  # the trainers of all calls, in the order in which they came
+        self.holds = False  # while it is set, no call is executed
         self.life = 1
         self.dies_in: list[int] = []
         """After how many more calls of trainers their process dies, for each of its lives."""
