@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STOP_DEADLINE_S = 8.0  # a user is promised that everything is over within 10 s, if there is nothing to save
+STOP_WITHIN_S = 8.0  # a user is promised that everything is over within 10 s, if there is nothing to save
 # Slurm and Kubernetes kill a process 30 s after its SIGTERM. Who presses Ctrl-C may press it again.
 _SAVE_DEADLINE_S = {signal.SIGTERM: 25.0, signal.SIGINT: 120.0, signal.SIGHUP: 120.0}
-_SAME_SIGNAL_S = 0.3  # a terminal and a wrapper around the command, such as make, may each pass on the same Ctrl-C
+SAME_SIGNAL_S = 0.3  # a terminal and a wrapper around the command, such as make, may each pass on the same Ctrl-C
 
 T = TypeVar("T")
 
@@ -76,15 +76,25 @@ class StopSignals:
     entered in the main thread.
     """
 
-    def __init__(self, at_deadline: Callable[[], None], is_saving: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        at_deadline: Callable[[], None],
+        is_saving: Callable[[], bool] = lambda: False,
+        *,
+        stop_within_s: float = STOP_WITHIN_S,
+        same_signal_s: float = SAME_SIGNAL_S,
+    ) -> None:
         """`at_deadline` runs in another thread, once all descendants are dead and right before the process ends.
 
-        `is_saving` says, whenever it is called, whether the run is saving because of the signal.
+        `is_saving` says, whenever it is called, whether the run is saving because of the signal. The deadline of a run
+        that does not save is `stop_within_s`. A signal within `same_signal_s` of the first one is the same.
         """
         self.received: int | None = None
         """The number of the first signal received, if any."""
         self._at_deadline = at_deadline
         self._is_saving = is_saving
+        self._stop_within_s = stop_within_s
+        self._same_signal_s = same_signal_s
         self._received_at = 0.0
         self._over = threading.Event()
         self._again = threading.Event()
@@ -140,7 +150,7 @@ class StopSignals:
     def _receive(self, number: int, *, from_handler: bool = False) -> None:
         with self._lock:
             if self.received is not None:
-                late = time.monotonic() - self._received_at > _SAME_SIGNAL_S
+                late = time.monotonic() - self._received_at > self._same_signal_s
                 if late and number != signal.SIGHUP and not from_handler:  # each signal comes both ways
                     self._again.set()
                 return
@@ -155,10 +165,10 @@ class StopSignals:
         """Ends every process, this one last, unless the block is left in time."""
         assert self.received is not None
         began = time.monotonic()
-        end, last_end = began + _STOP_DEADLINE_S, began + _SAVE_DEADLINE_S[signal.Signals(self.received)]
+        end, last_end = began + self._stop_within_s, began + _SAVE_DEADLINE_S[signal.Signals(self.received)]
         while time.monotonic() < end and not self._again.is_set():
             if self._is_saving():
-                end = min(time.monotonic() + _STOP_DEADLINE_S, last_end)  # what comes after has as long as without
+                end = min(time.monotonic() + self._stop_within_s, last_end)  # what comes after has as long as without
             if self._over.wait(0.05):
                 return
         end_descendants(grace_s=0)

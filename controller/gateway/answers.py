@@ -6,7 +6,6 @@ key of the client's (model and sequence number), and its result is kept for a wh
 
 import asyncio
 import json
-import time
 import uuid
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class PendingAnswer:
         """Stores the result. The first one counts."""
         if not self._answer.done():
             self._answer.set_result(answer)
-            self._set_at = time.monotonic()
+            self._set_at = self._now()
 
     @property
     def done(self) -> bool:
@@ -70,16 +69,19 @@ class PendingAnswer:
         done, _ = await asyncio.wait([self._answer], timeout=timeout_s)
         if not done:
             return None
-        self._fetched_at = self._fetched_at or time.monotonic()
+        self._fetched_at = self._fetched_at or self._now()
         return self._answer.result()
 
     @property
     def is_old(self) -> bool:
         """Whether nobody will ask for the result any more."""
-        now = time.monotonic()
+        now = self._now()
         if self._fetched_at is not None:
             return self._fetched_at < now - _KEEP_S
         return self._set_at is not None and self._set_at < now - _KEEP_UNFETCHED_S
+
+    def _now(self) -> float:
+        return self._answer.get_loop().time()
 
 
 class Answers:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,7 +38,8 @@ class ClientSession:
     user: str
     """Whose key opened it; empty on a server without keys."""
     user_metadata: dict[str, Any] | None
-    last_seen: float = field(default_factory=time.monotonic)
+    last_seen: float
+    """A time of the event loop's clock."""
 
 
 class Gateway:
@@ -68,7 +69,12 @@ class Gateway:
 
     def open_session(self, request: types.CreateSessionRequest, user: str = "") -> ClientSession:
         """A new session of a user."""
-        session = ClientSession(id=uuid.uuid4().hex[:16], user=user, user_metadata=request.user_metadata)
+        session = ClientSession(
+            id=uuid.uuid4().hex[:16],
+            user=user,
+            user_metadata=request.user_metadata,
+            last_seen=asyncio.get_running_loop().time(),
+        )
         self.sessions[session.id] = session
         return session
 
@@ -77,7 +83,7 @@ class Gateway:
         session = self.sessions.get(session_id)
         if session is None:
             raise HTTPException(410, f"session {session_id} has ended, or is not of this server; make a ServiceClient")
-        session.last_seen = time.monotonic()
+        session.last_seen = asyncio.get_running_loop().time()
         return session
 
     def owner(self, named: str) -> str | None:
@@ -106,7 +112,7 @@ class Gateway:
         """Ends silent sessions, forgets fetched results and deletes expired checkpoints, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            limit = time.monotonic() - SESSION_S
+            limit = asyncio.get_running_loop().time() - SESSION_S
             for session in [session for session in self.sessions.values() if session.last_seen < limit]:
                 await self.end_session(session.id)
             with errors_logged():

@@ -66,7 +66,7 @@ def _session(gateway: Gateway, session: ClientSession) -> dict[str, Any]:
     return {
         "id": session.id,
         "user": session.user,
-        "silent_s": round(time.monotonic() - session.last_seen, 1),
+        "silent_s": round(asyncio.get_running_loop().time() - session.last_seen, 1),
         "training": [
             {
                 "id": client.run.id,

@@ -22,7 +22,7 @@ _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32
 _BLOCK = 1 << 24
 _STALLED_S = 60.0
-_TOKEN_S = 5.0  # others that connect do not keep the host waiting for longer
+TOKEN_S = 5.0  # others that connect do not keep the host waiting for longer
 
 
 def model_files(model: Path) -> Mapping[str, str]:
@@ -57,8 +57,12 @@ class ModelOffer:
 class ModelServer:
     """Gives a model to one host, which `offer` is sent to."""
 
-    def __init__(self, model: Path, address: str) -> None:
-        """Listens at an address of this host, and serves in a thread until `close` is called or the model was sent."""
+    def __init__(self, model: Path, address: str, token_s: float = TOKEN_S) -> None:
+        """Listens at an address of this host, and serves in a thread until `close` is called or the model was sent.
+
+        A client has `token_s` to send the token of the offer.
+        """
+        self._token_s = token_s
         self._files = [(file, file.stat().st_size) for file in sorted(model.iterdir()) if file.is_file()]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family)
@@ -95,7 +99,7 @@ class ModelServer:
         return True
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        connection.settimeout(_TOKEN_S)
+        connection.settimeout(self._token_s)
         try:
             with connection.makefile("rb") as stream:
                 return hmac.compare_digest(stream.read(_TOKEN_BYTES), self.offer.token)

@@ -13,9 +13,8 @@ different: the ranks agreed to end the call, their state is as it was, and the e
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from controller.meshes.errors import DeadlineError, HostLostError, MeshError
@@ -32,7 +31,6 @@ asks for signs of progress by other calls.
 A "queued" call that is cancelled is still executed. Its clock then runs while the next call waits for it."""
 
 _TICK_S = 1.0
-_GRACE_S = 5.0  # within which all ranks raise their exceptions if they agreed to end a call
 _DEATH_GRACE_S = 3.0  # within which Monarch says how a process died
 
 
@@ -44,9 +42,9 @@ class _Call:
     wait: Wait
     answers: dict[int | None, asyncio.Future[Any]]
     needs: "Callable[[], Sequence[Calls]]"
+    asked: float
     abandoned: bool = False
     """Whether nobody waits for it any more, and the ranks still execute it."""
-    asked: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0
     """Seconds that count against its deadline."""
     troubled_s: float = 0.0
@@ -85,6 +83,8 @@ class Calls:
         """Why the mesh was killed."""
         self.is_consequence: Callable[[BaseException], bool] = is_connection_error
         """Tells the errors that a rank raises because another rank failed."""
+        self.grace_s = 5.0
+        """Seconds within which all ranks raise their exceptions if they agreed to end a call."""
         self._failed: asyncio.Future[None] | None = None
         self._under_way: list[_Call] = []
         self._slowest: dict[str, tuple[float, float]] = {}  # seconds and largest size of each verb so far
@@ -108,7 +108,7 @@ class Calls:
         Raises what the module's docstring says.
         """
         answers: dict[int | None, asyncio.Future[Any]] = {rank: asyncio.create_task(c) for rank, c in calls.items()}
-        call = _Call(verb, size, varies, wait, answers, needs)
+        call = _Call(verb, size, varies, wait, answers, needs, asyncio.get_running_loop().time())
         self._under_way.append(call)
         try:
             with contextlib.nullcontext() if verb == "status" else span(self.name, verb):
@@ -159,10 +159,11 @@ class Calls:
         """Waits for an answer, but not for long, and raises if there is a reason not to wait any longer."""
         if self.failure is not None:
             raise self.failure.again()
+        loop = asyncio.get_running_loop()
         if self._failed is None:
-            self._failed = asyncio.get_running_loop().create_future()
+            self._failed = loop.create_future()
         executed = self._executed(call)
-        errors_before, started = len(executed.errors) if executed else 0, time.monotonic()
+        errors_before, started = len(executed.errors) if executed else 0, loop.time()
         unanswered = {call.answers[rank] for rank in call.unanswered}
         # Thousands of watched calls may be under way, so that they do not look at the processes each.
         idle = call.wait == "watched" and not call.errors and not call.needs()
@@ -172,7 +173,7 @@ class Calls:
         if self.failure is not None:
             return
         # What counts is the time in which this process ran: if it was stopped, the ranks may have been too.
-        elapsed = min(time.monotonic() - started, 2 * _TICK_S)
+        elapsed = min(loop.time() - started, 2 * _TICK_S)
         if executed is not None:
             executed.waited_s += elapsed
             executed.troubled_s += elapsed if errors_before or self.processes.gone else 0.0
@@ -252,7 +253,7 @@ class Calls:
 
     def _lone_failure(self, call: _Call) -> MeshError | None:
         """One rank's exception that the others do not share."""
-        if not call.errors or (call.unanswered and call.troubled_s < _GRACE_S):
+        if not call.errors or (call.unanswered and call.troubled_s < self.grace_s):
             return None
         rank, cause = self._cause(call.errors)
         if call.troubled_s < _DEATH_GRACE_S and (self.processes.gone or is_connection_error(cause)):
@@ -285,7 +286,8 @@ class Calls:
         oldest = next(iter(self._under_way), call)
         silent = [self.processes.name(rank) for rank in oldest.unanswered if rank is not None]
         waiting = f"; {', '.join(silent)} did not answer" if len(silent) > 1 else ""
-        return f"the controller has waited {time.monotonic() - oldest.asked:.0f} s for {oldest.verb}{waiting}"
+        waited_s = asyncio.get_running_loop().time() - oldest.asked
+        return f"the controller has waited {waited_s:.0f} s for {oldest.verb}{waiting}"
 
 
 def is_connection_error(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rl.hardware import is_cpu_build
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class GPUPool:
@@ -78,14 +78,17 @@ class GPUPool:
         return tuple(free[:num_ranks])
 
 
-def gpus_here() -> tuple[str, ...]:
-    """The names of the GPUs that the controller may use, found without initializing CUDA in this process."""
+def gpus_here(driver: Path = NVIDIA_DRIVER) -> tuple[str, ...]:
+    """The names of the GPUs that the controller may use, found without initializing CUDA in this process.
+
+    `driver` is a file that exists where there is a driver.
+    """
     if is_cpu_build():
         return ()
     names = tuple(name.strip() for name in os.environ.get(_VARIABLE, "").split(","))
     if names[0].startswith("MIG-"):
         # torch can count MIG instances only by initializing CUDA, which would put a context on one of them.
-        return names if _NVIDIA_DRIVER.exists() else ()
+        return names if driver.exists() else ()
     import torch  # takes seconds to load, which a mistake in a recipe should not have to wait for
 
     count = torch.cuda.device_count()  # by the driver's NVML; it stops at the first name that is no GPU, as CUDA does

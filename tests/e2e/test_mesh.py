@@ -163,7 +163,7 @@ def test_a_stopped_rank_is_found_whatever_the_deadline(tmp_path: Path) -> None:
     _with_mesh(tmp_path, body, num_ranks=2, deadlines=Deadlines(stopped_s=3))
 
 
-def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path) -> None:
     def calls(mesh: Mesh, raising: tuple[int, ...], agreed: bool = False) -> list[Awaitable[float]]:
         return [mesh.rank(rank).reduce.call_one(raising, agreed) for rank in range(2)]
 
@@ -171,20 +171,19 @@ def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path, monk
         assert await mesh.answers(calls(mesh, ()), "reduce") == [1.0, 1.0]
         with pytest.raises(OSError, match="no space left on the toy"):  # every rank raises, so the mesh is whole
             await mesh.answers(calls(mesh, (0, 1), agreed=True), "reduce")
-        start = time.monotonic()
+        mesh.calls.grace_s = 1.0
         with pytest.raises(MeshError, match=r"rank 1 \(process \d+\) raised OSError in reduce: .*no space") as caught:
             await mesh.answers(calls(mesh, (1,)), "reduce")
-        assert time.monotonic() - start < 20
         assert isinstance(caught.value.__cause__, OSError)
         assert re.search(r"rank 0 \(process \d+\) did not answer", str(caught.value))
         assert re.search(r"(?s)rank 0 ---.* in reduce", str(caught.value))
 
     async def death(mesh: Mesh) -> None:
+        mesh.calls.grace_s = 1.0
         await mesh.answers(calls(mesh, ()), "reduce")
         with pytest.raises(MeshError, match=r"toy: rank 1 \(process \d+\) died in leave"):
             await mesh.answers([mesh.rank(rank).leave.call_one(1) for rank in range(2)], "leave")
 
-    monkeypatch.setattr("controller.meshes.calls._GRACE_S", 1.0)
     _with_mesh(tmp_path, lone_failure, num_ranks=2)
     _with_mesh(tmp_path, death, num_ranks=2)
 

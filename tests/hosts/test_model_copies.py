@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.hosts import host_models, model_copies
+from controller.hosts import host_models
 from controller.hosts.model_copies import ModelOffer, ModelServer, check_same_model, model_files, receive_model
 from tests.hosts.fake_hosts import FakeAgent, fake_host
 
@@ -53,15 +53,12 @@ def test_a_copy_is_the_model(model: Path, tmp_path: Path) -> None:
     assert server.sent_bytes == server.offer.num_bytes == 256 * 80_000 + 2
 
 
-def test_a_stranger_gets_nothing_and_the_host_its_copy(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, there = ModelServer(model, HERE), tmp_path / "there"
+def test_a_stranger_gets_nothing_and_the_host_its_copy(model: Path, tmp_path: Path) -> None:
+    server, there = ModelServer(model, HERE, token_s=1.0), tmp_path / "there"
     stranger = replace(server.offer, model=there, token=bytes(32))
     with pytest.raises(ValueError, match="none could be copied there: the controller closed the connection"):
         receive_model(stranger)
     assert not there.exists()
-    monkeypatch.setattr(model_copies, "_TOKEN_S", 0.1)
     with socket.create_connection((HERE, server.offer.port)):  # it says nothing
         receive_model(replace(server.offer, model=there))
     check_same_model(there, model_files(model))

@@ -2,8 +2,9 @@
 
 import asyncio
 import resource
-import time
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from controller.runs import Console, Loop, RunFolder
 from rl.types import Group
@@ -17,7 +18,7 @@ class RecordingConfig:
     num_steps: int = 100
     full_after: int = 3
     stopped: bool = False
-    """Records one step on a slow disk and waits to be stopped."""
+    """Records one step on a slow disk, touches the file `recorded` and waits to be stopped."""
     seed: int = 0
 
     def loop(self) -> Loop:
@@ -34,10 +35,19 @@ async def train(config: RecordingConfig, folder: RunFolder, console: Console) ->
     rollout = single_turn((1, 2), completion("".join(map(chr, range(100, 30_000)))), reward=0.5)
     group = Group(problem_id="p", prompt="q", rollouts=(rollout,))
     if config.stopped:
-        folder.in_background(lambda: time.sleep(1.0))
+        stopped = threading.Event()
+
+        def slow_disk() -> None:
+            stopped.wait(600)  # for the signal
+
+        folder.in_background(slow_disk)
         folder.log_rollouts(1, [group])
         folder.log_metrics({"step": 1.0})
-        await asyncio.sleep(60)
+        Path("recorded").touch()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            stopped.set()
     for step in range(1, config.num_steps + 1):
         if step == config.full_after + 1:
             await folder.sync()

@@ -39,7 +39,7 @@ class Mine:
 def _check_env(cwd: Path, name: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "controller.commands.cli", "check-env", name]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_an_author_is_told_what_is_wrong(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def run(cwd: Path, mode: str) -> subprocess.CompletedProcess[str]:
     """The code above in a process of its own, since it is about that process's file descriptors."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     arguments = [sys.executable, "-c", CODE, mode]
-    return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_only_what_is_for_the_user_reaches_the_terminal(tmp_path: Path) -> None:

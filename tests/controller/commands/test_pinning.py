@@ -10,6 +10,7 @@ import pytest
 from rl.tiny_models import tiny_llama
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command
 from tests.controller.runs.hub import running_hub
+from tests.waiting import LIMIT_S
 
 RECIPE = """
 from dataclasses import dataclass
@@ -41,7 +42,13 @@ def test_the_commit_is_recorded_and_kept(tmp_path: Path) -> None:
 
         def run(*arguments: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
-                command("run", *arguments), cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+                command("run", *arguments),
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT_S,
             )
 
         refused = run("mine.py", "--name", "a")

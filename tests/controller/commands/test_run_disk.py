@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from rl.rollouts.columns import read_groups
 from rl.runs.folder import read_metrics
 from tests.controller.commands.test_cli import ROOT, command, ownloop
+from tests.waiting import wait_for_end, wait_until
 
 RECIPE = Path(__file__).with_name("recording_recipe.py")
 
@@ -43,12 +43,9 @@ def test_a_run_that_is_stopped_has_its_last_step_on_disk(tmp_path: Path) -> None
     arguments = command("run", str(RECIPE), "--name", "a", "--stopped")
     run, env = tmp_path / "runs" / "a", {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(arguments, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists():
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until((tmp_path / "recorded").exists, "the first step")
+        assert not (run / "rollouts" / "step-00001.parquet").exists()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130, errors
+        status, _, errors = wait_for_end(process, "the run")
+    assert status == 130, errors
     assert len(read_groups(run / "rollouts" / "step-00001.parquet")) == 1

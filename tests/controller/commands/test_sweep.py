@@ -4,7 +4,6 @@ import argparse
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from controller.commands.sweep import combinations_of, sweep
 from rl.runs.folder import RunFolder
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
+from tests.waiting import wait_for_end, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -35,7 +35,7 @@ async def train(config, folder, console):
     if os.path.exists(f"fails-{config.seed}"):
         raise RuntimeError("boom")
     if os.path.exists("sleeps"):
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     folder.log_metrics({"step": 1.0, "reward_mean": config.seed / 4, "seconds_step": 1.0})
     (folder.path / "model").mkdir(exist_ok=True)
     (folder.path / "model" / "config.json").write_text("{}")
@@ -130,6 +130,15 @@ def test_a_second_sweep_leaves_a_run_that_is_running_alone(tmp_path: Path) -> No
     assert [path.name for path in running.path.parent.iterdir()] == ["seed=1"]
 
 
+def is_in_group(group: int) -> bool:
+    """Whether a process of this group is there."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_and_the_sweep(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
@@ -138,18 +147,13 @@ def test_a_signal_ends_the_run_and_the_sweep(tmp_path: Path, number: signal.Sign
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     arguments = command("sweep", *OPTIONS)
     process = subprocess.Popen(arguments, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
-    end = time.monotonic() + 60
-    while not (tmp_path / "order").exists():
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until((tmp_path / "order").exists, "the first run")
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert b"interrupted; saved" in errors
+    status, _, errors = wait_for_end(process, "the sweep")
+    assert status == 128 + number
+    assert "interrupted; saved" in errors
     assert len(order(tmp_path)) == 1
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    wait_until(lambda: not is_in_group(process.pid), "the end of every process")

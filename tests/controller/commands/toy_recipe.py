@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from controller.runs import Console, Loop, RunFolder
 
 STUBBORN = (
-    "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(60)"
+    "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(600)"
 )
 
 
@@ -58,13 +58,13 @@ async def train(config: ToyConfig, folder: RunFolder, console: Console) -> None:
         case "crash":
             raise RuntimeError("boom")
         case "sleep":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         case "block":
-            time.sleep(60)
+            time.sleep(600)
         case "no-cancel":
             while True:
                 try:
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(600)
                 except asyncio.CancelledError:
                     console.warn("never")
         case _:

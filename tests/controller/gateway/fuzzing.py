@@ -214,7 +214,7 @@ class Sender:
     def __init__(self, url: str) -> None:
         """`url` is the server's."""
         self._host = url.removeprefix("http://")
-        self._connection = http.client.HTTPConnection(self._host, timeout=60)
+        self._connection = http.client.HTTPConnection(self._host, timeout=120)
         self.accepted: list[str] = []
         self.statuses: dict[int, int] = {}
 
@@ -231,7 +231,7 @@ class Sender:
         elif isinstance(answer, dict) and "request_id" in answer:
             self.accepted.append(answer["request_id"])
 
-    def check_results(self, timeout_s: float = 60.0) -> None:
+    def check_results(self, timeout_s: float = 120.0) -> None:
         """Every request that was accepted has a result, and none is a fault of the server's."""
         end = time.monotonic() + timeout_s
         while self.accepted and time.monotonic() < end:

@@ -21,6 +21,7 @@ from controller.gateway.keys import Keys
 from controller.gateway.serving import KEEP_ALIVE_S, listen
 from tests.controller.gateway.toy_model import ToyHost
 from tests.controller.gateway.toy_whole_models import with_whole_models
+from tests.waiting import LIMIT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class RunningServer:
     gateway: Gateway
     keys: Keys
     folder: Path
+    http: uvicorn.Server
 
     def client(self, key: str = "tml-local") -> tinker.ServiceClient:
         """A new client of the official SDK."""
@@ -67,16 +69,17 @@ def running_server(
         server = uvicorn.Server(options)
         servers.append(server)
         url = f"{'http' if tls[0] is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
-        started.append(RunningServer(url=url, host=host, gateway=gateway, keys=keys, folder=folder))
+        started.append(RunningServer(url=url, host=host, gateway=gateway, keys=keys, folder=folder, http=server))
         ready.set()
         await server.serve(sockets=[listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(LIMIT_S), "the server has not started"
     try:
         yield started[0]
     finally:
         servers[0].should_exit = servers[0].force_exit = True
-        thread.join(30)
+        thread.join(LIMIT_S)
         listener.close()
+        assert not thread.is_alive(), "the server has not ended"

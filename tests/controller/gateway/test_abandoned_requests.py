@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from controller.gateway.keys import Keys
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.types import Completion
 from tests.controller.gateway.toy_model import ToyGenerator, ToyHost
+from tests.waiting import run_virtual
 
 
 class EndlessGenerator(ToyGenerator):
@@ -35,10 +35,6 @@ class EndlessGenerator(ToyGenerator):
             raise AssertionError("for ever")
         finally:
             self.num_running -= 1
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
 
 
 def make_gateway(folder: Path) -> tuple[Gateway, EndlessGenerator, ClientSession]:
@@ -61,7 +57,7 @@ async def begin_samples(gateway: Gateway, session: ClientSession, num: int) -> l
         )
         for i in range(num)
     ]
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # of the virtual clock: all of them run
     return begun
 
 
@@ -91,7 +87,7 @@ def test_a_training_client_for_which_the_database_fails_is_made_when_it_is_asked
         assert b"error" not in result.content
         await gateway.close()
 
-    run(body())
+    run_virtual(body())
 
 
 def test_a_cancelled_sample_has_a_result_and_others_go_on(tmp_path: Path) -> None:
@@ -107,7 +103,7 @@ def test_a_cancelled_sample_has_a_result_and_others_go_on(tmp_path: Path) -> Non
         await gateway.close()
         assert generator.num_running == 0
 
-    run(body())
+    run_virtual(body())
 
 
 def test_the_end_of_a_session_ends_its_samples_alone(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_the_end_of_a_session_ends_its_samples_alone(tmp_path: Path) -> None:
         assert (generator.num_running, len(gateway.answers), kept.done) == (1, 1, False)
         await gateway.close()
 
-    run(body())
+    run_virtual(body())
 
 
 def test_what_an_openai_client_that_disconnects_has_asked_for_is_not_sampled_on(tmp_path: Path) -> None:
@@ -157,4 +153,4 @@ def test_what_an_openai_client_that_disconnects_has_asked_for_is_not_sampled_on(
         await app({**scope, **path, "headers": [(b"host", b"127.0.0.1")], "server": ("127.0.0.1", 1)}, receive, send)
         assert ended.is_set()
 
-    run(body())
+    run_virtual(body())

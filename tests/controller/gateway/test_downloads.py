@@ -40,7 +40,7 @@ def trained(server: RunningServer, key: str) -> Any:
 def fetch(url: str) -> tuple[int, bytes]:
     """Status and body, without a key."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
+        with urllib.request.urlopen(url, timeout=120) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 def get(server: RunningServer, path: str, key: str = "") -> str:
     """The text of an answer."""
     request = urllib.request.Request(f"{server.url}{path}", headers={"X-API-Key": key})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         return response.read().decode()
 
 
@@ -88,7 +88,7 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         session.user = "<script>document.title = 'caught'</script>"
         options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
         command = [str(BROWSER), *options, "--virtual-time-budget=1000", "--dump-dom", server.url]
-        drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        drawn = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert f"<td>{training.model_id}</td>" in drawn
     assert re.search(r"<b>1</b><span class=\"dim\"> session<", drawn)
     assert drawn.count("<polyline") == 2

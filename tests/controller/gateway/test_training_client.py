@@ -1,6 +1,5 @@
 """The official SDK trains through the gateway; what comes back is compared with NumPy."""
 
-import time
 from collections.abc import Generator
 from typing import Any
 
@@ -129,11 +128,9 @@ def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) 
 def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_call(server: RunningServer) -> None:
     client = new_client(server)
     client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
-    begin = time.monotonic()
     with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
         client.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
     assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
-    assert time.monotonic() - begin < 60
 
 
 def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: RunningServer) -> None:

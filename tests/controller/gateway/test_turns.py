@@ -9,6 +9,7 @@ pytest.importorskip("tinker", reason="the tinker package is not installed: pip i
 
 from controller.gateway.answers import Answer, Answers
 from controller.gateway.turns import Call, Turns
+from tests.waiting import run_virtual
 
 
 def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
@@ -43,10 +44,10 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
     for seed in range(20):
         numbers = list(range(50))
         random.Random(seed).shuffle(numbers)
-        assert asyncio.run(main(numbers)) == list(range(50))
+        assert run_virtual(main(numbers)) == list(range(50))
 
 
-def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
     async def main() -> None:
         answers = Answers()
         fetched, _ = answers.open("fetched", "session")
@@ -56,19 +57,19 @@ def test_results_are_forgotten_some_time_after_they_were_fetched(monkeypatch: py
         await fetched.wait(1)
         answers.sweep()
         assert len(answers) == 2  # a client may ask again
-        monkeypatch.setattr("controller.gateway.answers._KEEP_S", -1)
+        await asyncio.sleep(100)
         answers.sweep()
         assert answers.find(fetched.id) is None
         assert answers.find(kept.id) is kept
         waiting, _ = answers.open("waiting", "session")
-        monkeypatch.setattr("controller.gateway.answers._KEEP_UNFETCHED_S", -1)
+        await asyncio.sleep(2000)
         answers.sweep()
         assert answers.find(kept.id) is None  # nobody asked for it
         assert answers.find(waiting.id) is waiting
         answers.forget_owner("session")
         assert len(answers) == 0
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_calls_that_wait_end_with_the_model() -> None:
@@ -91,6 +92,6 @@ def test_calls_that_wait_end_with_the_model() -> None:
         found = [await each.wait(1) for each in pending]
         return [answer.content for answer in found if answer is not None]
 
-    running, *waiting = asyncio.run(main())
+    running, *waiting = run_virtual(main())
     assert b"whole" in running
     assert [b"model has ended" in content for content in waiting] == [True, True]

@@ -46,7 +46,7 @@ def ask(
     headers = {"Content-Type": "application/json", **({} if key is None else {"X-API-Key": key}), **headers}
     request = urllib.request.Request(f"{server.url}{path}", data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             text = response.read()
             return response.status, json.loads(text) if text.startswith(b"{") else text
     except urllib.error.HTTPError as error:
@@ -222,7 +222,7 @@ def test_requests_and_batches_have_a_size(server: RunningServer, ann: str) -> No
 def _chunked(server: RunningServer, key: str, body: bytes) -> int:
     import http.client
 
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
     parts = (body[start : start + 2**16] for start in range(0, len(body), 2**16))
     headers = {"X-API-Key": key, "Content-Type": "application/json"}
     connection.request("POST", "/api/v1/optim_step", parts, headers, encode_chunked=True)
@@ -233,9 +233,11 @@ def _chunked(server: RunningServer, key: str, body: bytes) -> int:
 def test_a_user_who_sends_too_much_waits_and_the_others_do_not(tmp_path: Path) -> None:
     with running_server(tmp_path, needs_key=True, limits=Limits(requests_per_s=5)) as server:
         fast, slow = server.keys.add("fast"), server.keys.add("slow")
-        statuses = [ask(server, "/api/v1/training_runs", fast)[0] for _ in range(20)]
+        statuses: list[int] = []
+        while 429 not in statuses and len(statuses) < 1000:
+            statuses.append(ask(server, "/api/v1/training_runs", fast)[0])
         assert statuses[:10] == [200] * 10
-        assert 429 in statuses
+        assert statuses[-1] == 429
         assert ask(server, "/api/v1/training_runs", slow)[0] == 200
         training = server.client(fast).create_lora_training_client("toy", rank=4).result()  # the SDK waits
         assert training.model_id
@@ -245,11 +247,11 @@ def test_https(tmp_path: Path) -> None:
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     options = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key)]
-    subprocess.run([*command, *options, "-out", str(certificate)], check=True, capture_output=True)
+    subprocess.run([*command, *options, "-out", str(certificate)], check=True, capture_output=True, timeout=120)
     with running_server(tmp_path, tls=(certificate, key)) as server:
         context = ssl.create_default_context(cafile=str(certificate))
         url = server.url.replace("127.0.0.1", "localhost")
-        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=30, context=context) as response:
+        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=120, context=context) as response:
             assert json.loads(response.read()) == {"status": "ok"}
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=30)
+            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=120)

@@ -24,15 +24,7 @@ from controller.runs.restarts import RestartLimit
 from rl.data.batching import validate_batch
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.losses import LossInputs, get_loss
-from rl.types import (
-    AdamParams,
-    Completion,
-    Datum,
-    ForwardBackwardOutput,
-    OptimStepOutput,
-    PullMode,
-    SamplingParams,
-)
+from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 VOCAB = 16
 END = 1
@@ -239,18 +231,22 @@ class ToyHost:
         self.generator = ToyGenerator(self)
         self.calls: list[tuple[str, str]] = []
         self.steps: list[AdamParams] = []
-        self.call_s = 0.0
+        self.asked: list[str] = []  # the trainers of all calls, in the order in which they came
+        self.holds = False  # while it is set, no call is executed
         self.life = 1
         self.dies_in: list[int] = []
         """After how many more calls of trainers their process dies, for each of its lives."""
         self._turn = asyncio.Lock()
 
     async def work(self, trainer: ToyTrainer, verb: str) -> None:
-        """Notes a call and takes its time; one call runs at a time."""
+        """Notes a call; one call runs at a time."""
+        self.asked.append(trainer.name)
         async with self._turn:
+            while self.holds:
+                await asyncio.sleep(0.01)
             self.check_alive(trainer)
             self.calls.append((trainer.name, verb))
-            await asyncio.sleep(self.call_s)
+            await asyncio.sleep(0)
 
     def check_alive(self, trainer: ToyTrainer | None) -> None:
         """Raises `MeshError` if the process that holds a trainer has died, or dies now."""

@@ -10,6 +10,7 @@ from controller.meshes.generator_router import GeneratorRouter
 from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, SamplingParams
 from tests.rl.fakes import completion
+from tests.waiting import run_virtual
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -108,20 +109,15 @@ def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replic
     async def main() -> None:
         replicas = Replicas()
         router = await GeneratorRouter.launch(replicas.start, num_replicas, pauses_s=(0.0, 0.0), **options)
-        await asyncio.wait_for(test(router, replicas), 20)
+        await test(router, replicas)
         await router.stop()
         assert all(replica.stopped for replica in replicas)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 async def settle() -> None:
     for _ in range(30):
-        await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
         await asyncio.sleep(0)
 
 

@@ -17,6 +17,7 @@ from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus, EngineStoppedError
 from rl.deadlines import Deadlines
 from rl.types import SamplingParams
+from tests.waiting import run_virtual
 
 IDLE = EngineStatus(activity=None, seconds=0.0, slowest_s=None, num_steps=7, num_unfinished=0, failure=None)
 STEP = replace(IDLE, activity="step", slowest_s=0.5, num_unfinished=3)
@@ -59,56 +60,51 @@ class FakeMesh(Mesh):
 
 def _generate(mesh: FakeMesh, config: GeneratorConfig = CONFIG) -> Coroutine[Any, Any, object]:
     handle = GeneratorHandle(mesh, config, VersionRecords())
-    return asyncio.wait_for(handle.generate([1, 2], SamplingParams(max_tokens=4)), 10)
-
-
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.meshes.generator_handle._PROBE_S", 0.01)
+    return handle.generate([1, 2], SamplingParams(max_tokens=4))
 
 
 def test_an_exception_in_the_engine_is_a_death_with_that_cause() -> None:
     mesh = FakeMesh(IDLE, error=EngineStoppedError("the generation engine has stopped: OutOfMemoryError: CUDA"))
     with pytest.raises(MeshError, match=r"generator: .* stopped: OutOfMemoryError: CUDA") as caught:
-        asyncio.run(_generate(mesh))
+        run_virtual(_generate(mesh))
     assert isinstance(caught.value.__cause__, EngineStoppedError)
     assert (caught.value.rank, caught.value.verb) == (0, "generate")
     with pytest.raises(MeshError, match="OutOfMemoryError"):  # the mesh has been killed
-        asyncio.run(_generate(mesh))
+        run_virtual(_generate(mesh))
 
 
 def test_the_cause_wins_over_a_connection_error_of_another_rank() -> None:
     gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
     statuses = (replace(IDLE, failure=gloo), replace(IDLE, failure="OutOfMemoryError: CUDA"))
     with pytest.raises(MeshError, match="engine of rank 1 has stopped: OutOfMemoryError: CUDA"):
-        asyncio.run(_generate(FakeMesh(*statuses, error=EngineStoppedError(gloo))))
+        run_virtual(_generate(FakeMesh(*statuses, error=EngineStoppedError(gloo))))
 
 
 def test_an_engine_that_hangs_or_has_died_on_another_rank_is_found() -> None:
     hangs = replace(STEP, seconds=11.0)
     message = r"engine of rank 0 has been in one step for 11 s \(the slowest so far took 0.5 s\), with 3 unfinished"
     with pytest.raises(DeadlineError, match=message) as caught:
-        asyncio.run(_generate(FakeMesh(hangs)))
+        run_virtual(_generate(FakeMesh(hangs)))
     assert caught.value.verb == "step"
     died = replace(IDLE, failure="RuntimeError: CUDA error")
     with pytest.raises(MeshError, match="engine of rank 1 has stopped: RuntimeError: CUDA error"):
-        asyncio.run(_generate(FakeMesh(replace(STEP, seconds=1.0), died)))
+        run_virtual(_generate(FakeMesh(replace(STEP, seconds=1.0), died)))
 
 
 def test_an_engine_that_makes_progress_is_left_alone_and_asked_only_while_there_are_requests() -> None:
-    config = replace(CONFIG, request_timeout_s=0.3)
+    config = replace(CONFIG, request_timeout_s=10)
     mesh = FakeMesh(replace(STEP, seconds=9.0), replace(STEP, seconds=600.0, slowest_s=40.0))
 
     async def main() -> None:
-        with pytest.raises(RequestTimeoutError, match=r"generator: a request took longer than 0\.3 s"):
+        with pytest.raises(RequestTimeoutError, match=r"generator: a request took longer than 10 s"):
             await _generate(mesh, config)
         assert len(mesh.cancelled) == 1
         num_probes = mesh.num_probes
         assert num_probes > 2
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(60)
         assert mesh.num_probes == num_probes
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_call_that_follows_another_at_once_is_watched() -> None:
@@ -118,9 +114,8 @@ def test_a_call_that_follows_another_at_once_is_watched() -> None:
 
     async def main() -> None:
         sampling = SamplingParams(max_tokens=4)
-        async with asyncio.timeout(10):
-            assert await handle.generate([1, 2], sampling) == []
-            with pytest.raises(DeadlineError, match="engine of rank 0 has been in one step for 11 s"):
-                await handle.generate([1, 2], sampling)
+        assert await handle.generate([1, 2], sampling) == []
+        with pytest.raises(DeadlineError, match="engine of rank 0 has been in one step for 11 s"):
+            await handle.generate([1, 2], sampling)
 
-    asyncio.run(main())
+    run_virtual(main())

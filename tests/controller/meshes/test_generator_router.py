@@ -7,7 +7,8 @@ import pytest
 from controller.meshes.errors import MeshError, RequestTimeoutError
 from controller.meshes.generator_router import GeneratorRouter
 from rl.types import Completion
-from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle, until
+from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
+from tests.waiting import run_virtual, until
 
 SYSTEM = tuple(range(1000, 1040))
 
@@ -171,7 +172,7 @@ def test_a_restart_that_fails_is_tried_again_and_then_the_replica_is_down(capsys
         replicas.start_error = MeshError("generator", "the GPU is busy")
         replicas.num_start_errors = 2
         replicas[0].kill()
-        await until(lambda: len(replicas) == 2)
+        await until(lambda: len(replicas) == 2, "a successor")
         replicas[1].release()
         assert len(await request) == 1
         assert "restarted: generator: the GPU is busy; trying again in 0 s (and 1 more" in capsys.readouterr().out
@@ -281,7 +282,7 @@ def test_started_replicas_are_stopped_when_another_cannot_start() -> None:
         await asyncio.wait_for(GeneratorRouter.launch(hanging, 2), 0.05)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(cancelled())
+        run_virtual(cancelled())
     assert replicas[-1].stopped
     with pytest.raises(ValueError, match="on_failure is 'retyr', which is not known; did you mean 'retry'"):
         asyncio.run(GeneratorRouter.launch(start, 1, on_failure="retyr"))  # pyright: ignore[reportArgumentType]

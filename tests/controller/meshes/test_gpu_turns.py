@@ -1,13 +1,12 @@
 """Trainers and a generator on the same GPUs: who holds memory when."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
 from controller.meshes.errors import MeshError
 from controller.meshes.gpu_turns import Side, Turns
+from tests.waiting import run_virtual
 
 Events = list[str]
 
@@ -38,8 +37,9 @@ def events() -> Events:
     return []
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 10))
+async def settle() -> None:
+    """Returns when every task waits: the virtual clock moves no earlier."""
+    await asyncio.sleep(0.01)
 
 
 async def started(events: Events) -> tuple[Turns, Memory, Memory]:
@@ -68,7 +68,7 @@ def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Eve
         for side in ("train", "train", "sample", "train"):
             await call(turns, side, side, events)
 
-    run(body())
+    run_virtual(body())
     assert events == [
         *("replica ends", "trainer begins", "train", "train done", "train", "train done"),
         *("trainer ends", "replica begins", "sample", "sample done"),
@@ -82,17 +82,17 @@ def test_gpu_logic_calls_of_a_side_run_together_and_later_ones_wait_behind_the_o
         events.clear()
         release = asyncio.Event()
         tasks = [asyncio.create_task(call(turns, "sample", f"s{i}", events, release)) for i in range(2)]
-        await asyncio.sleep(0.01)
+        await settle()
         assert events == ["s0", "s1"]
         tasks.append(asyncio.create_task(call(turns, "train", "t", events)))
-        await asyncio.sleep(0.01)
+        await settle()
         assert events == ["s0", "s1"], "the trainer waits for running requests"
         release.set()
         await tasks[0]
         tasks.append(asyncio.create_task(call(turns, "sample", "s2", events)))
         await asyncio.gather(*tasks)
 
-    run(body())
+    run_virtual(body())
     turn_of_the_trainer = ["replica ends", "trainer begins", "t", "t done"]
     assert events[4:] == [*turn_of_the_trainer, "trainer ends", "replica begins", "s2", "s2 done"]
 
@@ -104,14 +104,14 @@ def test_gpu_logic_a_restart_that_running_requests_wait_for_does_not_wait_for_it
         turns, _, _ = await started(events)
         restarted = asyncio.Event()
         request = asyncio.create_task(call(turns, "sample", "request", events, restarted))
-        await asyncio.sleep(0.01)
+        await settle()
         step = asyncio.create_task(call(turns, "train", "step", events))
-        await asyncio.sleep(0.01)
+        await settle()
         async with turns.turn("sample"):
             restarted.set()
         await asyncio.gather(request, step)
 
-    run(body())
+    run_virtual(body())
     assert events[-2:] == ["step", "step done"]
 
 
@@ -120,9 +120,9 @@ def test_gpu_logic_a_cancelled_call_and_a_dead_party_hold_nobody_up(events: Even
         turns, trainer, replica = await started(events)
         forever = asyncio.Event()
         request = asyncio.create_task(call(turns, "sample", "request", events, forever))
-        await asyncio.sleep(0.01)
+        await settle()
         waiting = asyncio.create_task(call(turns, "train", "cancelled", events))
-        await asyncio.sleep(0.01)
+        await settle()
         waiting.cancel()
         request.cancel()
         await asyncio.gather(waiting, request, return_exceptions=True)
@@ -136,7 +136,7 @@ def test_gpu_logic_a_cancelled_call_and_a_dead_party_hold_nobody_up(events: Even
             async with turns.turn("train"):
                 raise MeshError("trainer", "a process died")  # by the call itself, which is what a loop sees
 
-    run(body())
+    run_virtual(body())
 
 
 def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one(events: Events) -> None:
@@ -147,10 +147,10 @@ def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one
         trainer.begins_in_s, replica.begins_in_s = 0.01, 0.1
         request = asyncio.create_task(call(turns, "sample", "cancelled", events))
         while "trainer ends" not in events:
-            await asyncio.sleep(0.01)
+            await settle()
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
         await call(turns, "train", "save", events)
 
-    run(body())
+    run_virtual(body())
     assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]

@@ -4,7 +4,8 @@ import pytest
 
 from controller.meshes.errors import HostLostError, HostsOverError, MeshError
 from controller.meshes.generator_router import GeneratorRouter
-from tests.controller.meshes.fake_replicas import SAMPLING, Replicas, run, send, settle, until
+from tests.controller.meshes.fake_replicas import SAMPLING, Replicas, run, send, settle
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("kind", [HostsOverError, HostLostError])
@@ -24,7 +25,7 @@ def test_a_replica_waits_for_its_host_while_another_serves() -> None:
         request = send(router, 1)
         await settle()
         replicas[0].kill()
-        await until(lambda: len(replicas) == 3)
+        await until(lambda: len(replicas) == 3, "a successor")
         replicas[1].release()
         assert len(await request) == 1
 

@@ -11,6 +11,7 @@ from monarch.actor import Actor, ActorError
 from controller.meshes.calls import ProcessDiedError
 from controller.meshes.rank import Rank, Verb, answering
 from tests.e2e.toy_actor import Toy
+from tests.waiting import run_virtual
 
 
 class Port:
@@ -91,9 +92,9 @@ def _with_rank(test: Callable[[Rank, Handle], Awaitable[None]], *arguments: Any)
 
     async def main() -> None:
         handle = Handle(Toy, *arguments)
-        await asyncio.wait_for(test(Rank(handle), handle), 20)
+        await test(Rank(handle), handle)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_answers_find_their_calls() -> None:

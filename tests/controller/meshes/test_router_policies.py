@@ -7,7 +7,8 @@ import pytest
 from controller.meshes.generator_router import GeneratorRouter
 from rl.lora import Policy
 from rl.weights.manifest import PublisherGoneError
-from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle, until
+from tests.controller.meshes.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle
+from tests.waiting import until
 
 PROMPT = tuple(range(64))
 
@@ -75,7 +76,7 @@ def test_a_restarted_replica_has_every_policy_that_was_pulled() -> None:
         request = _send(router, ("a", 1))
         await settle()
         replicas[0].kill()
-        await until(lambda: len(replicas) == 2)
+        await until(lambda: len(replicas) == 2, "a successor")
         replicas[1].release()
         assert await request == {1}
         assert replicas[1].versions == {None: 3, "a": 2, ("a", 1): 1}
@@ -100,7 +101,7 @@ def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
         await settle()
         replicas[0].may_pull.set()
         await newer
-        await until(lambda: router.states == ("serving",))
+        await until(lambda: router.states == ("serving",), "a replica that serves")
         assert replicas[1].versions == {"a": 2, "b": 1}
 
     run(test, num_replicas=1)
@@ -124,7 +125,7 @@ def test_policies_that_are_published_no_longer_are_missed_by_name(error: Excepti
         request = _send(router, None)
         await settle()
         replicas[0].kill()
-        await until(lambda: len(replicas) == 2)
+        await until(lambda: len(replicas) == 2, "a successor")
         replicas[1].release()
         assert await request == {0}
         with pytest.raises(

@@ -12,14 +12,19 @@ from tests.controller.meshes.other_hosts import OtherHost, files_of
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointInfo
 
-SHARDS = {".metadata": b"m" * 10, "__0_0.distcp": b"zero" * 1000, "__1_0.distcp": b"one!" * 999, "empty": b""}
+PIECE = 1 << 22  # of a file that is transferred
+SHARDS = {
+    ".metadata": b"m" * 10,
+    "__0_0.distcp": b"zero" * (PIECE // 2),
+    "__1_0.distcp": b"one!" * (PIECE + 999),
+    "empty": b"",
+}
 INFO = CheckpointInfo(kind="checkpoint", policy_version=3, model={"layers": 2}, num_ranks=2)
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[OtherHost, OtherHost]:
+def hosts(tmp_path: Path) -> tuple[OtherHost, OtherHost]:
     """Two hosts with files of their own."""
-    monkeypatch.setattr(files, "_PIECE_BYTES", 100)
     return OtherHost("h1", tmp_path / "h1"), OtherHost("h2", tmp_path / "h2")
 
 

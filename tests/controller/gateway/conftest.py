@@ -1,0 +1,22 @@
+"""What all tests of the gateway share."""
+
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests.waiting import LIMIT_S
+
+
+@pytest.fixture(scope="module", autouse=True)
+def results_of_the_sdk_have_a_limit() -> Generator[None]:
+    """`future.result()` of Tinker's clients waits for ever by default."""
+    futures: Any = sys.modules.get("tinker.lib.public_interfaces.api_future")
+    if futures is None:  # the module under test does not use the SDK
+        yield
+        return
+    own = futures.AwaitableConcurrentFuture.result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(futures.AwaitableConcurrentFuture, "result", lambda self, timeout=LIMIT_S: own(self, timeout))
+        yield
