@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl.owned_folder import OwnedFolder
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_for_line
 
 PREFIX = "ownloop-test-"
 OWNER = f"""
@@ -26,8 +26,7 @@ def _owner(folder: Path) -> tuple["subprocess.Popen[str]", Path]:
     pipe = subprocess.PIPE
     code = [sys.executable, "-c", OWNER]
     process = subprocess.Popen(code, stdin=pipe, stdout=pipe, text=True, env={"TMPDIR": str(folder), "PYTHONPATH": "."})
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
+    return process, Path(wait_for_line(process.stdout, "the folder"))
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next_one(

@@ -44,11 +44,9 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
                 state.most_running = max(state.running, state.most_running)
                 state.authorization = self.headers["Authorization"]
                 attempt = state.attempts[question]
-            try:
-                behaviour = behave(question, attempt)
-            finally:
-                with lock:
-                    state.running -= 1
+            behaviour = behave(question, attempt)
+            with lock:
+                state.running -= 1
             self._answer(behaviour)
 
         def _answer(self, behaviour: str | int | float) -> None:

@@ -20,7 +20,7 @@ from rl.envs.check import check_env
 from rl.envs.math_answers import Comparison, MathComparer, math_comparer
 from rl.envs.math_problems import MathProblems, final_answer
 from rl.envs.word_problems import word_problems_file, write_word_problems
-from tests.waiting import LIMIT_S, join, wait_until
+from tests.waiting import LIMIT_S, join, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -126,8 +126,7 @@ comparer.compare("72", "\\\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=1)
 
 def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> None:
     controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
-    assert controller.stdout is not None
-    assert controller.stdout.readline() == "begins\n"
+    assert wait_for_line(controller.stdout, "the comparison") == "begins"
     (comparing,) = psutil.Process(controller.pid).children()
     before = comparing.cpu_times().user
     wait_until(lambda: comparing.cpu_times().user >= before + 0.2, "the process to compute")

@@ -15,7 +15,7 @@ from rl.envs.mcp_server import MCPServer
 from rl.envs.tools import ToolEnv
 from rl.protocols import Done, Observation
 from tests.rl.envs.test_tools import CALCULATE, Sums
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, wait_for_line, wait_until
 
 WORDS = str(Path(__file__).with_name("mcp_words.py"))
 PLAIN = str(Path(__file__).with_name("plain_words.py"))
@@ -62,8 +62,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
+        assert wait_for_line(parent.stdout, "the server") == "ready"
         (child,) = psutil.Process(parent.pid).children()
         parent.send_signal(signal.SIGKILL)
         child.wait(LIMIT_S)

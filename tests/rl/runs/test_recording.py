@@ -221,7 +221,11 @@ def test_handing_over_does_not_convert_on_the_loops_thread(tmp_path: Path) -> No
             return super().__iter__()
 
     rollout = single_turn((1,), completion("ab"), reward=0.0)
-    folder.in_background(lambda: disk.wait(LIMIT_S))
+
+    def wait() -> None:
+        disk.wait(LIMIT_S)
+
+    folder.in_background(wait)
     folder.log_rollouts(1, [Group(problem_id="p", prompt="", rollouts=Watched((rollout,) * 8))])
     assert read_by == set()
     disk.set()

@@ -20,7 +20,7 @@ from rl.weights.manifest import (
     manifest_checksum,
 )
 from rl.weights.registry import find_version
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_for_line
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
 
@@ -41,7 +41,7 @@ def _record(buffer: WeightBuffer, version: int, push_index: int | None = None) -
 
 def _write(buffer: WeightBuffer, version: int) -> VersionRecord:
     record = _record(buffer, version)
-    buffer.begin_write(timeout_s=10)
+    buffer.begin_write(timeout_s=60)
     for spec in MANIFEST:
         buffer.tensor(spec).fill_(version % 128)
     buffer.seal(record, buffer.checksums(record))
@@ -60,8 +60,7 @@ def _child(source: str, *arguments: object) -> "subprocess.Popen[str]":
 
 
 def _line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return wait_for_line(process.stdout, "the child")
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

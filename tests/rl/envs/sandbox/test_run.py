@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +23,8 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return request.param
 
 
-def run(sandbox: Sandbox, code: str, **limits: Any) -> SandboxResult:
-    return asyncio.run(run_python(code, sandbox=sandbox, **{"time_limit_s": LIMIT_S, **limits}))
+def run(sandbox: Sandbox, code: str, time_limit_s: float = LIMIT_S) -> SandboxResult:
+    return asyncio.run(run_python(code, sandbox=sandbox, time_limit_s=time_limit_s))
 
 
 def run_all(sandbox: Sandbox, codes: Sequence[str]) -> list[SandboxResult]:
