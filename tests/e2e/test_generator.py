@@ -61,13 +61,13 @@ def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
                     await asyncio.sleep(0.01)
             assert len(await generator.generate(PROMPTS[0], GREEDY)) == 1
 
-            running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 1000))
+            running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 200))
             await working(generator)
             os.kill(pid, signal.SIGSTOP)
             message = r"rank 0 \(process \d+\) has been stopped \(SIGSTOP\) for 3 s; .* waited \d+ s for generate"
             with pytest.raises(DeadlineError, match=message) as caught:
                 await asyncio.wait_for(running, LIMIT_S)
-            assert "in _step" in str(caught.value)
+            assert "in _serve" in str(caught.value)  # the stack of the thread that steps, wherever it was stopped
             with pytest.raises(DeadlineError, match="has been stopped"):
                 await asyncio.wait_for(generator.generate(PROMPTS[0], GREEDY), LIMIT_S)
         assert not any(Path(f"/proc/{pid}").exists() for pid in generator.mesh.pids)

@@ -39,6 +39,14 @@ def test_code_runs(sandbox: Sandbox) -> None:
     assert run(sandbox, code) == SandboxResult(output="3628800 é __main__", ok=True)
 
 
+def test_a_strict_umask_changes_nothing(sandbox: Sandbox) -> None:
+    before = os.umask(0o077)
+    try:
+        assert run(sandbox, "open('x', 'w').write('a')\nprint(open('x').read())") == SandboxResult(output="a", ok=True)
+    finally:
+        os.umask(before)
+
+
 def test_code_may_use_its_scratch_folder(sandbox: Sandbox) -> None:
     code = "import tempfile\nopen('x', 'w').write('a' * 1000)\nwith tempfile.TemporaryFile() as f: f.write(b'b')"
     assert run(sandbox, code + "\nprint(len(open('x').read()))") == SandboxResult(output="1000", ok=True)
