@@ -23,8 +23,14 @@ _MAX_BURST_S = 0.02  # the first request waits no longer than this for others
 class EngineCalls:
     """Passes commands to the engine's thread. Any thread may call `submit` and `put`; that thread calls the rest."""
 
-    def __init__(self) -> None:
-        """Starts without commands."""
+    def __init__(self, *, burst_s: float = _BURST_S, max_burst_s: float = _MAX_BURST_S) -> None:
+        """Starts without commands.
+
+        Requests that follow each other within `burst_s` share their first step, but the first waits at most
+        `max_burst_s` for others.
+        """
+        self._burst_s = burst_s
+        self._max_burst_s = max_burst_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}
         self._streams: dict[str, Callable[[RequestOutput | None], None]] = {}
@@ -105,10 +111,10 @@ class EngineCalls:
 
     def _await_burst(self, commands: list[Command]) -> None:
         """Appends requests that come right after the first, which would otherwise wait until its first step is over."""
-        end = time.monotonic() + _MAX_BURST_S
+        end = time.monotonic() + self._max_burst_s
         with contextlib.suppress(queue.Empty):
             while isinstance(commands[-1], Generate | Stream) and time.monotonic() < end:
-                commands.append(self._commands.get(timeout=_BURST_S))
+                commands.append(self._commands.get(timeout=self._burst_s))
 
     def answer(self, command_id: str, result: Any = None, error: BaseException | None = None) -> None:
         """Answers a command. Does nothing on the ranks that were not asked, nor if the caller has given up."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 
@@ -35,8 +35,9 @@ _COMMAND = "command"
 class ActivityClock:
     """Kept by the thread that does something, and read by any other."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Starts idle."""
+        self._now = now
         self._current: tuple[str, float] | None = None
         self._slowest_s: dict[str, float] = {}
         self._counts: dict[str, int] = {}
@@ -45,12 +46,12 @@ class ActivityClock:
     def during(self, activity: str) -> Generator[None]:
         """Marks what the thread does within the block. If the block raises, its time does not count."""
         self._done()
-        self._current = (activity, time.monotonic())
+        self._current = (activity, self._now())
         try:
             yield
             self._done()
         finally:
-            self._current = (_COMMAND, time.monotonic())
+            self._current = (_COMMAND, self._now())
 
     @contextlib.contextmanager
     def idle(self) -> Generator[None]:
@@ -60,20 +61,20 @@ class ActivityClock:
         try:
             yield
         finally:
-            self._current = (_COMMAND, time.monotonic())
+            self._current = (_COMMAND, self._now())
 
     def _done(self) -> None:
         if self._current is not None:
             activity, started = self._current
-            self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), time.monotonic() - started)
+            self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), self._now() - started)
             self._counts[activity] = self._counts.get(activity, 0) + 1
 
     def status(self, num_unfinished: int, failure: BaseException | None) -> EngineStatus:
         """What the thread does now."""
-        activity, started = self._current or (None, time.monotonic())
+        activity, started = self._current or (None, self._now())
         return EngineStatus(
             activity=activity,
-            seconds=time.monotonic() - started,
+            seconds=self._now() - started,
             slowest_s=None if activity is None else self._slowest_s.get(activity),
             num_steps=self._counts.get("step", 0),
             num_unfinished=num_unfinished,

@@ -4,8 +4,10 @@ import asyncio
 import os
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from multiprocessing.process import BaseProcess
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
@@ -14,21 +16,28 @@ LIMIT_S = 120.0
 """Generous, so that a busy machine fails no test: what is waited for takes a fraction of it."""
 
 
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S, every_s: float = 0.01) -> None:
     """Returns once `condition` holds. Fails with `what` was waited for after `limit_s`."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"waited {limit_s:g} s in vain for {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
-async def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
+async def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S, every_s: float = 0.01) -> None:
     """As `wait_until`, while other tasks run."""
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
     while not condition():
         assert loop.time() < end, f"waited {limit_s:g} s in vain for {what}"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(every_s)
+
+
+def join(*workers: threading.Thread | BaseProcess) -> None:
+    """Waits until threads or processes of multiprocessing have ended."""
+    for worker in workers:
+        worker.join(LIMIT_S)
+        assert not worker.is_alive(), f"waited {LIMIT_S:g} s in vain for the end of {worker.name}"
 
 
 def wait_for_end(process: subprocess.Popen[Any], what: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:

@@ -15,8 +15,6 @@ from rl.lora import LoRAConfig, adapted_modules
 from rl.types import Head
 from trainer.checkpoint import on_rank_0
 
-_SHARD_BYTES = 5_000_000_000
-
 
 def write_hf_directory(
     directory: Path,
@@ -26,8 +24,11 @@ def write_hf_directory(
     head: Head,
     *,
     untied: bool = False,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
+
+    Weights of more than `shard_bytes` are split over several files.
 
     A model with a value head becomes a sequence classifier of transformers with one label, like reward models. With
     `untied`, the parameters hold an output projection of their own, even if that of `source` is the input embedding.
@@ -40,7 +41,7 @@ def write_hf_directory(
     for name, tensor in _gathered(parameters, dtype):
         if not is_writer:
             continue
-        if size_bytes + tensor.nbytes > _SHARD_BYTES:
+        if size_bytes + tensor.nbytes > shard_bytes:
             shards.append({})
             size_bytes = 0
         shards[-1][name] = tensor

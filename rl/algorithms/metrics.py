@@ -1,7 +1,7 @@
 """Metrics of a step: flat dictionaries of floats, one function per source."""
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,20 +22,21 @@ class PhaseClock:
     with clock("generate"): ...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         """Starts the step."""
-        self._start = time.perf_counter()
+        self._now = now
+        self._start = now()
         self._phases: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
         """Adds the duration of the `with` block to a phase."""
-        start = time.perf_counter()
+        start = self._now()
         try:
             with span(CONTROLLER, phase):
                 yield
         finally:
-            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+            self._phases[phase] = self._phases.get(phase, 0.0) + self._now() - start
 
     def seconds(self, phase: str) -> float:
         """Seconds spent in a phase so far."""
@@ -44,7 +45,7 @@ class PhaseClock:
     def metrics(self) -> dict[str, float]:
         """`seconds_<phase>` for every phase, and `seconds_step`, the time since the clock was created."""
         phases = {f"seconds_{phase}": seconds for phase, seconds in self._phases.items()}
-        return {**phases, "seconds_step": time.perf_counter() - self._start}
+        return {**phases, "seconds_step": self._now() - self._start}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -20,7 +20,7 @@ import psutil
 
 _STARTUP_LIMIT_S = 60.0  # importing SymPy takes a second, and much longer on a busy disk
 _MAX_PROCESSES = 16
-_WAITING_FACTOR = 10  # a process that gets no core may take this many times its limit
+_WAITING_FACTOR = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,12 @@ class Comparison:
 class MathComparer:
     """Compares answers in several processes, which start when they are first needed and end with this process."""
 
-    def __init__(self, num_processes: int) -> None:
-        """At most `num_processes` comparisons run at a time; further calls wait."""
+    def __init__(self, num_processes: int, waiting_factor: float = _WAITING_FACTOR) -> None:
+        """At most `num_processes` comparisons run at a time; further calls wait.
+
+        A process that gets no core may take `waiting_factor` times its limit.
+        """
+        self._waiting_factor = waiting_factor
         self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(num_processes):
             self._idle.put(None)
@@ -52,7 +56,7 @@ class MathComparer:
         process = self._idle.get()
         try:
             if process is None or process.has_ended():  # killed while it was idle, which is not this answer's fault
-                process = _Process()
+                process = _Process(self._waiting_factor)
             found = process.ask((answer, completion, boxed, time_limit_s), time_limit_s)
             if found is None:
                 process.kill()
@@ -72,7 +76,8 @@ def math_comparer() -> MathComparer:
 class _Process:
     """A running `rl.envs.math_process`."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting_factor: float) -> None:
+        self._waiting_factor = waiting_factor
         ours, theirs = Pipe()
         script = Path(__file__).with_name("math_process.py")
         # -P: the script's own folder must not be searched for modules.
@@ -97,7 +102,7 @@ class _Process:
 
     def _answers_within(self, time_limit_s: float) -> bool:
         """Waits for an answer, or for the end of the process, until it has computed for `time_limit_s`."""
-        begun, deadline = self._cpu_time_s(), time.monotonic() + _WAITING_FACTOR * time_limit_s
+        begun, deadline = self._cpu_time_s(), time.monotonic() + self._waiting_factor * time_limit_s
         left = time_limit_s
         while left > 0 and time.monotonic() < deadline:
             if self._pipe.poll(max(left, 0.01)):

@@ -11,7 +11,6 @@ from rl.runs.schema import current_metrics
 
 Row = dict[str, float]
 
-_KEPT = 1000  # rows of each kind, at least, of a run that has more
 _LAST = 100
 
 
@@ -30,14 +29,14 @@ def metric_rows(file: Path) -> Iterator[Row]:
                 yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 
 
-def thinned_metrics(file: Path) -> list[Row]:
+def thinned_metrics(file: Path, num_kept: int = 1000) -> list[Row]:
     """Rows of the whole run, in order, in memory that does not grow with the run.
 
-    These are the last 100 rows, and 1000 to 2000 of each of three kinds: steps, steps with something to warn of (not
-    finite, skipped, or failures of the environment) and evaluations. Of a kind with more, every second, fourth, eighth
-    ... is kept; there are never fewer than all of a kind with up to 2000.
+    These are the last 100 rows, and `num_kept` to twice as many of each of three kinds: steps, steps with something to
+    warn of (not finite, skipped, or failures of the environment) and evaluations. Of a kind with more, every second,
+    fourth, eighth ... is kept.
     """
-    kinds = {"step": _Thinned(), "warned": _Thinned(), "evaluation": _Thinned()}
+    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}
     last: deque[tuple[int, Row]] = deque(maxlen=_LAST)
     for numbered in enumerate(metric_rows(file)):
         kinds[_kind(numbered[1])].add(numbered)
@@ -51,15 +50,16 @@ def thinned_metrics(file: Path) -> list[Row]:
 class _Thinned:
     """Rows of one kind by their numbers, at equal distances, the first among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.rows: dict[int, Row] = {}
+        self._max_rows = max_rows
         self._num_added = 0
         self._stride = 1
 
     def add(self, numbered: tuple[int, Row]) -> None:
         if self._num_added % self._stride == 0:
             self.rows[numbered[0]] = numbered[1]
-            if len(self.rows) > 2 * _KEPT:
+            if len(self.rows) > self._max_rows:
                 self.rows = dict([*self.rows.items()][::2])
                 self._stride *= 2
         self._num_added += 1

@@ -25,10 +25,8 @@ from rl.runs.recording import RecordingError
 
 TIMELINE = "timeline.json"
 CONTROLLER = "controller"
-_MAX_CALLS = 100_000  # 15 MB; later only phases are recorded
 _END = b"\n]"
 _LONGEST_WRITE = 1 << 24  # bytes at the file's end among which a whole event is looked for
-_READ_BYTES = 1 << 20  # at the file's end; some 8000 events
 
 _active: ContextVar["Timeline | None"] = ContextVar("timeline", default=None)
 
@@ -51,9 +49,13 @@ class _Process:
 class Timeline:
     """Collects events in memory; `write` appends them to the file, which is whole JSON after each time."""
 
-    def __init__(self, file: Path) -> None:
-        """Goes on with the file of a run that is resumed. Nothing is written yet."""
+    def __init__(self, file: Path, max_calls: int = 100_000) -> None:
+        """Goes on with the file of a run that is resumed. Nothing is written yet.
+
+        After `max_calls`, which take 15 MB, only phases are recorded.
+        """
         self.file = file
+        self._max_calls = max_calls
         self._processes: dict[str, _Process] = {}
         self._events: list[dict[str, Any]] = []
         self._num_calls = 0
@@ -67,7 +69,7 @@ class Timeline:
     def record(self, process: str, name: str) -> Generator[None]:
         """Records how long the block takes."""
         is_call = process != CONTROLLER
-        if is_call and self._num_calls >= _MAX_CALLS:
+        if is_call and self._num_calls >= self._max_calls:
             yield
             return
         self._num_calls += is_call
@@ -136,14 +138,15 @@ def span(process: str, name: str) -> Generator[None]:
             yield
 
 
-def read_timeline(file: Path) -> list[tuple[str, str, int, float, float]]:
+def read_timeline(file: Path, max_bytes: int = 1 << 20) -> list[tuple[str, str, int, float, float]]:
     """(process, name, lane, begin, end) of the latest spans, in seconds since 1970, in the order in which they ended.
 
-    Reads the last megabyte of the file. There are none without a file, or in a damaged one.
+    Reads the last `max_bytes` of the file, which by default hold some 8000 spans. There are none without a file, or in
+    a damaged one.
     """
     try:
         with file.open("rb") as stream:
-            start = max(0, stream.seek(0, os.SEEK_END) - _READ_BYTES)
+            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
             stream.seek(start)
             tail = stream.read()
         events: list[dict[str, Any]] = json.loads(tail if start == 0 else b"[" + tail[tail.index(b"\n") :])

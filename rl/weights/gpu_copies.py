@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-_BATCH_BYTES = 256 << 20  # what is cast at a time, and so needs memory twice
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly
 _SUCCESS = 0
 
@@ -25,10 +24,13 @@ def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(places) and all(places)
 
 
-def copy(pairs: Iterable[Pair]) -> None:
-    """Copies each source into its destination, cast where the source lies. All have arrived when it returns."""
+def copy(pairs: Iterable[Pair], batch_bytes: int = 256 << 20) -> None:
+    """Copies each source into its destination, cast where the source lies. All have arrived when it returns.
+
+    `batch_bytes` are cast at a time, and so need memory twice.
+    """
     devices: set[torch.device] = set()
-    for batch in _batches(pairs):
+    for batch in _batches(pairs, batch_bytes):
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
         # Between GPUs the copy casts by itself, and only what it has cast travels.
         cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
@@ -61,12 +63,12 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-def _batches(pairs: Iterable[Pair]) -> Iterator[Sequence[Pair]]:
-    """Pairs of at most `_BATCH_BYTES` together, or one pair."""
+def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:
+    """Pairs of at most `max_bytes` together, or one pair."""
     batch: list[Pair] = []
     num_bytes = 0
     for pair in pairs:
-        if batch and num_bytes + pair[0].nbytes > _BATCH_BYTES:
+        if batch and num_bytes + pair[0].nbytes > max_bytes:
             yield batch
             batch, num_bytes = [], 0
         batch.append(pair)

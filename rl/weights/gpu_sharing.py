@@ -63,6 +63,10 @@ class MemorySharing(Protocol):
 class CUDASharing:
     """Allocates past torch, whose allocator puts several tensors into one block and moves its blocks."""
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        """By default, the device is the one of this rank."""
+        self._device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
     def why_not(self) -> str:
         if not torch.cuda.is_available() or torch.version.cuda is None:
             return "this process computes without CUDA"
@@ -74,13 +78,13 @@ class CUDASharing:
 
     def why_not_by_default(self, num_bytes: int) -> str:
         """A tenth of the memory is left to it: the first push comes before training has taken what it needs."""
-        limit = torch.cuda.get_device_properties(_device()).total_memory // 10
+        limit = torch.cuda.get_device_properties(self._device).total_memory // 10
         if num_bytes > limit:
             return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
         return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
-        device, cuda = _device(), _cuda()
+        device, cuda = self._device, _cuda()
         torch.cuda.empty_cache()  # what torch has cached is not free for others
         with torch.cuda.device(device):
             pointer = _checked(cuda.cudaMalloc(num_bytes), f"{num_bytes / 1e6:.1f} MB of GPU memory are not free")
@@ -97,7 +101,7 @@ class CUDASharing:
     def open(self, part: GPUPart) -> torch.Tensor:
         if why_not := self.why_not():
             raise _out_of_reach(part, why_not)
-        device, cuda = _device(), _cuda()
+        device, cuda = self._device, _cuda()
         handle = cuda.cudaIpcMemHandle_t()
         ctypes.memmove(handle.getPtr(), part.handle, _HANDLE_BYTES)
         with torch.cuda.device(device):
@@ -113,7 +117,7 @@ class CUDASharing:
             _cuda().cudaFree(memory.data_ptr()) if owned else _cuda().cudaIpcCloseMemHandle(memory.data_ptr())
 
     def wait(self) -> None:
-        torch.cuda.synchronize(_device())
+        torch.cuda.synchronize(self._device)
 
     def _why_not_opened(self) -> str:
         """Tries it with a little memory, because an error of a generator would come too late for another transport."""
@@ -124,7 +128,7 @@ class CUDASharing:
         memory[: len(PATTERN)] = torch.frombuffer(bytearray(PATTERN), dtype=torch.uint8)
         self.wait()
         try:
-            return why_not_opened(part.handle, _device().index)
+            return why_not_opened(part.handle, self._device.index)
         finally:
             self.close(memory, owned=True)
 
@@ -155,10 +159,6 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
         f"the weights lie in the memory of {part.gpu}, which this process cannot open ({why}); set"
         " weight_transport='shared_memory'"
     )
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _cuda() -> Any:

@@ -23,9 +23,9 @@ from rl.weights.receivers import Directory, Received, ReceivingHost, Transfer, e
 from rl.weights.version_index import VersionIndex
 
 _MAX_TRANSFERS = 2  # of one push
-_ALIVE_S = 5.0  # for an answer that costs no work
-_REPLACED_S = 15.0  # within which the controller replaces receiving processes that have died
-_LOOK_S = 1.0
+ALIVE_S = 5.0  # for an answer that costs no work
+REPLACED_S = 15.0  # within which the controller replaces receiving processes that have died
+LOOK_S = 1.0
 _BYTES_PER_S = 50e6  # that a host checks or passes on at least, once the trainer has sent everything
 
 
@@ -66,7 +66,7 @@ class PushDirector:
         if not hosts:
             raise WeightsError("no generator host receives weights over the network")
         checks = [host.control.check_room(LIVING_VERSIONS * size_bytes, self._publisher) for host in hosts]
-        for host, outcome in zip(hosts, await _outcomes(checks, _ALIVE_S), strict=True):
+        for host, outcome in zip(hosts, await _outcomes(checks, ALIVE_S), strict=True):
             if isinstance(outcome, Exception):
                 raise WeightsError(f"generator host {host.name}: {outcome}") from outcome
 
@@ -108,13 +108,13 @@ class PushDirector:
         before = self._hosts or ()
         if self._reached or self._has_waited:
             return False
-        answers = await _outcomes([host.control.ping() for host in before], _ALIVE_S)
+        answers = await _outcomes([host.control.ping() for host in before], ALIVE_S)
         if not any(isinstance(answer, Exception) for answer in answers):
             return False
         self._has_waited = True
-        end = time.monotonic() + _REPLACED_S
+        end = time.monotonic() + REPLACED_S
         while time.monotonic() < end:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
             hosts = await self._directory.read()
             if {host.process for host in hosts} - {host.process for host in before}:
                 self._hosts, self._transfers, self._refused = hosts, 0, {}
@@ -179,11 +179,11 @@ class PushDirector:
             others = asyncio.ensure_future(failed.wait())
             await asyncio.wait((asked, others), return_when=asyncio.FIRST_COMPLETED)
             others.cancel()
-            outcome = await _outcome(asked, _ALIVE_S)
+            outcome = await _outcome(asked, ALIVE_S)
             if not isinstance(outcome, Received) or outcome.not_forwarded is not None:
                 failed.set()
             if not isinstance(outcome, Received) and position > 0:
-                await _outcome(self._chain[position - 1].control.give_up_next(self._id), _ALIVE_S)
+                await _outcome(self._chain[position - 1].control.give_up_next(self._id), ALIVE_S)
             return outcome
 
         return list(await asyncio.gather(*map(one, range(len(self._chain)))))
@@ -221,7 +221,7 @@ class PushDirector:
     async def close(self, policies: Iterable[str | None]) -> None:
         """Has every host free the memory of these policies."""
         hosts = self._hosts or ()
-        await _outcomes([h.control.drop(policy, self._publisher) for policy in policies for h in hosts], _ALIVE_S)
+        await _outcomes([h.control.drop(policy, self._publisher) for policy in policies for h in hosts], ALIVE_S)
 
     @property
     def _idle_s(self) -> float:
@@ -241,19 +241,19 @@ class PushDirector:
     async def _abandon(self) -> None:
         """Has all hosts end the transfer, and the links that it used."""
         self.broken = True
-        await _outcomes([host.control.abandon(self._id) for host in self._chain], _ALIVE_S)
+        await _outcomes([host.control.abandon(self._id) for host in self._chain], ALIVE_S)
 
     async def _answering(self, hosts: Sequence[ReceivingHost]) -> list[ReceivingHost]:
         """Those that are not suspected, or answer."""
         suspects = [host for host in hosts if host.process in self._suspects]
-        outcomes = await _outcomes([host.control.ping() for host in suspects], _ALIVE_S)
+        outcomes = await _outcomes([host.control.ping() for host in suspects], ALIVE_S)
         answered = {
             host.process for host, outcome in zip(suspects, outcomes, strict=True) if not isinstance(outcome, Exception)
         }
         self._suspects -= answered
         for host in suspects:
             if host.process in self._suspects:
-                self._reasons.setdefault(host.identity, f"it does not answer within {_ALIVE_S:g} s")
+                self._reasons.setdefault(host.identity, f"it does not answer within {ALIVE_S:g} s")
         return [host for host in hosts if host.process not in self._suspects]
 
     def _note(self, outcomes: Sequence[object]) -> None:

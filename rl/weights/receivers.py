@@ -20,7 +20,7 @@ from rl.weights.version_index import Store, is_missing
 
 T = TypeVar("T")
 
-_LOOK_S = 1.0
+LOOK_S = 1.0
 RECEIVERS_KEY = "ownloop/weight_receivers"
 """TorchStore key of the directory, a tuple of `ReceivingHost`s."""
 
@@ -144,10 +144,10 @@ class Directory:
         """
         asked = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+            while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
                 if host.process not in self._processes:
                     raise WeightsError("it is gone")
-                if time.monotonic() > self._read_at + _LOOK_S:  # of many calls only one reads
+                if time.monotonic() > self._read_at + LOOK_S:  # of many calls only one reads
                     await self.read()
             return asked.result()
         finally:

@@ -39,9 +39,9 @@ def test_the_processors_time_is_that_of_the_processes_that_were_started() -> Non
     async def main() -> None:
         took = await timed(waiting_process())
         assert took.result == "done"
-        assert 0.25 < took.cpu < 1.0
+        assert took.cpu > 0.25
         assert took.wall > 0.25
-        assert (await timed(asyncio.sleep(0.05))).cpu < 0.05
+        assert (await timed(asyncio.sleep(0))).cpu < 0.25  # what the process has used before does not count again
         await ends[0].communicate(b"\n")
 
     asyncio.run(main())

@@ -17,6 +17,7 @@ import pytest
 from tests.docs.in_process import launch_in_process
 from tests.docs.notebook import code_cells, execute, printed, source
 from tests.docs.pages import ROOT
+from tests.waiting import LIMIT_S
 
 STARTED = """
 import asyncio
@@ -118,7 +119,7 @@ def test_no_process_is_left(kernel: Any, how: str) -> None:
             kernel.restart_kernel(now=False)
         case _:
             process.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
     assert not alive
     client.stop_channels()
 

@@ -5,13 +5,13 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl.runs.comparison import is_timing
 from rl.runs.folder import read_metrics
+from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -47,11 +47,14 @@ def process_of(log: Path) -> int | None:
 
 def wait(run: subprocess.Popen[str], until: Callable[[], Any], every_s: float = 0.02) -> None:
     """Waits for something that comes while the run goes on."""
-    end = time.monotonic() + 400
-    while not until():
-        assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(every_s)
+
+    def has_come() -> bool:
+        if until():
+            return True
+        assert run.poll() is None, run.communicate(timeout=LIMIT_S)[0]
+        return False
+
+    wait_until(has_come, "the run", 400, every_s)
 
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
@@ -63,8 +66,6 @@ def kill_controller(run: subprocess.Popen[str], folder: Path, step: int) -> None
     """Kills the run's controller after a step, and waits until its processes have ended too."""
     wait_for_step(run, folder, step)
     run.kill()
-    run.wait()
-    end = time.monotonic() + 30  # its processes notice, and end as well
-    while process_of(folder / "logs" / "trainer-0.log") is not None:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    run.wait(LIMIT_S)
+    log = folder / "logs" / "trainer-0.log"
+    wait_until(lambda: process_of(log) is None, "the run's processes to notice, and end as well", every_s=0.1)

@@ -36,7 +36,7 @@ class StoreClient:
     """`rl.weights.version_index.Store` over a socket to `serve_store`."""
 
     def __init__(self, address: str) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30  # of a store that is killed before it listens
         while True:
             try:
                 self._connection: Connection[Any, Any] = Client(address)
@@ -93,7 +93,7 @@ def publish(rank: int, folder: str) -> None:
         "gloo",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=10),  # of a rank that is killed before the others know it
+        timeout=timedelta(seconds=30),  # of a rank that is killed before the others know it
         store=dist.FileStore(f"{folder}/ranks", 2),  # pyright: ignore[reportArgumentType]
     )
     mesh = init_device_mesh("cpu", (2,))

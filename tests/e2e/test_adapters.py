@@ -13,7 +13,7 @@ from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
-from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, running_store
+from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, running_store, working
 from tests.generator.adapted import WHOLE, Adapter, largest_error, merged, random_adapter
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
@@ -64,9 +64,9 @@ def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> Non
             await push("a", version, newest)
         await generator.pull_model_state_dict(1, policy="a", frozen=True)
         running = asyncio.create_task(
-            generator.generate(PROMPTS[0], SamplingParams(max_tokens=90, seed=1, ignore_eos=True), 8, policy="a")
+            generator.generate(PROMPTS[0], SamplingParams(max_tokens=90, seed=1, ignore_eos=True), 64, policy="a")
         )
-        await asyncio.sleep(0.05)
+        await working(generator)
         await generator.pull_model_state_dict(3, policy="a", mode="inflight")
         assert {version for c in await running for version in c.versions} == {1, 3}
         assert error(await _sample(generator, "a"), newest) < 5e-5

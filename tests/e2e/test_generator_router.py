@@ -4,8 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,9 @@ from controller.meshes.generator_router import GeneratorRouter
 from controller.meshes.launch import Launcher, launch
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams
-from tests.e2e.weight_meshes import GREEDY, PROMPTS
+from tests.e2e.weight_meshes import GREEDY, PROMPTS, working
 from tests.generator.served_models import served_llama
+from tests.waiting import LIMIT_S, until, wait_until
 from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.e2e
@@ -31,23 +30,13 @@ def _handles(router: GeneratorRouter) -> list[GeneratorHandle]:
     return handles  # pyright: ignore[reportReturnType]
 
 
-async def _until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
-
-
 async def _all(router: GeneratorRouter, sampling: SamplingParams, num_samples: int = 1) -> list[list[Completion]]:
     return list(await asyncio.gather(*(router.generate(prompt, sampling, num_samples) for prompt in PROMPTS)))
 
 
 def _assert_no_process_is_left(before: list[int]) -> None:
     """Those of earlier tests aside; the kernel may take a moment."""
-    deadline = time.monotonic() + 10
-    while set(descendants()) - set(before):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+    wait_until(lambda: not set(descendants()) - set(before), "the processes to end")
 
 
 @pytest.mark.slow  # tests/benchmarks/test_kill_cells.py does so in a whole run
@@ -63,10 +52,10 @@ def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> 
             expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
             first, second = _handles(router)
             requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await asyncio.sleep(0.2)
+            await working(first)
             os.kill(first.mesh.pids[0], signal.SIGKILL)
             assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await _until(lambda: router.states == ("serving", "serving"))
+            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
             successor, other = _handles(router)
             assert successor is not first
             assert other is second
@@ -93,16 +82,16 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
             assert (first.mesh.name, second.mesh.name) == ("generator-0", "generator-1")
 
             requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await asyncio.sleep(0.2)
+            await working(first)
             os.kill(first.mesh.pids[0], signal.SIGKILL)
             assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await _until(lambda: router.states == ("serving", "serving"))
+            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
 
             requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await asyncio.sleep(0.2)
+            await working(second)
             os.kill(second.mesh.pids[0], signal.SIGSTOP)
             assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await _until(lambda: router.states == ("serving", "serving"))
+            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
 
             successors = _handles(router)
             assert not {first, second} & set(successors)
@@ -111,7 +100,7 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
                 assert [samples[0].tokens for samples in again] == expected
             with pytest.raises(RequestTimeoutError, match=r"a request took longer than 15 s \(request_timeout_s\)"):
                 await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
-            assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), 10))[0].tokens) > 0
+            assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), LIMIT_S))[0].tokens) > 0
 
     asyncio.run(main())
     _assert_no_process_is_left(before)

@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.e2e.cli_runs import wait_for_step
 from tests.rl.recordings import recorded_rows
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +62,7 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     run = _ownloop(tmp_path, "grpo_smollm2_cpu", *SMALL)
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
-    assert _left_behind(run.pid) == []
+    wait_until(lambda: not _left_behind(run.pid), "the run's processes to end")
     assert output.rstrip().splitlines()[-1].startswith("Held-out reward went from ")
     assert "Monarch" not in output
     assert "vllm" not in output.lower()
@@ -93,18 +94,10 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_the_last_step_and_ends_every_process(tmp_path: Path) -> None:
     run = _ownloop(tmp_path, TINY_RECIPE, "--num-steps", "1000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and '"step": 1.0' in metrics.read_text()):
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_step(run, tmp_path / "run", 1)
     os.kill(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 128 + signal.SIGINT
-    ended = time.monotonic()
-    while _left_behind(run.pid):  # the kernel may still be taking down what was killed
-        assert time.monotonic() - ended <= 30
-        time.sleep(0.05)
+    wait_until(lambda: not _left_behind(run.pid), "the kernel to take down what was killed")
     assert "interrupted; saved: " in output
     assert "metrics and rollouts of" in output

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import inconsistent_read_processes
+from tests.waiting import LIMIT_S, join, wait_until
 from trainer.engines.plain_ranks import preloaded_forkserver
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +27,7 @@ def test_every_version_read_is_whole_around_one_kill(tmp_path: Path) -> None:
     totals = _run(preloaded_forkserver(), tmp_path, random.Random(NUM_SCHEDULES))
     assert totals["inconsistent"] == 0
     assert totals["whole"] > 0 < totals["published"]
-    _wait_for(lambda: _left_behind(before) == set(), "shared memory to be freed")
+    wait_until(lambda: _left_behind(before) == set(), "shared memory to be freed")
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def test_every_version_read_is_whole_under_random_kills(tmp_path: Path) -> None:
     # How many depends on how busy the host is; so many show that the kills fell among pushes and pulls.
     assert totals["whole"] > 3 * NUM_SCHEDULES
     assert totals["published"] > 3 * NUM_SCHEDULES
-    assert _left_behind(before) == set()
+    wait_until(lambda: _left_behind(before) == set(), "shared memory to be freed")
     print(dict(totals))
 
 
@@ -59,20 +60,20 @@ def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
             process.start()
         victim = choose.choice(list(processes))
         if choose.random() < 0.9:  # else during the start
-            _wait_for(lambda: _report(folder, "generator").get("whole", 0) > 0, "the first version to be read")
+            wait_until(lambda: _report(folder, "generator").get("whole", 0) > 0, "the first version to be read")
         time.sleep(choose.uniform(0, 0.15))
         _kill(processes[victim])
         if victim.startswith("trainer"):
             survivor = "trainer1" if victim == "trainer0" else "trainer0"
-            processes[survivor].join(60)
+            processes[survivor].join(LIMIT_S)
             assert processes[survivor].exitcode is not None, f"{survivor} hangs after {victim} was killed"
             _still(folder, processes["generator"], "generator")
         elif victim == "generator":
-            time.sleep(0.05)
-            assert processes["trainer0"].is_alive()
-            assert processes["trainer1"].is_alive()
+            for name in ("trainer0", "trainer1"):
+                _pushes_on(folder, processes[name], name)
+                assert processes[name].is_alive()
         _kill(processes["store"])
-        processes["generator"].join(60)
+        processes["generator"].join(LIMIT_S)
         assert processes["generator"].exitcode is not None, f"generator hangs after the store and {victim} were killed"
         for name in ("trainer0", "trainer1"):
             _pushes_on(folder, processes[name], name)
@@ -99,14 +100,13 @@ def _left_behind(before: set[Path]) -> set[Path]:
 
 def _still(folder: Path, process: BaseProcess, name: str) -> None:
     """The process carries on, or has ended with an error of its own."""
-    time.sleep(0.02)
     assert process.is_alive() or _report(folder, name)
 
 
 def _pushes_on(folder: Path, process: BaseProcess, name: str) -> None:
     """The process goes on without a store, which it needs for its first pushes only, or has ended or ends now."""
     published = _report(folder, name).get("published", 0)
-    _wait_for(
+    wait_until(
         lambda: not process.is_alive() or _report(folder, name).get("published", 0) > published,
         f"{name} to push another version",
     )
@@ -116,14 +116,7 @@ def _kill(process: BaseProcess) -> None:
     if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):  # it has just ended of itself
             os.kill(process.pid, signal.SIGKILL)
-        process.join()
-
-
-def _wait_for(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
+        join(process)
 
 
 def _report(folder: Path, name: str) -> dict[str, Any]:

@@ -4,13 +4,13 @@ import os
 import random
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from rl.runs.folder import complete_checkpoints
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, process_of, wait, wait_for_step
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -43,11 +43,17 @@ def _kill_trainer_in_a_save(run: subprocess.Popen[str], folder: Path) -> None:
     while True:
         wait(run, saving, every_s=0.0005)
         os.kill(trainer, signal.SIGSTOP)
-        time.sleep(0.05)
+        wait_until(lambda: _is_stopped(trainer), "the trainer to stop", every_s=0.001)
         if found[0].exists():
             os.kill(trainer, signal.SIGKILL)
             return
         os.kill(trainer, signal.SIGCONT)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 @pytest.mark.slow  # `.ci/run` runs the cells of tests/benchmarks/test_kill_cells.py
@@ -78,10 +84,8 @@ def test_a_job_that_is_ended_saves_its_last_step(tmp_path: Path) -> None:
     for pid in (*meshes, run.pid):
         assert pid is not None
         os.kill(pid, signal.SIGTERM)
-    began = time.monotonic()
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 128 + signal.SIGTERM, output
-    assert time.monotonic() - began < 25
     assert not any(process_of(log) for log in (folder / "logs").iterdir())
     (saved,) = complete_checkpoints(folder / "checkpoints")
     done = int(saved.name.removeprefix("step-"))
@@ -112,7 +116,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
 
     run = ownloop(tmp_path, "--resume", "killed", "--on-failure", "stop")
     _kill_trainer_in_a_save(run, folder)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1
     assert "error: MeshError: trainer: a process died" in output
     assert f"ownloop run --resume {folder}" in output
@@ -121,7 +125,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     _kill_trainer(run, folder, second)  # it goes on by itself
     wait_for_step(run, folder, second + 2)
     run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 128 + signal.SIGINT, output
 
     # The configuration that it began with had fewer steps.

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rl.tiny_models import SERVABLE, tiny_llama, tiny_qwen3
+from tests.waiting import LIMIT_S
 
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
@@ -33,7 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[str, str]]:
     folder = tmp_path_factory.mktemp("serve")
     tiny_llama(folder / "llama", **SERVABLE)
     tiny_qwen3(folder / "qwen", **SERVABLE)
-    key, _ = ownloop(folder, "key", "add", "ann").communicate(timeout=60)
+    key, _ = ownloop(folder, "key", "add", "ann").communicate(timeout=LIMIT_S)
     options = ["--trainer.compute-dtype", "float32", "--generator.dtype", "float32", "--generator.max-model-len", "64"]
     names = ["--model", "llama", "--model", "qwen", "--names", "one=llama", "two=qwen", "--full", "2", "--port", "0"]
     server = ownloop(folder, "serve", *names, "--max-rank", "8", *options)
@@ -49,8 +50,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[str, str]]:
         yield found[1], key.strip()
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 128 + signal.SIGTERM
-        assert not psutil.wait_procs(children, timeout=10)[1], "processes are left behind"
+        assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(children, timeout=LIMIT_S)[1], "processes are left behind"
     finally:
         server.kill()
 
@@ -63,21 +64,23 @@ def datum() -> Any:
 
 def trained(client: Any) -> Any:
     """The trainer's log-probs."""
-    return np.array(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+    return np.array(client.forward([datum()], "cross_entropy").result(LIMIT_S).loss_fn_outputs[0]["logprobs"].data)
 
 
 def sampled(client: Any) -> Any:
     """The generator's log-probs of the same tokens."""
-    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[1:])
+    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(LIMIT_S)[1:])
 
 
 def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str]) -> None:
     with pytest.raises(tinker.AuthenticationError):
-        tinker.ServiceClient(base_url=url[0], api_key="tml-local").create_sampling_client(base_model="one").result()
+        tinker.ServiceClient(base_url=url[0], api_key="tml-local").create_sampling_client(base_model="one").result(
+            LIMIT_S
+        )
     service = tinker.ServiceClient(base_url=url[0], api_key=url[1])
-    base = {name: sampled(service.create_sampling_client(base_model=name).result()) for name in ("one", "two")}
+    base = {name: sampled(service.create_sampling_client(base_model=name).result(LIMIT_S)) for name in ("one", "two")}
     clients = {
-        (name, rank): service.create_lora_training_client(name, rank=rank, seed=1).result()
+        (name, rank): service.create_lora_training_client(name, rank=rank, seed=1).result(LIMIT_S)
         for name in ("one", "two")
         for rank in (4, 0)
     }
@@ -86,21 +89,21 @@ def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str
         for which, client in clients.items():
             np.testing.assert_allclose(trained(client), base[which[0]] if round_ == 0 else snapshots[which], atol=1e-4)
             client.forward_backward([datum()], "cross_entropy")
-            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            sampler = client.save_weights_and_get_sampling_client().result()
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
+            sampler = client.save_weights_and_get_sampling_client().result(LIMIT_S)
             snapshots[which] = sampled(sampler)
             np.testing.assert_allclose(snapshots[which], trained(client), atol=1e-4)
     seen = [*base.values(), *snapshots.values()]
     for index, one in enumerate(seen):
         assert not any(np.allclose(one, other, atol=1e-3) for other in seen[:index])
     for name in ("one", "two"):
-        assert (sampled(service.create_sampling_client(base_model=name).result()) == base[name]).all()
-    path = clients["two", 0].save_state("whole").result().path
+        assert (sampled(service.create_sampling_client(base_model=name).result(LIMIT_S)) == base[name]).all()
+    path = clients["two", 0].save_state("whole").result(LIMIT_S).path
     clients["two", 0].forward_backward([datum()], "cross_entropy")  # what follows the checkpoint is not in it
-    clients["two", 0].optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    service.close("success").result()
+    clients["two", 0].optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
+    service.close("success").result(LIMIT_S)
     again = tinker.ServiceClient(base_url=url[0], api_key=url[1])
-    resumed = again.create_training_client_from_state_with_optimizer(path).result()
+    resumed = again.create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
     np.testing.assert_allclose(trained(resumed), snapshots["two", 0], atol=1e-4)
 
 

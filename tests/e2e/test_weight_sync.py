@@ -27,8 +27,10 @@ from tests.e2e.weight_meshes import (
     running_generator,
     running_publisher,
     running_store,
+    working,
 )
 from tests.generator.served_models import served_llama, served_qwen3_moe
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 
@@ -105,14 +107,16 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
     reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    transports, names_before = (("shared_memory", 2), ("torchstore", 4)), _shared_memory_names()
+    transports = (("shared_memory", 2), ("torchstore", 4))
 
     async def main() -> None:
         async with (
             running_store(logs) as store,
             running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
         ):
-            assert _shared_memory_names() <= names_before  # so nothing is left, however the ranks end
+            names = [name for pid in generator.mesh.pids for name in _shared_memory_of(pid)]
+            assert names
+            assert all(name.endswith("(deleted)") for name in names)  # so nothing is left, however the ranks end
             async with running_publisher(store, directory, "float32", "auto", logs) as publisher:
                 for transport, version in transports:
                     await renew(publisher, "float32", transport)
@@ -127,20 +131,20 @@ def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: 
                 await renew(publisher, "float32", "shared_memory")
                 await publish(publisher, 6, seed=2)
                 long = SamplingParams(max_tokens=90, temperature=0)
-                running = asyncio.create_task(generator.generate(PROMPTS[0], long))
-                await asyncio.sleep(0.05)
+                running = [asyncio.create_task(generator.generate(PROMPTS[0], long)) for _ in range(50)]
+                await working(generator)
                 await generator.pull_model_state_dict(6, mode="inflight")
-                (completion,) = await running
-                assert list(completion.versions) == sorted(completion.versions)
-                assert set(completion.versions) == {4, 6}
-                _assert_greedy(reference, PROMPTS[0], completion)
+                completions = [completion for (completion,) in await asyncio.gather(*running)]
+                assert all(list(completion.versions) == sorted(completion.versions) for completion in completions)
+                updated = [completion for completion in completions if set(completion.versions) == {4, 6}]
+                _assert_greedy(reference, PROMPTS[0], updated[0])
                 await _without_shared_memory(publisher, generator, reference)
             unseeded = SamplingParams(max_tokens=8)
             together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
             assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
             os.kill(generator.mesh.pids[1], signal.SIGKILL)
             with pytest.raises(MeshError, match=r"generator: rank 1 \(process \d+\) died"):
-                await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), 30)
+                await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), LIMIT_S)
 
     asyncio.run(main())
 
@@ -163,9 +167,9 @@ async def _without_shared_memory(publisher: Mesh, generator: GeneratorHandle, re
         await publish(publisher, 10, seed=7)
 
 
-def _shared_memory_names() -> set[str]:
-    """Of vLLM's groups on this host."""
-    return {path.name for path in Path("/dev/shm").glob("*-cpushm_*")}
+def _shared_memory_of(pid: int) -> list[str]:
+    """What a process has mapped for vLLM's groups."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "cpushm_" in line]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What end-to-end tests of weights start and stop."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from controller.meshes.store import WeightStore
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams, WeightTransport
 from tests.e2e.publisher_actor import Publisher
+from tests.waiting import LIMIT_S
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -78,3 +80,10 @@ def export(source: Path, weights: Mapping[str, torch.Tensor], dtype: str, destin
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
     save_file(cast, destination / "model.safetensors", metadata={"format": "pt"})
     return destination
+
+
+async def working(generator: GeneratorHandle) -> None:
+    """Waits until a generator has requests, of which it takes a step before it takes another command."""
+    async with asyncio.timeout(LIMIT_S):
+        while not await generator.mesh.answer(generator.mesh.rank(0).num_unfinished.call_one(), "num_unfinished"):
+            await asyncio.sleep(0.001)

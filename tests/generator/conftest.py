@@ -1,7 +1,6 @@
 """vLLM engines in the test's own process: importing vLLM takes seconds, a further engine a fraction of one."""
 
 import os
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +15,6 @@ if TYPE_CHECKING:
     from generator.engine import GenerationEngine
 
 EngineFactory = Callable[..., "GenerationEngine"]
-
-
-@pytest.fixture
-def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every step take so long that a test sees requests run, however busy the host is."""
-    from generator.engine import GenerationEngine
-
-    step = GenerationEngine._step  # pyright: ignore[reportPrivateUsage]
-
-    def slow_step(engine: GenerationEngine) -> None:
-        time.sleep(0.005)
-        step(engine)
-
-    monkeypatch.setattr(GenerationEngine, "_step", slow_step)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,55 @@
 """Requests that are still running, and what they have sampled so far."""
 
 import asyncio
+import contextlib
+import threading
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
+
+import pytest
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator.engine import GenerationEngine
 from rl.types import Completion
+from tests.waiting import LIMIT_S, until
+
+
+def run_paced(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a test. No engine takes a step before the test's event loop has come round once more.
+
+    So a test that acts while requests run is never too late, however slow or busy the host is.
+    """
+    asyncio.run(_paced(main))
+
+
+async def _paced(main: Coroutine[Any, Any, None]) -> None:
+    loop, step, over = asyncio.get_running_loop(), LLMEngine.step, threading.Event()
+
+    def step_after_loop(engine: LLMEngine) -> Any:
+        came_round = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(came_round.set)
+        while not over.is_set() and not came_round.wait(0.01):
+            pass
+        return step(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLMEngine, "step", step_after_loop)
+        try:
+            await asyncio.wait_for(main, LIMIT_S)
+        finally:
+            over.set()
 
 
 async def started(engine: GenerationEngine, num_tokens: int = 5) -> None:
     """Waits until every running request has sampled some tokens."""
-    states: dict[str, Any] = engine._engine.output_processor.request_states  # pyright: ignore[reportPrivateUsage]
-    async with asyncio.timeout(60):
-        while not states or any(s.detokenizer.num_output_tokens() < num_tokens for s in list(states.values())):
-            await asyncio.sleep(0.001)
+    states: dict[str, Any] = engine.llm.output_processor.request_states
+    await until(
+        lambda: states and all(s.detokenizer.num_output_tokens() >= num_tokens for s in list(states.values())),
+        f"every request to have {num_tokens} tokens",
+        every_s=0.001,
+    )
 
 
 def versions_of(completion: Completion) -> dict[int, int]:

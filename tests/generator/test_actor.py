@@ -16,10 +16,11 @@ def test_a_version_to_be_kept_may_wait_behind_running_requests(monkeypatch: pyte
         return object()
 
     async def freeze(name: str, version: int) -> bool:
-        await asyncio.sleep(0.3)  # an update before it waits for requests
+        for _ in range(5):  # an update before it waits for requests
+            await asyncio.sleep(0)
         return (name, version) == ("a", 3)
 
     monkeypatch.setattr(generator.actor.torchstore, "client", client)
-    rank: Any = SimpleNamespace(_engine=SimpleNamespace(freeze=freeze), _store_name="weights", _store_timeout_s=0.05)
+    rank: Any = SimpleNamespace(_engine=SimpleNamespace(freeze=freeze), _store_name="weights", _store_timeout_s=0)
     endpoint: Any = VLLMGenerator.pull_model_state_dict
     asyncio.run(endpoint._method.__wrapped__(rank, 3, None, "a", True, "drain", False))

@@ -15,12 +15,13 @@ from rl.types import Completion, SamplingParams
 from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import PROMPTS
-from tests.generator.running import started, versions_of
+from tests.generator.running import run_paced, started, versions_of
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
+from tests.waiting import until
 from trainer.push import WeightPublisher
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
+pytestmark = pytest.mark.vllm
 
 LIMITS = LoRALimits(max_rank=8, max_adapters=3, max_loaded=8)
 SHORT_PROMPT = PROMPTS[0][:15]  # less than a block: its last bits do not depend on what the prefix cache holds
@@ -70,7 +71,7 @@ def test_a_new_version_goes_under_running_requests_of_its_adapter_alone(
             assert set(versions_of(kept)) == {version}
             assert largest_error(model, PROMPTS[0], kept) < 5e-5
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_draining_pull_waits_for_its_own_adapter_alone(tmp_path: Path, build_engine: EngineFactory) -> None:
@@ -84,8 +85,7 @@ def test_a_draining_pull_waits_for_its_own_adapter_alone(tmp_path: Path, build_e
         running = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 6, policy="a"))
         await started(engine, num_tokens=1)
         pulls = asyncio.create_task(pull_adapter(engine, "a", 2, random_adapter(directory, 2)))
-        while not engine._backlog:  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(0.001)
+        await until(lambda: engine._backlog, "the pull to wait")  # pyright: ignore[reportPrivateUsage]
         later = _start(engine, "a", num_tokens=5)
         await pull_adapter(engine, "b", 2, random_adapter(directory, 2))
         (other,) = await _start(engine, "b", num_tokens=5)
@@ -95,7 +95,7 @@ def test_a_draining_pull_waits_for_its_own_adapter_alone(tmp_path: Path, build_e
         await pulls
         assert set(versions_of((await later)[0])) == {2}
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_frozen_version_never_changes(tmp_path: Path, build_engine: EngineFactory) -> None:
@@ -127,7 +127,7 @@ def test_a_frozen_version_never_changes(tmp_path: Path, build_engine: EngineFact
                     completion.versions,
                 )
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_what_was_computed_stays_on_request(tmp_path: Path, build_engine: EngineFactory) -> None:
@@ -149,7 +149,7 @@ def test_what_was_computed_stays_on_request(tmp_path: Path, build_engine: Engine
         with pytest.raises(AssertionError):
             assert largest_error(model, PROMPTS[0], completion, start=found[1]) < 5e-5
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_dropped_policy_finishes_its_requests_and_is_gone(tmp_path: Path, build_engine: EngineFactory) -> None:
@@ -183,7 +183,7 @@ def test_a_dropped_policy_finishes_its_requests_and_is_gone(tmp_path: Path, buil
         await _sample(engine, None)
         assert len(manager.list_adapters()) == 0
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_version_is_not_kept_if_the_call_that_asked_for_it_was_cancelled(
@@ -201,7 +201,7 @@ def test_a_version_is_not_kept_if_the_call_that_asked_for_it_was_cancelled(
         await started(engine)
         update = asyncio.create_task(engine.update_weights(record, store))
         freeze = asyncio.create_task(engine.freeze("a", 2))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine._backlog, "the update to wait")  # pyright: ignore[reportPrivateUsage]
         assert not any(task.done() for task in (running, update, freeze))
         freeze.cancel()
         await asyncio.gather(running, update)
@@ -209,4 +209,4 @@ def test_a_version_is_not_kept_if_the_call_that_asked_for_it_was_cancelled(
         with pytest.raises(ValueError, match=r"\('a', 2\), which this generator does not have"):
             await _sample(engine, ("a", 2))
 
-    asyncio.run(main())
+    run_paced(main())

@@ -16,6 +16,7 @@ from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
+from tests.waiting import join
 from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
@@ -87,8 +88,7 @@ def test_threads_pack_side_by_side() -> None:
     threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     hidden = torch.randn(3, 256)
     for index, weight in enumerate(weights):
         torch.testing.assert_close(

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.engine import GenerationEngine
-from generator.engine_commands import Generate
 from generator.engine_status import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
+from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -160,7 +160,7 @@ def test_stop_token_and_stop_string_end_a_completion(engine: GenerationEngine, m
 
 
 def test_a_request_joins_those_that_run(engine: GenerationEngine) -> None:
-    async def main() -> list[str]:
+    async def main() -> None:
         finished: list[str] = []
 
         async def request(name: str, max_tokens: int) -> None:
@@ -169,12 +169,12 @@ def test_a_request_joins_those_that_run(engine: GenerationEngine) -> None:
             finished.append(name)
 
         long = asyncio.create_task(request("long", 80))
-        await asyncio.sleep(0.02)
+        await started(engine, num_tokens=2)
         short = asyncio.create_task(request("short", 2))
         await asyncio.gather(long, short)
-        return finished
+        assert finished == ["short", "long"]
 
-    assert asyncio.run(main()) == ["short", "long"]
+    run_paced(main())
 
 
 def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
@@ -197,7 +197,7 @@ def test_seeded_prompts_longer_than_a_batch_do_not_end_the_engine(engine: Genera
 def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine) -> None:
     async def main() -> None:
         running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0)))
-        await asyncio.sleep(0)
+        await started(engine, num_tokens=1)
         with pytest.raises(ValueError, match="a prompt of 37 tokens and max_tokens=100 need 137 tokens"):
             await engine.generate(PROMPT, SamplingParams(max_tokens=100))
         with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
@@ -217,24 +217,25 @@ def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine)
         as_numpy = await engine.generate(cast(Any, np.array(PROMPT)), SamplingParams(max_tokens=5, temperature=0))
         assert as_numpy == await engine.generate(PROMPT, SamplingParams(max_tokens=5, temperature=0))
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=90, seed=0)
         calls = [asyncio.create_task(engine.generate(PROMPT, sampling, 8)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.num_unfinished == 24, "the requests to be admitted")
+        steps_before = engine.status().num_steps
         for call in calls:
             call.cancel()
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(result) for result in results] == [asyncio.CancelledError] * 3
         # All eight places are taken if cancelling did not free them; 24 completions of 90 tokens would come first.
-        await asyncio.wait_for(engine.generate(SHORT, SamplingParams(max_tokens=2, temperature=0)), 5)
-        vllm_engine = engine._engine  # pyright: ignore[reportPrivateUsage]
-        assert vllm_engine.get_num_unfinished_requests() == 0
+        await engine.generate(SHORT, SamplingParams(max_tokens=2, temperature=0))
+        assert engine.num_unfinished == 0
+        assert engine.status().num_steps - steps_before < 90
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> None:
@@ -246,10 +247,8 @@ def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> No
 
 def _status_when_idle(engine: GenerationEngine) -> EngineStatus:
     """The thread answers a request shortly before it waits for the next one."""
-    deadline = time.monotonic() + 10
-    while (status := engine.status()).activity is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return status
+    wait_until(lambda: engine.status().activity is None, "the engine to be idle")
+    return engine.status()
 
 
 def test_a_thread_that_hangs_between_two_steps_is_not_idle(
@@ -258,19 +257,16 @@ def test_a_thread_that_hangs_between_two_steps_is_not_idle(
     engine = build_engine(model, "float32")
     _generate(engine, PROMPT, SamplingParams(max_tokens=3))
     assert _status_when_idle(engine).activity is None
-    admit, seen = engine._admit, list[EngineStatus]()  # pyright: ignore[reportPrivateUsage]
+    add_request, seen = engine.llm.add_request, list[EngineStatus]()
 
-    def hang(request: Generate) -> None:
-        time.sleep(0.05)
+    def hang(*args: Any, **options: Any) -> Any:
         seen.append(engine.status())
-        admit(request)
+        return add_request(*args, **options)
 
-    monkeypatch.setattr(engine, "_admit", hang)
+    monkeypatch.setattr(engine.llm, "add_request", hang)
     _generate(engine, PROMPT, SamplingParams(max_tokens=2))
     assert [status.activity for status in seen] == ["command"]
-    assert seen[0].seconds >= 0.05
     assert seen[0].slowest_s is not None
-    assert seen[0].slowest_s < 0.05
 
 
 def test_an_exception_in_vllm_ends_the_engine_and_is_told(
@@ -284,15 +280,13 @@ def test_an_exception_in_vllm_ends_the_engine_and_is_told(
     seen: list[EngineStatus] = []
 
     def step() -> None:
-        time.sleep(0.01)
         seen.append(engine.status())
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine._engine, "step", step)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(engine.llm, "step", step)
     for _ in range(2):
         with pytest.raises(EngineStoppedError, match="has stopped: RuntimeError: CUDA error"):
             _generate(engine, PROMPT, SamplingParams(max_tokens=2))
     assert [(s.activity, s.num_unfinished) for s in seen] == [("step", 1)]
-    assert seen[0].seconds >= 0.01
     assert seen[0].slowest_s is not None
     assert engine.status().failure == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -1,9 +1,8 @@
 """How an engine's thread receives the commands of its callers."""
 
 import threading
-import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -11,53 +10,64 @@ from generator.engine_calls import EngineCalls
 from generator.engine_commands import Close, Command, Generate
 from generator.engine_status import ActivityClock
 from rl.types import SamplingParams
+from tests.waiting import join
 
 _ALONE = cast(GroupCoordinator, SimpleNamespace(rank_in_group=0, broadcast_object=lambda commands: commands))
 """A group of one rank."""
-_APART_S = 0.001
+_NEVER_S = 600.0
+"""Longer than a test waits."""
 
 
 def test_requests_sent_together_share_their_first_step() -> None:
-    """They are apart by less than a step takes. Other processes may delay the sender, so one attempt of many counts."""
-    requests = [_request(str(i)) for i in range(4)]
-    assert max(len(_received(requests)) for _ in range(20)) == len(requests)
+    calls, commands = EngineCalls(burst_s=_NEVER_S, max_burst_s=_NEVER_S), [*map(_request, "0123"), Close("4")]
+    sender = threading.Thread(target=lambda: [calls.put(command) for command in commands], name="the sender")
+    sender.start()
+    assert _received(calls) == commands
+    join(sender)
 
 
 def test_a_request_alone_is_not_held_up() -> None:
-    def seconds() -> float:
-        begin = time.monotonic()
-        assert _received([_request("0")]) == [_request("0")]
-        return time.monotonic() - begin
-
-    assert min(seconds() for _ in range(20)) < 0.01
+    calls = EngineCalls(max_burst_s=_NEVER_S)
+    calls.put(_request("0"))
+    assert _received(calls) == [_request("0")]
 
 
 def test_a_stream_of_requests_without_an_end_cannot_hold_up_the_first() -> None:
-    requests = [_request(str(i)) for i in range(200)]
-    assert len(_received(requests)) < len(requests)
+    calls, over = EngineCalls(burst_s=_NEVER_S), threading.Event()
+
+    def send() -> None:
+        while not over.wait(0.001):
+            calls.put(_request("0"))
+
+    sender = threading.Thread(target=send, name="the sender")
+    sender.start()
+    received = _received(calls)
+    over.set()
+    join(sender)
+    assert received[0] == _request("0")
 
 
 def test_no_other_command_waits_for_requests() -> None:
     """A pull begins at once."""
-    close = Close("0")
-    assert min(len(_received([close, _request("1")])) for _ in range(20)) == 1
+    calls = EngineCalls(burst_s=_NEVER_S, max_burst_s=_NEVER_S)
+    calls.put(Close("0"))
+    assert _received(calls) == [Close("0")]
+
+
+def test_a_clock_knows_how_long_an_activity_takes_and_took() -> None:
+    now = iter([10.0, 12.0, 12.0, 20.0, 20.0, 25.0, 26.0, 26.0])
+    clock = ActivityClock(lambda: next(now))
+    with clock.during("step"):  # from 10 to 12
+        pass
+    with clock.during("step"):  # from 20; what came before took 8
+        status = clock.status(3, None)
+    assert (status.activity, status.seconds, status.slowest_s, status.num_unfinished) == ("step", 5.0, 2.0, 3)
 
 
 def _request(request_id: str) -> Generate:
     return Generate(request_id, (1, 2), SamplingParams(max_tokens=4), num_samples=1, policy=None)
 
 
-def _received(commands: list[Any]) -> list[Command]:
-    """What an idle engine receives first if `commands` come one after the other."""
-    calls = EngineCalls()
-
-    def send() -> None:
-        for command in commands:
-            calls.put(command)
-            time.sleep(_APART_S)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    received = calls.receive(_ALONE, ActivityClock(), wait=True)
-    sender.join()
-    return received
+def _received(calls: EngineCalls) -> list[Command]:
+    """What an idle engine receives first."""
+    return calls.receive(_ALONE, ActivityClock(), wait=True)

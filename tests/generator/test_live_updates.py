@@ -14,12 +14,12 @@ from rl.weights.manifest import UnknownVersionError, WeightsError
 from rl.weights.registry import find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
-from tests.generator.running import started, versions_of
+from tests.generator.running import run_paced, started, versions_of
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
+pytestmark = pytest.mark.vllm
 
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
@@ -56,7 +56,7 @@ def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
         # A prompt that was computed under the old weights is not found in the prefix cache.
         assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def _at_version(completion: Completion, version: int) -> Completion:
@@ -85,7 +85,7 @@ def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: Engi
         await pull(engine, store, 3)
         assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactory) -> None:
@@ -107,7 +107,6 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
             version += 1
             await publisher.publish(version, weights[version % 3].items())
             await pull(engine, store, version, mode="inflight", keep_prefix_cache=version % 3 == 0)
-            await asyncio.sleep(0.02)
         await streams
         assert version >= 10
         assert len(completions) == 96
@@ -115,7 +114,7 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
         assert sum(len(span) > 1 for span in spans) > 32
         assert max(max(span) for span in spans) <= version
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
@@ -154,7 +153,7 @@ def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
             await pull(engine, store, 1, mode="drian")
         assert len(await engine.generate(PROMPTS[0], GREEDY)) == 1
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def _fail(*_: object) -> None:

@@ -19,10 +19,12 @@ from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
+from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama, served_mistral, served_qwen2, served_qwen3
 from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore
+from tests.waiting import until
 from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
@@ -107,16 +109,16 @@ def test_running_requests_finish_under_their_weights_and_later_ones_wait(
         await publisher.publish(4, moved(directory, 4).items())
         sampling = SamplingParams(max_tokens=60, seed=0)
         running = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
-        await asyncio.sleep(0.02)
+        await started(engine)
         pulling = asyncio.create_task(pull(engine, store, 4))
-        await asyncio.sleep(0)
+        await until(lambda: engine._backlog, "the pull to wait")  # pyright: ignore[reportPrivateUsage]
         later = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
         await pulling
         assert {v for c in await running for v in c.versions} == {0}
         assert {v for c in await later for v in c.versions} == {4}
         assert [c.tokens for c in await later] != [c.tokens for c in await running]
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_what_does_not_fit_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:

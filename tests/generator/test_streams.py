@@ -11,9 +11,11 @@ from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from rl.types import SamplingParams
 from tests.generator.conftest import EngineFactory
+from tests.generator.running import run_paced
 from tests.generator.served_models import served_llama
+from tests.waiting import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("slow_steps")]
+pytestmark = pytest.mark.vllm
 PROMPT = list(range(3, 20))
 
 
@@ -48,7 +50,7 @@ def test_a_stream_has_the_tokens_of_the_whole_beside_other_requests(engine: Gene
         unseeded = await asyncio.gather(*(_tokens(engine, 12) for _ in range(2)))
         assert unseeded[0] != unseeded[1]
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_a_stream_that_nobody_reads_on_frees_its_place(engine: GenerationEngine) -> None:
@@ -58,12 +60,10 @@ def test_a_stream_that_nobody_reads_on_frees_its_place(engine: GenerationEngine)
                 assert not output.finished
                 break
             assert engine.num_unfinished == 1
-        async with asyncio.timeout(10):
-            while engine.num_unfinished:
-                await asyncio.sleep(0.01)
+        await until(lambda: not engine.num_unfinished, "the request to be gone")
         assert len((await _tokens(engine, 3))[0]) == 3
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_what_cannot_be_streamed_is_an_error_and_the_next_stream_works(engine: GenerationEngine) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_be_streamed_is_an_error_and_the_next_stream_works(engine: G
         await failing(PROMPT * 20, None, "128")
         assert len((await _tokens(engine, 3))[0]) == 3
 
-    asyncio.run(main())
+    run_paced(main())
 
 
 def test_parsers_that_vllm_does_not_have_are_refused(engine: GenerationEngine) -> None:

@@ -43,7 +43,8 @@ class ScriptedGenerator:
         """See `rl.protocols.Generator`."""
         prompt = tuple(prompt_tokens)
         self.calls.append((prompt, sampling, num_samples))
-        await asyncio.sleep(0.001 * (5 - len(self.calls) % 5))
+        for _ in range(10 * (5 - len(self.calls) % 5)):
+            await asyncio.sleep(0)
         return [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
 
     async def pull_model_state_dict(

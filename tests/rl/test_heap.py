@@ -8,6 +8,7 @@ import pytest
 
 from rl.hardware import cpu_malloc_env
 from rl.heap import Heap
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.seconds
 
@@ -43,7 +44,9 @@ print(before - between, between - _resident_bytes())
 
 def test_what_malloc_keeps_goes_back_to_the_kernel() -> None:
     env = {**os.environ, **cpu_malloc_env()}
-    done = subprocess.run([sys.executable, "-c", HOLES], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES], env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     kept_by_malloc, handed_back = map(int, done.stdout.split())
     assert kept_by_malloc < 64 << 20
     assert handed_back > 192 << 20
@@ -66,7 +69,9 @@ print(_resident_bytes() - before)
 @pytest.mark.parametrize(("case", "grows"), [("touched", False), ("stopped", True), ("fresh", True)])
 def test_memory_that_was_touched_is_there_when_it_is_allocated(case: str, grows: bool) -> None:
     env = {**os.environ, **cpu_malloc_env()}
-    done = subprocess.run([sys.executable, "-c", TOUCHED, case], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCHED, case], env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     assert (int(done.stdout) > 192 << 20) == grows, done.stdout
 
 
@@ -92,5 +97,5 @@ libc.fflush(ctypes.c_void_p(stream))
 def test_threads_share_two_arenas(arenas: str, expected: range) -> None:
     env = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
     command = [sys.executable, "-c", ARENAS, arenas]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout.count("<heap nr") in expected

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl.owned_folder import OwnedFolder
+from tests.waiting import LIMIT_S, wait_for_line
 
 PREFIX = "ownloop-test-"
 OWNER = f"""
@@ -25,8 +26,7 @@ def _owner(folder: Path) -> tuple["subprocess.Popen[str]", Path]:
     pipe = subprocess.PIPE
     code = [sys.executable, "-c", OWNER]
     process = subprocess.Popen(code, stdin=pipe, stdout=pipe, text=True, env={"TMPDIR": str(folder), "PYTHONPATH": "."})
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
+    return process, Path(wait_for_line(process.stdout, "the folder"))
 
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next_one(
@@ -35,8 +35,8 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(
     (tmp_path / f"{PREFIX}mine").mkdir()  # somebody else's, who has no lock
     (killed, left), (running, held), (ended, gone) = (_owner(tmp_path) for _ in range(3))
     for process in (killed, ended):
-        process.kill() if process is killed else process.communicate("", timeout=30)
-    killed.wait()
+        process.kill() if process is killed else process.communicate("", timeout=LIMIT_S)
+    killed.wait(LIMIT_S)
     assert ended.returncode == 0
     assert not gone.exists()
     assert (left / "key.pem").exists()
@@ -48,7 +48,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(
     folder.remove()
     folder.remove()
     assert not folder.path.exists()
-    running.communicate("", timeout=30)
+    running.communicate("", timeout=LIMIT_S)
 
 
 def test_temporary_files_go_there_only_meanwhile() -> None:

@@ -6,12 +6,12 @@ The environment is made from requirements/tinker.lock once, which takes a minute
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from controller.gateway.child_server import Server
 from controller.runs.locked_environment import locked_python
+from tests.waiting import LIMIT_S, wait_until
 
 LOCK = Path(__file__).parent.parent.parent / "requirements" / "tinker.lock"
 CHAT_FORMAT = "qwen3_instruct"
@@ -51,15 +51,20 @@ def begin_recipe(server: Server, name: str, folder: Path, **options: Any) -> sub
 def wait_for_checkpoints(recipe: subprocess.Popen[str], folder: Path, count: int) -> None:
     """Waits until a recipe that runs in `folder` has saved so many checkpoints."""
     checkpoints = folder / "log" / "checkpoints.jsonl"
-    while not checkpoints.exists() or checkpoints.read_text().count("\n") < count:
-        assert recipe.poll() is None, recipe.communicate()[0][-4000:]
-        time.sleep(0.05)
+
+    def saved() -> bool:
+        if checkpoints.exists() and checkpoints.read_text().count("\n") >= count:
+            return True
+        assert recipe.poll() is None, recipe.communicate(timeout=LIMIT_S)[0][-4000:]
+        return False
+
+    wait_until(saved, f"{count} checkpoints", 1500, every_s=0.05)
 
 
 def kill_recipe(recipe: subprocess.Popen[str]) -> None:
     """Ends a recipe with SIGKILL."""
     recipe.kill()
-    recipe.communicate()
+    recipe.communicate(timeout=LIMIT_S)
 
 
 def metric(log: Path, name: str) -> list[float]:

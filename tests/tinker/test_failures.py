@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.e2e.cli_runs import process_of
 from tests.tinker.conftest import FLOAT32, tiny_chat_model
 from tests.tinker.recipes import CHAT_FORMAT, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints
 from tests.tinker.test_supervised_recipes import bundled_conversations
+from tests.waiting import LIMIT_S, wait_until
 
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
@@ -47,7 +47,7 @@ def service(server: Server) -> Any:
 
 def new_client(server: Server) -> Any:
     """A training client whose adapter always begins with the same weights."""
-    return service(server).create_lora_training_client(str(server.model), rank=4, seed=1).result()
+    return service(server).create_lora_training_client(str(server.model), rank=4, seed=1).result(LIMIT_S)
 
 
 def datum() -> Any:
@@ -64,19 +64,19 @@ def begin_step(client: Any) -> Any:
 
 def trained(client: Any) -> Any:
     """The trainer's log-probs."""
-    return np.array(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+    return np.array(client.forward([datum()], "cross_entropy").result(LIMIT_S).loss_fn_outputs[0]["logprobs"].data)
 
 
 def sampled(client: Any) -> Any:
     """The generator's log-probs of the same tokens."""
-    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[1:])
+    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(LIMIT_S)[1:])
 
 
 def test_clients_do_not_notice_that_the_trainer_was_killed(tiny_server: Server) -> None:
     unbroken, broken = new_client(tiny_server), new_client(tiny_server)
-    steps = [begin_step(unbroken).result().metrics["policy_version"] for _ in range(6)]
+    steps = [begin_step(unbroken).result(LIMIT_S).metrics["policy_version"] for _ in range(6)]
     assert steps == [1, 2, 3, 4, 5, 6]
-    expected, snapshot = trained(unbroken), unbroken.save_weights_and_get_sampling_client().result()
+    expected, snapshot = trained(unbroken), unbroken.save_weights_and_get_sampling_client().result(LIMIT_S)
     before = sampled(snapshot)
     for number in range(1, 7):
         if number == 3:
@@ -84,27 +84,27 @@ def test_clients_do_not_notice_that_the_trainer_was_killed(tiny_server: Server) 
         step = begin_step(broken)
         if number == 5:
             kill(tiny_server, "trainer")
-        assert step.result().metrics["policy_version"] == number
+        assert step.result(LIMIT_S).metrics["policy_version"] == number
     np.testing.assert_allclose(trained(broken), expected, atol=1e-5)
     np.testing.assert_allclose(trained(unbroken), expected, atol=1e-5)  # this one too was made again
     assert (sampled(snapshot) == before).all()
-    new = broken.save_weights_and_get_sampling_client().result()
+    new = broken.save_weights_and_get_sampling_client().result(LIMIT_S)
     np.testing.assert_allclose(sampled(new), trained(broken), atol=1e-4)
     assert "2 of at most 3 restarts" in tiny_server.said()
 
 
 def test_clients_do_not_notice_that_the_generator_was_killed(tiny_server: Server) -> None:
     client = new_client(tiny_server)
-    samplers = [service(tiny_server).create_sampling_client(base_model=str(tiny_server.model)).result()]
+    samplers = [service(tiny_server).create_sampling_client(base_model=str(tiny_server.model)).result(LIMIT_S)]
     for _ in range(2):
-        begin_step(client).result()
-        samplers.append(client.save_weights_and_get_sampling_client().result())
+        begin_step(client).result(LIMIT_S)
+        samplers.append(client.save_weights_and_get_sampling_client().result(LIMIT_S))
     before = [sampled(sampler) for sampler in samplers]
     params, prompt = types.SamplingParams(max_tokens=40, stop=[]), types.ModelInput.from_ints(TOKENS)
     futures = [sampler.sample(prompt, num_samples=4, sampling_params=params) for sampler in samplers * 4]
     kill(tiny_server, "generator")
     for future in futures:
-        assert [len(sequence.tokens) for sequence in future.result().sequences] == [40] * 4
+        assert [len(sequence.tokens) for sequence in future.result(LIMIT_S).sequences] == [40] * 4
     for sampler, expected in zip(samplers, before, strict=True):
         np.testing.assert_allclose(sampled(sampler), expected, atol=1e-5)
 
@@ -113,14 +113,14 @@ def test_weights_that_only_a_killed_generator_had_are_an_error_that_says_what_to
     client = new_client(tiny_server)
     old: Any = None
     for number in range(4):  # the trainer keeps two versions
-        begin_step(client).result()
-        sampler = client.save_weights_and_get_sampling_client().result()
+        begin_step(client).result(LIMIT_S)
+        sampler = client.save_weights_and_get_sampling_client().result(LIMIT_S)
         old = sampler if number == 0 else old
     sampled(old)
     kill(tiny_server, "generator")
     with pytest.raises(tinker.RequestFailedError, match="make a new sampling client"):
         sampled(old)
-    new = client.save_weights_and_get_sampling_client().result()
+    new = client.save_weights_and_get_sampling_client().result(LIMIT_S)
     np.testing.assert_allclose(sampled(new), trained(client), atol=1e-4)
 
 
@@ -129,25 +129,22 @@ def test_a_killed_server_leaves_nothing_running_and_its_checkpoints_resume(tmp_p
     server = start(model, tmp_path, *FLOAT32, *LIMITS)
     client = new_client(server)
     for _ in range(2):
-        begin_step(client).result()
-    path = client.save_state("two").result().path
+        begin_step(client).result(LIMIT_S)
+    path = client.save_state("two").result(LIMIT_S).path
     for _ in range(2):
-        begin_step(client).result()
+        begin_step(client).result(LIMIT_S)
     expected = trained(client)
     logs = [(server.folder / "logs" / f"{role}-0.log").absolute() for role in ("trainer", "generator", "store")]
     server.kill()
-    end = time.monotonic() + 30
-    while any(process_of(log) for log in logs):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_until(lambda: not any(process_of(log) for log in logs), "the server's processes to end", every_s=0.1)
     again = start(model, tmp_path, *FLOAT32, *LIMITS, port=int(server.url.rpartition(":")[2]))
     try:
-        resumed = service(again).create_training_client_from_state_with_optimizer(path).result()
+        resumed = service(again).create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
         for number in (3, 4):
-            assert begin_step(resumed).result().metrics["policy_version"] == number
+            assert begin_step(resumed).result(LIMIT_S).metrics["policy_version"] == number
         np.testing.assert_allclose(trained(resumed), expected, atol=1e-5)
         with pytest.raises(tinker.APIStatusError, match="ended"):  # the old client hears why
-            client.forward([datum()], "cross_entropy").result()
+            client.forward([datum()], "cross_entropy").result(LIMIT_S)
     finally:
         stop(again)
 

@@ -10,6 +10,7 @@ from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.gateway.fuzzing import Known, Sender, check_many, requests
 from tests.controller.gateway.sdk import datum, scores
 from tests.tinker.conftest import FLOAT32
+from tests.waiting import LIMIT_S
 
 tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
 types: Any = tinker.types
@@ -20,19 +21,19 @@ def test_3000_malformed_requests_to_real_processes(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", **SERVABLE)
     with served(model, tmp_path, *FLOAT32, "--generator.max-model-len", "64", "--max-rank", "8") as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
-        training = service.create_lora_training_client(str(model), rank=4).result()
+        training = service.create_lora_training_client(str(model), rank=4).result(LIMIT_S)
         rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
         session = training.model_id.partition(":")[0]
-        service.create_sampling_client(base_model=str(model)).result()
-        (sampler,) = rest.get_session(session).result().sampler_ids
-        base = service.create_sampling_client(base_model=str(model)).result()  # whose numbers nobody else uses
+        service.create_sampling_client(base_model=str(model)).result(LIMIT_S)
+        (sampler,) = rest.get_session(session).result(LIMIT_S).sampler_ids
+        base = service.create_sampling_client(base_model=str(model)).result(LIMIT_S)  # whose numbers nobody else uses
         # Numbers that jump are waited for for five minutes here, so training calls name a client that does not exist.
         known = Known(session=session, run="no:train:0", sampler=sampler, model=str(model))
 
         def good_call() -> None:
             before = scores(training)
             training.forward_backward([datum([2, 3, 4], [3, 4, 5])], "cross_entropy")
-            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
             assert scores(training) != before
             assert scores(base)
 

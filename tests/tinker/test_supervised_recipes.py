@@ -12,6 +12,7 @@ from controller.runs.locked_environment import locked_python
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
 from tests.tinker.recipes import CHAT_FORMAT, LOCK, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -19,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 def bundled_conversations() -> Path:
     """The cookbook's example."""
     find = "import tinker_cookbook, pathlib; print(pathlib.Path(tinker_cookbook.__file__).parent)"
-    found = subprocess.run([locked_python(LOCK), "-c", find], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [locked_python(LOCK), "-c", find], capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
     return Path(found.stdout.strip()) / "example_data" / "conversations.jsonl"
 
 

@@ -1,7 +1,6 @@
 """What one rank's actor adds to its engine."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.meshes_in_process import meshes_in_process
+from tests.waiting import wait_until
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
@@ -28,8 +28,7 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
 
     def touch(num_bytes: int, stopped: Callable[[], bool]) -> None:
         touched.append(num_bytes)
-        while not stopped():
-            time.sleep(0.001)
+        wait_until(stopped, "the memory to be given back")
         stops.append(stopped())
 
     monkeypatch.setattr(trainer.actor, "touch", touch)

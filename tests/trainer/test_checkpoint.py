@@ -21,6 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
+from trainer.export import write_hf_directory
 
 BATCH = random_batch((5, 12, 9))
 
@@ -122,7 +123,7 @@ def test_failure_in_the_background_is_told_once(
     (tmp_path / "file").write_text("text")
     with pytest.raises(ValueError, match="will not be overwritten"):
         engine.save_checkpoint(tmp_path / "file", asynchronous=True)
-    monkeypatch.setattr(checkpoint, "_publish", fail)
+    monkeypatch.setattr(checkpoint, "complete", fail)
     engine.save_checkpoint(tmp_path / "checkpoint", asynchronous=True)
     with pytest.raises(ValueError, match="no space left"):
         engine.wait_for_checkpoint()
@@ -187,7 +188,7 @@ def test_killed_save_leaves_the_old_checkpoint_and_nothing_that_loads(
         raise Killed
 
     train(engine, 1)
-    monkeypatch.setattr(checkpoint, "_publish", die)
+    monkeypatch.setattr(checkpoint, "complete", die)
     for name in ("last", "first"):
         with pytest.raises(Killed):
             engine.save_checkpoint(tmp_path / name)
@@ -285,8 +286,9 @@ def test_export_is_a_model_that_transformers_loads(tmp_path: Path, make: Any, ti
     assert all(torch.equal(weights[name], p.bfloat16()) for name, p in parameters(engine).items())
 
 
-def test_large_export_is_sharded(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.export._SHARD_BYTES", 10_000)
-    engine.export_hf(tmp_path / "export", torch.float32)
+def test_large_export_is_sharded(engine: Engine, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    parameters_of = engine.hf_parameters()
+    write_hf_directory(tmp_path / "export", model, parameters_of, torch.float32, "lm", shard_bytes=10_000)
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
     assert equal(parameters(load_engine(TrainerConfig(model=tmp_path / "export"))), parameters(engine))

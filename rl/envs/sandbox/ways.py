@@ -28,6 +28,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 # Lets "nobody" reach a Python in a folder of root's: in mounts of its own, everything beside that Python is hidden.
 _REVEAL = """set -e
+umask 022
 mount -t tmpfs -o size=64k,mode=755 tmpfs /sys
 mkdir /sys/python
 mount --rbind "$1" /sys/python

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from examples.engines.mindspore_engine.child import Child, ChildError
+from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[3]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -35,7 +35,7 @@ serve({"double": lambda value: 2 * value, "refuse": refuse, "fail": fail, "die":
 STARTING = """
 import sys
 from examples.engines.mindspore_engine.child import Child
-child = Child([sys.executable, "-c", sys.argv[1]], {"PYTHONPATH": sys.argv[2]}, 30)
+child = Child([sys.executable, "-c", sys.argv[1]], {"PYTHONPATH": sys.argv[2]}, 120)
 print(child.pid, flush=True)
 child.call("sleep")
 """
@@ -46,7 +46,7 @@ serve({"sleep": lambda: time.sleep(60)})
 """
 
 
-def start(script: str, start_timeout_s: float = 30) -> Child:
+def start(script: str, start_timeout_s: float = LIMIT_S) -> Child:
     return Child([sys.executable, "-c", script], ENV, start_timeout_s)
 
 
@@ -63,13 +63,6 @@ def runs(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def ends_soon(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not runs(pid)
 
 
 def test_results_and_errors_arrive_and_the_child_goes_on(child: Child) -> None:
@@ -125,4 +118,4 @@ def test_a_child_ends_in_the_middle_of_a_call_when_its_parent_is_killed() -> Non
         pid = int(parent.stdout.readline())
         assert runs(pid)
         parent.kill()
-    assert ends_soon(pid)
+    wait_until(lambda: not runs(pid), "the child to end")

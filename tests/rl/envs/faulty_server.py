@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,10 +9,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.waiting import LIMIT_S, join
+
 
 @dataclass
 class FaultyServer:
-    """`behave(question, attempt)` returns the text to answer with, a status, or seconds of silence (negative)."""
+    """`behave(question, attempt)` returns the text to answer with, a status, or -1.0 for no answer at all."""
 
     behave: Callable[[str, int], str | int | float]
     url: str = ""
@@ -27,7 +28,7 @@ class FaultyServer:
 @contextmanager
 def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[FaultyServer]:
     """Listens on loopback until the block ends."""
-    state, lock = FaultyServer(behave), threading.Lock()
+    state, lock, over = FaultyServer(behave), threading.Lock(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -43,15 +44,14 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
                 state.most_running = max(state.running, state.most_running)
                 state.authorization = self.headers["Authorization"]
                 attempt = state.attempts[question]
-            try:
-                self._answer(behave(question, attempt))
-            finally:
-                with lock:
-                    state.running -= 1
+            behaviour = behave(question, attempt)
+            with lock:
+                state.running -= 1
+            self._answer(behaviour)
 
         def _answer(self, behaviour: str | int | float) -> None:
             if isinstance(behaviour, float):
-                time.sleep(-behaviour)
+                over.wait(LIMIT_S)
                 return
             status, content = (200, _completion(behaviour)) if isinstance(behaviour, str) else (behaviour, b"{}")
             self.send_response(status)
@@ -71,8 +71,9 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
     try:
         yield state
     finally:
+        over.set()
         server.shutdown()
-        thread.join()
+        join(thread)
         server.server_close()
 
 

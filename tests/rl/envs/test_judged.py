@@ -1,7 +1,7 @@
 """Rewards by a judge behind OpenAI's API. The server is real, and faulty; see test_serving.py for a real vLLM."""
 
 import asyncio
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl.rollouts.episodes import rollout_groups
 from rl.types import Group, SamplingParams
 from tests.rl.envs.faulty_server import FaultyServer, faulty_server
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.seconds
 
@@ -99,9 +100,9 @@ def test_an_episode_that_runs_out_of_context_is_on_the_judges_scale(
     assert [(rollout.out_of_context, rollout.reward) for rollout in group.rollouts] == [(True, reward)] * 2
 
 
-@pytest.mark.parametrize("trouble", [429, 503, -2.0], ids=["429", "503", "silence"])
+@pytest.mark.parametrize("trouble", [429, 503, -1.0], ids=["429", "503", "silence"])
 def test_trouble_that_passes_costs_retries_only(trouble: int | float) -> None:
-    group, server = _judged(lambda question, attempt: trouble if attempt == 1 else "7", request_timeout_s=0.5)
+    group, server = _judged(lambda question, attempt: trouble if attempt == 1 else "7", request_timeout_s=2.0)
     assert group.rewards.tolist() == [0.7, 0.7]
     assert [r.metrics["judge_retries"] for r in group.rollouts] == [1, 1]
     assert set(server.attempts.values()) == {2}
@@ -115,7 +116,7 @@ def test_trouble_that_passes_costs_retries_only(trouble: int | float) -> None:
         ("7", {"score_pattern": r"Score: (\d)"}, "its answer '7' holds no score"),
         (429, {"max_retries": 2}, "429"),
         (404, {}, "404"),
-        (-3.0, {"time_limit_s": 0.4}, "it took too long"),
+        (-1.0, {"time_limit_s": 2.0}, "it took too long"),
     ],
 )
 def test_a_judge_that_fails_costs_the_rollout_or_gives_the_chosen_reward(
@@ -138,15 +139,17 @@ def test_a_judge_that_fails_costs_the_rollout_or_gives_the_chosen_reward(
 
 
 def test_no_more_requests_than_allowed_run_at_a_time() -> None:
+    three_run = threading.Barrier(3)
+
     def slowly(question: str, attempt: int) -> str:
-        time.sleep(0.02)
+        three_run.wait(LIMIT_S)
         return "5"
 
     with faulty_server(slowly) as server:
         judge = Judge(base_url=server.url, model="m", max_concurrent=3, time_limit_s=50)
         groups = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: f"{i}", count=4, samples=6)
     assert all(group.rewards.tolist() == [0.5] * 6 for group in groups)
-    assert 1 < server.most_running <= 3
+    assert server.most_running == 3
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

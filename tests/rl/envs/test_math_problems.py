@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rl.envs.check import check_env
 from rl.envs.math_answers import Comparison, MathComparer, math_comparer
 from rl.envs.math_problems import MathProblems, final_answer
 from rl.envs.word_problems import word_problems_file, write_word_problems
+from tests.waiting import LIMIT_S, join, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -77,11 +77,10 @@ def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
         # One multiplication of huge numbers after another, in C: no signal would arrive in between.
         results.append(comparer.compare("72", "\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=0.3))
 
-    start, thread = time.monotonic(), threading.Thread(target=endless)
+    thread = threading.Thread(target=endless, name="the comparison")
     thread.start()
-    thread.join()
+    join(thread)  # it would compute for hours
     assert results == [Comparison(timed_out=True)]
-    assert time.monotonic() - start < 30  # it would compute for hours
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right  # by a new process
 
 
@@ -90,22 +89,30 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced() -> None:
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
     (comparing,) = set(psutil.Process().children()) - before
     comparing.kill()
-    while comparing.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    wait_until(lambda: comparing.status() == psutil.STATUS_ZOMBIE, "the process to end")
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
 
 
 def test_a_machine_without_time_does_not_make_a_right_answer_wrong() -> None:
-    comparer, before = MathComparer(1), set(psutil.Process().children())
-    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
-    (comparing,) = set(psutil.Process().children()) - before
-    comparing.suspend()
+    comparer, comparing = _suspended(waiting_factor=1000)
     going_on = threading.Timer(0.5, comparing.resume)
     going_on.start()
     assert comparer.compare("72", "72", boxed=False, time_limit_s=0.2) == Comparison(found=True, right=True)
-    going_on.join()
-    comparing.suspend()
+    join(going_on)
+
+
+def test_a_comparison_that_gets_no_time_at_all_is_given_up() -> None:
+    comparer, _ = _suspended(waiting_factor=2)
     assert comparer.compare("72", "72", boxed=False, time_limit_s=0.05) == Comparison(timed_out=True)
+
+
+def _suspended(waiting_factor: float) -> tuple[MathComparer, psutil.Process]:
+    """A comparer whose only process has been stopped."""
+    comparer, before = MathComparer(1, waiting_factor), set(psutil.Process().children())
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
+    (comparing,) = set(psutil.Process().children()) - before
+    comparing.suspend()
+    return comparer, comparing
 
 
 ENDLESS = """
@@ -119,15 +126,13 @@ comparer.compare("72", "\\\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=1)
 
 def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> None:
     controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
-    assert controller.stdout is not None
-    assert controller.stdout.readline() == "begins\n"
+    assert wait_for_line(controller.stdout, "the comparison") == "begins"
     (comparing,) = psutil.Process(controller.pid).children()
     before = comparing.cpu_times().user
-    while comparing.cpu_times().user < before + 0.2:  # until it computes
-        time.sleep(0.02)
+    wait_until(lambda: comparing.cpu_times().user >= before + 0.2, "the process to compute")
     controller.kill()
-    controller.wait()
-    assert psutil.wait_procs([comparing], timeout=20)[0] == [comparing]
+    controller.wait(LIMIT_S)
+    assert psutil.wait_procs([comparing], timeout=LIMIT_S)[0] == [comparing]
 
 
 @pytest.mark.parametrize(

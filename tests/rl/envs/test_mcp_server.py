@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from rl.envs.mcp_server import MCPServer
 from rl.envs.tools import ToolEnv
 from rl.protocols import Done, Observation
 from tests.rl.envs.test_tools import CALCULATE, Sums
+from tests.waiting import LIMIT_S, wait_for_line, wait_until
 
 WORDS = str(Path(__file__).with_name("mcp_words.py"))
 PLAIN = str(Path(__file__).with_name("plain_words.py"))
@@ -62,11 +62,10 @@ print("ready", flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
+        assert wait_for_line(parent.stdout, "the server") == "ready"
         (child,) = psutil.Process(parent.pid).children()
         parent.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(LIMIT_S)
 
 
 @pytest.mark.seconds
@@ -78,10 +77,8 @@ def test_what_is_no_server_is_refused() -> None:
     silent = MCPServer(command=("sleep", "600.25"), start_time_limit_s=0.2)
     with pytest.raises(ValueError, match=r"'sleep 600.25' named no tools: TimeoutError"):
         silent.tools()
-    deadline = time.monotonic() + 10
-    while any("600.25" in _command_line(child) for child in psutil.Process(os.getpid()).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    children = psutil.Process(os.getpid()).children
+    wait_until(lambda: not any("600.25" in _command_line(child) for child in children()), "the server to end")
 
 
 def _command_line(process: psutil.Process) -> list[str]:

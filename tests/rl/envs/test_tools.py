@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rl.envs.tools import MAX_CALLS, ToolEnv
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
+from tests.waiting import LIMIT_S
 
 CALCULATE = "rl.envs.calculator:calculate"
 HERE = "tests.rl.envs.test_tools"
@@ -49,7 +49,7 @@ def meet(who: str) -> str:
     Args:
         who: Who waits.
     """
-    _MEETING.wait(60)
+    _MEETING.wait(LIMIT_S)
     return who
 
 
@@ -146,15 +146,14 @@ def test_the_best_reward_is_the_environments() -> None:
         (call("calculate", expression="1/0"), "Error: ZeroDivisionError: division by zero"),
         (call("calculate", expression=7), "Error: TypeError: "),
         (call("calculate", expression="__import__('os')"), "Error: ValueError: \"__import__('os')\" is not arithmetic"),
-        (call("slow", seconds=60), "Error: it did not answer within 0.2 s"),
+        (call("slow", seconds=3600), "Error: it did not answer within 0.2 s"),
     ],
 )
 def test_errors_go_back_to_the_model(said: str, error: str) -> None:
-    start = time.monotonic()
-    env = ToolEnv(env=Sums(), tools=(CALCULATE, f"{HERE}:slow"), tool_time_limit_s=0.2)
+    limit_s = 0.2 if "did not answer" in error else LIMIT_S
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, f"{HERE}:slow"), tool_time_limit_s=limit_s)
     (result,) = _results(env, said)
     assert result.startswith(error)
-    assert time.monotonic() - start < 30
     *_, done = _play(env, said, "42")
     assert done == Done(reward=1.0, metrics={"tool_calls": 1, "tool_errors": 1})
 

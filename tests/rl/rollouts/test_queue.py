@@ -11,6 +11,7 @@ from rl.algorithms.metrics import policy_staleness
 from rl.rollouts.queue import RolloutQueue
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
+from tests.waiting import LIMIT_S
 
 PER_STEP = 3
 
@@ -105,7 +106,7 @@ def test_a_step_does_not_wait_for_a_slow_group_before_it_must() -> None:
             release.set()
             assert [int(group.problem_id) for group in await waiting] == [0, 7, 8]
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 
 
 def test_a_failed_group_ends_the_loop_with_its_own_traceback() -> None:
@@ -115,7 +116,7 @@ def test_a_failed_group_ends_the_loop_with_its_own_traceback() -> None:
         await _loop(sampler, RolloutQueue(sampler, steps, PER_STEP, 2), steps, lambda _: None)
 
     with pytest.raises(ArithmeticError, match="my own mistake") as caught:
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(asyncio.wait_for(run(), LIMIT_S))
     assert traceback.extract_tb(caught.value.__traceback__)[-1].line == 'raise ArithmeticError("my own mistake")'
     assert sampler.cancelled > 0
 
@@ -130,7 +131,7 @@ def test_a_failed_loop_cancels_the_groups() -> None:
         await _loop(sampler, RolloutQueue(sampler, range(1, 100), PER_STEP, 5), range(1, 100), after)
 
     with pytest.raises(KeyError, match="the trainer"):
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(asyncio.wait_for(run(), LIMIT_S))
     assert sampler.cancelled > 0
 
 
@@ -145,7 +146,7 @@ def test_a_cancelled_loop_is_cancelled() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 
 
 def test_a_queue_continues_from_the_state_of_another() -> None:
@@ -192,7 +193,7 @@ def test_a_queue_with_other_numbers_begins_anew_at_the_step(per_step: int, max_s
         again, steps = Sampler(), range(2, 7)
         return await _loop(again, RolloutQueue(again, steps, per_step, max_staleness, state), steps, lambda _: None)
 
-    taken = asyncio.run(asyncio.wait_for(run(), 30))
+    taken = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
     assert sorted(number for numbers in taken for number in numbers) == list(range(per_step, 6 * per_step))
 
 

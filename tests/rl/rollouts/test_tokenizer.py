@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rl.rollouts.tokenizer import load_tokenizer
 from rl.tiny_models import tiny_llama, tiny_qwen3
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", None])
@@ -37,5 +38,5 @@ def test_what_no_tokenizer_needs_is_not_imported(tmp_path: Path) -> None:
         "import pathlib, sys; from rl.rollouts.tokenizer import load_tokenizer; "
         f"load_tokenizer(pathlib.Path({str(model)!r})); print('transformers.models.auto.modeling_auto' in sys.modules)"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert answer.stdout.strip() == "False"

@@ -5,8 +5,6 @@ import json
 import tracemalloc
 from pathlib import Path
 
-import pytest
-
 from rl.runs.folder import read_metrics
 from rl.runs.metric_rows import thinned_metrics
 
@@ -27,12 +25,9 @@ def test_a_run_of_usual_length_loses_no_row(tmp_path: Path) -> None:
     assert thinned_metrics(file) == read_metrics(file)
 
 
-def test_a_long_run_keeps_its_beginning_its_end_and_every_row_to_warn_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl.runs.metric_rows._KEPT", 30)
+def test_a_long_run_keeps_its_beginning_its_end_and_every_row_to_warn_of(tmp_path: Path) -> None:
     _write(file := tmp_path / "metrics.jsonl", 2000)
-    rows, kept = read_metrics(file), thinned_metrics(file)
+    rows, kept = read_metrics(file), thinned_metrics(file, num_kept=30)
     assert len(kept) <= 3 * 60 + 100
     assert kept[-100:] == rows[-100:]
     assert kept[0] == rows[0]
@@ -43,13 +38,12 @@ def test_a_long_run_keeps_its_beginning_its_end_and_every_row_to_warn_of(
     assert [row for row in rows if row in kept] == kept  # in their order
 
 
-def test_a_longer_run_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.runs.metric_rows._KEPT", 50)
+def test_a_longer_run_needs_no_more_memory(tmp_path: Path) -> None:
     peaks: list[int] = []
     for num_steps in (500, 500, 5000):  # the first one also loads what is loaded once
         _write(file := tmp_path / "metrics.jsonl", num_steps)
         tracemalloc.start()
-        thinned_metrics(file)
+        thinned_metrics(file, num_kept=50)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 3 * peaks[1]

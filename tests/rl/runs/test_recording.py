@@ -5,17 +5,18 @@ import re
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rl.rollouts.columns import groups_to_table, read_groups
+from rl.rollouts.columns import read_groups
 from rl.runs.folder import RunFolder
 from rl.runs.recording import MAX_WAITING, BackgroundWriter, RecordingError, write_rollouts
-from rl.types import Group
+from rl.types import Group, Rollout
 from tests.rl.fakes import completion, single_turn
 from tests.rl.recordings import disk_of
+from tests.waiting import LIMIT_S
 
 
 def _group(text: str = "ab", name: str = "p") -> Group:
@@ -108,7 +109,11 @@ def test_a_disk_without_space_is_said_and_holds_whole_files_only(tmp_path: Path)
     script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     done = subprocess.run(
-        [*command, str(tmp_path), sys.executable, SMALL_DISK], capture_output=True, text=True, check=False, timeout=60
+        [*command, str(tmp_path), sys.executable, SMALL_DISK],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
     )
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(f"this machine has no user namespaces: {done.stderr.strip()}")
@@ -122,23 +127,21 @@ def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
     writer, disk, done = BackgroundWriter(), threading.Event(), list[int]()
 
     def work(number: int) -> None:
-        disk.wait(timeout=20)
+        disk.wait(LIMIT_S)
         done.append(number)
 
     async def loop() -> int:
         for number in range(MAX_WAITING):
             writer.submit(lambda number=number: work(number))
-            await asyncio.wait_for(writer.room(), 15)  # does not wait yet
+            await asyncio.wait_for(writer.room(), LIMIT_S)  # does not wait yet
         writer.submit(lambda: work(MAX_WAITING))
         waiting = asyncio.create_task(writer.room())
-        turns = 0
-        while turns < 20:  # the event loop goes on
-            await asyncio.sleep(0.001)
-            turns += 1
+        for _ in range(20):  # the event loop goes on
+            await asyncio.sleep(0)
         assert not waiting.done()
         assert done == []
         disk.set()
-        await asyncio.wait_for(waiting, 15)
+        await asyncio.wait_for(waiting, LIMIT_S)
         left = MAX_WAITING + 1 - len(done)
         await writer.flush()
         return left
@@ -168,7 +171,7 @@ def test_a_cancelled_loop_loses_no_rollouts(tmp_path: Path) -> None:
     writer, disk, file = BackgroundWriter(), threading.Event(), tmp_path / "a.parquet"
 
     def wait() -> None:
-        disk.wait(timeout=20)
+        disk.wait(LIMIT_S)
 
     async def loop() -> None:
         writer.submit(wait)
@@ -202,19 +205,33 @@ def test_what_was_handed_over_is_written_before_the_process_ends(tmp_path: Path)
         "folder.log_rollouts(1, [_group()])\n"
         "raise SystemExit(3)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=False, timeout=LIMIT_S)
     assert done.returncode == 3
     assert read_groups(tmp_path / "a" / "rollouts" / "step-00001.parquet") == [_group()]
 
 
 def test_handing_over_does_not_convert_on_the_loops_thread(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a", {})
-    sampled = completion("ab" * 100_000)
-    group = Group(problem_id="p", prompt="", rollouts=(single_turn((1,), sampled, reward=0.0),) * 8)
-    started = time.thread_time()
-    groups_to_table([group])
-    converted = time.thread_time()
-    folder.log_rollouts(1, [group])
-    assert time.thread_time() - converted < 0.3 * (converted - started)
+    folder, disk, read_by = RunFolder(tmp_path / "a", {}), threading.Event(), set[int]()
+
+    class Watched(tuple[Rollout, ...]):
+        """Rollouts that note which threads read them."""
+
+        def __iter__(self) -> Iterator[Rollout]:
+            read_by.add(threading.get_ident())
+            return super().__iter__()
+
+    rollout = single_turn((1,), completion("ab"), reward=0.0)
+
+    def wait() -> None:
+        disk.wait(LIMIT_S)
+
+    folder.in_background(wait)
+    folder.log_rollouts(1, [Group(problem_id="p", prompt="", rollouts=Watched((rollout,) * 8))])
+    assert read_by == set()
+    disk.set()
     folder.flush()
-    assert read_groups(folder.rollouts / "step-00001.parquet") == [group]
+    assert len(read_by) == 1
+    assert threading.get_ident() not in read_by
+    assert read_groups(folder.rollouts / "step-00001.parquet") == [
+        Group(problem_id="p", prompt="", rollouts=(rollout,) * 8)
+    ]

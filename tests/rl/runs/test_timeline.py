@@ -19,18 +19,19 @@ def _events(file: Path) -> list[dict[str, Any]]:
 def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
 
-    async def call(process: str, seconds: float) -> None:
+    async def call(process: str, until: asyncio.Barrier) -> None:
         with span(process, "generate"):
-            await asyncio.sleep(seconds)
+            await until.wait()
 
     async def loop() -> None:
         timeline = Timeline(file)
         timeline.activate()
         clock = PhaseClock()
         with clock("generate"):
-            await asyncio.gather(call("generator", 0.05), call("generator", 0.02), call("trainer", 0.03))
+            all_run = asyncio.Barrier(3)
+            await asyncio.gather(*(call(process, all_run) for process in ("generator", "generator", "trainer")))
         with clock("pull"):
-            await call("generator", 0.01)
+            await call("generator", asyncio.Barrier(1))
         timeline.write()
 
     began = time.time()
@@ -46,8 +47,7 @@ def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Pa
     lanes = [lane for process, _, lane, *_ in read_timeline(file) if process == "generator"]
     assert sorted(lanes) == [0, 0, 1], "two overlap; the third has the first lane again"
     begin, end = spans["controller", "generate", 0]
-    assert began <= begin < end <= ended
-    assert end - begin > 0.045
+    assert began <= begin <= end <= ended + 0.001  # its clock is not quite the one of `ended`
 
 
 def test_nothing_is_recorded_outside_a_run() -> None:
@@ -86,9 +86,8 @@ def test_a_span_that_fails_is_recorded_and_its_lane_is_free_again(tmp_path: Path
     assert [lane for _, _, lane, *_ in read_timeline(timeline.file)] == [0, 0]
 
 
-def test_very_many_calls_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.runs.timeline._MAX_CALLS", 5)
-    timeline = Timeline(tmp_path / "timeline.json")
+def test_very_many_calls_do_not_fill_the_disk(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", max_calls=5)
     for _ in range(9):
         with timeline.record("generator", "generate"), timeline.record("controller", "generate"):
             pass
@@ -97,8 +96,7 @@ def test_very_many_calls_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytes
     assert (processes.count("generator"), processes.count("controller")) == (5, 9)
 
 
-def test_only_the_end_of_a_long_timeline_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.runs.timeline._READ_BYTES", 2000)
+def test_only_the_end_of_a_long_timeline_is_read(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     for number in range(100):
         with timeline.record("trainer", f"call {number}"):
@@ -106,7 +104,7 @@ def test_only_the_end_of_a_long_timeline_is_read(tmp_path: Path, monkeypatch: py
         if number % 5 == 0:
             timeline.write()
     timeline.write()
-    names = [name for process, name, *_ in read_timeline(timeline.file) if process == "trainer"]
+    names = [name for process, name, *_ in read_timeline(timeline.file, 2000) if process == "trainer"]
     assert 5 < len(names) < 20
     assert names == [f"call {number}" for number in range(100)][-len(names) :]
     assert len({event["name"] for event in json.loads(timeline.file.read_text()) if event["ph"] == "X"}) == 100

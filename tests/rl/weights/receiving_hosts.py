@@ -18,6 +18,7 @@ from rl.weights.network import NetworkReceiver
 from rl.weights.receivers import RECEIVERS_KEY, Control, Received, ReceivingHost, Transfer
 from rl.weights.receiving_process import ReceivingProcess
 from tests.stores import FakeStore
+from tests.waiting import join
 from trainer.engines.plain_ranks import preloaded_forkserver
 
 
@@ -123,7 +124,7 @@ def host_processes(*identities: str, link_timeout_s: float = 5.0) -> Generator[l
     finally:
         for host in hosts:
             host.process.kill()
-            host.process.join()
+            join(host.process)
 
 
 def _serve(pipe: "Connection[Any, Any]", link_timeout_s: float) -> None:

@@ -31,13 +31,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def test_gpu_logic_weights_are_cast_before_they_travel_and_many_travel_in_one_call(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_logic_weights_are_cast_before_they_travel_and_many_travel_in_one_call(calls: Calls) -> None:
     sources = [torch.randn(n, 8) for n in (3, 5, 100, 1, 2)]
     destinations = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    monkeypatch.setattr(gpu_copies, "_BATCH_BYTES", 200)
-    gpu_copies.copy(zip(destinations, sources, strict=True))
+    gpu_copies.copy(zip(destinations, sources, strict=True), batch_bytes=200)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(destinations, sources, strict=True))
     sizes = [[size for _, size in call] for call in calls]
     assert sizes == [[48, 80], [1600], [16, 32]]  # 200 bytes at a time, or one tensor that is larger

@@ -24,6 +24,7 @@ from rl.weights.gpu_sharing import CUDASharing, MemorySharing, unreachable_gpus
 from rl.weights.manifest import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
 from tests.rl.weights.host_sharing import HostSharing
 from tests.stores import FakeStore, living
+from tests.waiting import join
 from trainer.engines.plain_ranks import preloaded_forkserver, spawn
 from trainer.push import WeightPublisher
 
@@ -130,7 +131,7 @@ def _read_from_a_process_that_dies(context: Any, *, sharing: bool) -> None:
             read(records[0])
     finally:
         process.kill()
-        process.join()
+        join(process)
     with pytest.raises(PublisherGoneError):
         read(records[-1])
 

@@ -89,13 +89,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_sharing, "_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(gpu_sharing, "unreachable_gpus", lambda: "")
     return runtime
 
 
 def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -> None:
-    sharing = CUDASharing()
+    sharing = CUDASharing(torch.device("cpu"))
     assert not sharing.why_not()
     memory, part = sharing.allocate(64, 4096)
     assert (part.begin, part.num_bytes, part.gpu, len(part.handle)) == (64, 4096, "GPU-abc", 64)
@@ -111,7 +110,7 @@ def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -
 
 
 def test_gpu_logic_what_cuda_refuses_is_said_and_leaves_nothing(runtime: Runtime) -> None:
-    sharing = CUDASharing()
+    sharing = CUDASharing(torch.device("cpu"))
     _, part = sharing.allocate(0, 64)
     for what, message in (("malloc", "0.1 MB of GPU memory are not free: cudaError2"), ("share", "cudaError801")):
         runtime.fails.add(what)
@@ -125,7 +124,7 @@ def test_gpu_logic_what_cuda_refuses_is_said_and_leaves_nothing(runtime: Runtime
 
 
 def test_gpu_logic_auto_tries_it_in_another_process(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharing, tried = CUDASharing(), list[bytes]()
+    sharing, tried = CUDASharing(torch.device("cpu")), list[bytes]()
 
     def opened(handle: bytes, device: int | None) -> str:
         del device

@@ -4,7 +4,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.rl.weights.receiving_hosts import (
     register,
 )
 from tests.stores import FakeStore
+from tests.waiting import join
 from trainer.engines.plain_ranks import preloaded_forkserver
 
 pytestmark = pytest.mark.seconds
@@ -54,10 +54,8 @@ def test_hosts_that_die_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch)
         push(publisher, 1)
         with monkeypatch.context() as patch:
             _before_sending(patch, hosts[1].process.kill)
-            begin = time.monotonic()
             with pytest.warns(UserWarning, match=r"version 2 did not reach every generator host.*; h2: "):
                 second = push(publisher, 2)
-        assert time.monotonic() - begin < 30
         for identity in ("h1", "h3"):
             assert_read(identity, second, monkeypatch)
         with pytest.raises(UnknownVersionError, match="version 2 is not on this host"):
@@ -80,7 +78,7 @@ def test_a_push_waits_for_the_successor_of_the_only_process(monkeypatch: pytest.
             store.values[RECEIVERS_KEY] = (second.entry,)
 
         _before_sending(monkeypatch, die)
-        monkeypatch.setattr("rl.weights.network_push._LOOK_S", 0.05)
+        monkeypatch.setattr("rl.weights.network_push.LOOK_S", 0.05)
         assert_read("h1", push(publisher, 2), monkeypatch)
 
 
@@ -94,12 +92,10 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
         assert pid is not None
         with monkeypatch.context() as patch:
             _before_sending(patch, lambda: os.kill(pid, signal.SIGSTOP))
-            patch.setattr("rl.weights.network_push._ALIVE_S", 0.5)
-            patch.setattr("rl.weights.network_push._REPLACED_S", 0.5)
-            begin = time.monotonic()
+            patch.setattr("rl.weights.network_push.ALIVE_S", 0.5)
+            patch.setattr("rl.weights.network_push.REPLACED_S", 0.5)
             with pytest.raises(WeightsError, match="version 2 reached no generator host; h1: "):
                 push(publisher, 2)
-            assert time.monotonic() - begin < 30
         assert_read("h1", first, monkeypatch)
         assert [record.version for record in store.values["ownloop/weights"]] == [1]
         os.kill(pid, signal.SIGCONT)
@@ -121,14 +117,12 @@ class _Unreachable(ReceivingProcess):
 
 
 def test_a_host_that_the_controller_has_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.weights.receivers._LOOK_S", 0.05)
+    monkeypatch.setattr("rl.weights.receivers.LOOK_S", 0.05)
     store, whole = FakeStore(), ReceivingProcess(0.5)
     cut = _Unreachable(store)
     register(store, host_entry(cut, "h1"), host_entry(whole, "h2"))
-    begin = time.monotonic()
     with pytest.warns(UserWarning, match="version 1 did not reach every generator host.*; h1: it is gone"):
         first = push(publisher_to(store), 1)
-    assert time.monotonic() - begin < 30  # and not the minutes that a transfer may take to begin
     assert_read("h2", first, monkeypatch)
     whole.close()
     cut.close()
@@ -157,7 +151,7 @@ def test_a_killed_trainer_leaves_the_version_before(monkeypatch: pytest.MonkeyPa
         answer_calls(_Recording(pipe, records), receiving)  # returns when the trainer is dead
     finally:
         trainer.kill()
-        trainer.join()
+        join(trainer)
     first: VersionRecord = records[0]
     assert_read("h1", first, monkeypatch)
     store = FakeStore()

@@ -20,6 +20,7 @@ from rl.weights.version_index import VersionIndex
 from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore, living
+from tests.waiting import join
 
 MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.float32)])
 
@@ -85,7 +86,7 @@ def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[st
         threads = [threading.Thread(target=load, args=(rank, weights)) for rank, weights in enumerate(opened)]
         for thread in threads:
             thread.start()
-        done = asyncio.ensure_future(asyncio.to_thread(lambda: [thread.join() for thread in threads]))
+        done = asyncio.ensure_future(asyncio.to_thread(join, *threads))
         if feed is not None:
             await feed.fetch(done)
         await done

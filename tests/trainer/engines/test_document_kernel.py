@@ -55,13 +55,13 @@ def test_gpu_logic_rows_need_no_mask(
     checkpointing: Any,
 ) -> None:
     rows: list[tuple[int, list[int]]] = []
-    attend = document_kernel._varlen_on_cpu  # pyright: ignore[reportPrivateUsage]
+    attend = document_kernel.varlen_on_cpu
 
     def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *args: Any, **more: Any) -> Any:
         rows.append((len(q), ends.tolist()))
         return attend(q, k, v, ends, *args, **more)
 
-    monkeypatch.setattr(document_kernel, "_varlen_on_cpu", seen)
+    monkeypatch.setattr(document_kernel, "varlen_on_cpu", seen)
     engine = load_engine(
         TrainerConfig(
             model=save(model_class, config, tmp_path / "model"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.engines.pytorch import logits_memory, logprobs
+from trainer.engines.pytorch import logprobs
 from trainer.engines.pytorch.logits_memory import LogitsMemory
 
 
@@ -11,7 +11,7 @@ from trainer.engines.pytorch.logits_memory import LogitsMemory
 def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
     """Memory of a test's own."""
     memory = LogitsMemory()
-    monkeypatch.setattr(logprobs, "_memory", memory)
+    monkeypatch.setattr(logprobs, "MEMORY", memory)
     return memory
 
 
@@ -19,13 +19,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("size", [0, 1, 8])
-@pytest.mark.usefixtures("memory")
 def test_values_and_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(logprobs, "_BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(logits_memory, "KEPT_BYTES", kept_bytes)
+    memory = LogitsMemory(chunk_bytes=chunk_bytes, block_bytes=block_bytes, kept_bytes=kept_bytes)
+    monkeypatch.setattr(logprobs, "MEMORY", memory)
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
     targets = torch.randint(0, 50, (size,))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits, check_model, describe_model
 
@@ -129,4 +130,4 @@ def test_a_check_loads_no_engine(model: Path) -> None:
         "for name in names: check_model(TrainerConfig(model=Path(sys.argv[1]), engine=name))\n"
         "assert not {'torchtitan', 'transformers', 'megatron'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code, model], check=True)
+    subprocess.run([sys.executable, "-c", code, model], check=True, timeout=LIMIT_S)

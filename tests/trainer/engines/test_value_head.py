@@ -176,8 +176,7 @@ def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A thread's memory for logits is there for all its engines.
-    monkeypatch.setattr(logprobs, "_memory", LogitsMemory())
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(logprobs, "MEMORY", LogitsMemory(chunk_bytes=1 << 16))
     # Large enough that activations do not matter.
     model = tiny_llama(tmp_path / "model", hidden_size=256, intermediate_size=2048)
     gc.collect()

@@ -72,7 +72,7 @@ def attend(
         return query.transpose(1, 2), None
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    kernel = varlen_attn if query.is_cuda else _varlen_on_cpu
+    kernel = varlen_attn if query.is_cuda else varlen_on_cpu
     longest = max(document_bounds.sizes)
     ends = document_bounds.ends
     out = kernel(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
@@ -92,7 +92,7 @@ def _refusal(module: nn.Module, mask: Tensor | None, query: Tensor, value: Tenso
     return ""
 
 
-def _varlen_on_cpu(
+def varlen_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any, scale: float | None, window_size: tuple[int, int], **__: Any
 ) -> Tensor:
     """What `varlen_attn` computes, for tests: that has no kernel on the CPU."""

@@ -11,16 +11,21 @@ import threading
 import torch
 from torch import Tensor
 
-# Size of the logits that a forward pass leaves for its backward pass, in the dtype of the weights: those of 5,461
-# positions of a vocabulary of 49,152 words in bfloat16. Later positions are computed again.
-KEPT_BYTES = 512 << 20
-
 
 class LogitsMemory(threading.local):
     """The memory of one thread, for one row at a time."""
 
-    def __init__(self) -> None:
-        """Takes no memory yet."""
+    def __init__(
+        self, *, chunk_bytes: int = 128 << 20, block_bytes: int = 6 << 20, kept_bytes: int = 512 << 20
+    ) -> None:
+        """Takes no memory yet.
+
+        `chunk_bytes` and `block_bytes` are the sizes of the float32 logits of one chunk, for which more would save
+        nothing, and of one block. `kept_bytes` is the size of the logits that a forward pass leaves for its backward
+        pass, in the dtype of the weights: those of 5,461 positions of a vocabulary of 49,152 words in bfloat16. Later
+        positions are computed again.
+        """
+        self.chunk_bytes, self.block_bytes, self._kept_bytes = chunk_bytes, block_bytes, kept_bytes
         self._block, self._chunk, self._kept = (torch.empty(0, dtype=torch.uint8) for _ in range(3))
         self._key: object = None
         self._logits = torch.empty(0)
@@ -42,7 +47,7 @@ class LogitsMemory(threading.local):
 
     def keep(self, size: int, weight: Tensor) -> object:
         """Prepares for the logits [S, V] of a new row, and forgets those of another one. Returns the key to them."""
-        num_positions = min(size, KEPT_BYTES // (weight.shape[0] * weight.element_size()))
+        num_positions = min(size, self._kept_bytes // (weight.shape[0] * weight.element_size()))
         num_bytes = num_positions * weight.shape[0] * weight.element_size()
         if num_bytes:
             # In powers of two, because each growth leaves a hole. Pages that are never written to take no memory.

@@ -2,9 +2,9 @@
 
 The vocabulary projection is computed one chunk of positions at a time, so that the chunk bounds memory, and again in
 the backward pass. A CPU has memory for the logits of many positions, and keeps those as one chunk. It works on a
-chunk's logits one block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some rows of the
-projection, and ranks exchange a few numbers per position. The gradient is exact for any loss of the log-probs and the
-entropies.
+chunk's logits one block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some
+rows of the projection, and ranks exchange a few numbers per position. The gradient is exact for any loss of the
+log-probs and the entropies.
 
 Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here,
 R rank of an adapter of the projection, with `inner` [S, R] the scaled product of the hidden states and its A.
@@ -21,12 +21,9 @@ from torch import Tensor
 from trainer.engines.pytorch.logits_memory import LogitsMemory
 from trainer.engines.pytorch.low_rank import LowRank
 
-# Size of the float32 logits of one chunk on a CPU. A larger chunk saves nothing there.
-_CHUNK_BYTES = 128 << 20
-# Size of the float32 logits of one block on a CPU.
-_BLOCK_BYTES = 6 << 20
+MEMORY = LogitsMemory()
+_MIN_CHUNK_BYTES_ON_GPU = 128 << 20
 _LOG2_E = 1 / math.log(2)
-_memory = LogitsMemory()
 
 
 def logprobs_and_entropy(
@@ -49,7 +46,7 @@ def logprobs_and_entropy(
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
     )
-    key = _memory.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
+    key = MEMORY.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs, entropies
 
@@ -79,7 +76,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         ctx.key = key
         for part in _parts(hidden, weight, key):
-            logits = _logits(hidden, weight, inner, b, part, out=_memory.kept(key, part))
+            logits = _logits(hidden, weight, inner, b, part, out=MEMORY.kept(key, part))
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0].float() * here
             log_sum, expected = _softmax_sums(logits, entropy)
@@ -102,7 +99,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight: Tensor | None = None
         grad_b: Tensor | None = None
         for part in _parts(hidden, weight, ctx.key):
-            logits = _memory.kept(ctx.key, part)
+            logits = MEMORY.kept(ctx.key, part)
             if logits is None:
                 logits = _logits(hidden, weight, inner, b, part)
             column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
@@ -115,7 +112,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if inner is not None and grad_inner is not None:
                 torch.mm(grad_logits, b, out=grad_inner[part])
                 grad_b = _added(grad_b, grad_logits.T @ inner[part])
-        _memory.forget(ctx.key)  # gradients have taken the place of the logits
+        MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
         return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None
@@ -132,7 +129,7 @@ def _like(tensor: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _chunk_bytes(device: torch.device) -> int:
-    return _CHUNK_BYTES if device.type != "cuda" else chunk_bytes_on_gpu(_gpu_memory_bytes(device))
+    return MEMORY.chunk_bytes if device.type != "cuda" else chunk_bytes_on_gpu(_gpu_memory_bytes(device))
 
 
 @functools.cache
@@ -146,7 +143,7 @@ def chunk_bytes_on_gpu(memory_bytes: int) -> int:
     Every chunk reads and writes the whole gradient of the projection, which takes as long as the products of some 600
     positions on an H100. A 64th of its 80 GB is 2,200 positions of a vocabulary of 152,000 words.
     """
-    return max(_CHUNK_BYTES, memory_bytes // 64)
+    return max(_MIN_CHUNK_BYTES_ON_GPU, memory_bytes // 64)
 
 
 def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[slice]:
@@ -154,7 +151,7 @@ def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[slice]:
 
     Each part adds a [V, D] gradient to the sum, which takes as long as the products of hundreds of positions.
     """
-    num_kept = _memory.num_kept(key)
+    num_kept = MEMORY.num_kept(key)
     others = _chunks(hidden.shape[0] - num_kept, weight.shape[0], _chunk_bytes(hidden.device))
     parts = [slice(num_kept + part.start, num_kept + part.stop) for part in others]
     return [slice(0, num_kept), *parts] if num_kept else parts
@@ -172,7 +169,7 @@ def _logits(
 ) -> Tensor:
     """[C, V] in the dtype of the weights."""
     if out is None and weight.device.type == "cpu":
-        out = _memory.chunk(part.stop - part.start, weight, _CHUNK_BYTES // 4)
+        out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
     logits = torch.mm(hidden[part], weight.T, out=out)
     return logits if inner is None or b is None else logits.addmm_(inner[part], b.T)
 
@@ -216,7 +213,7 @@ def _gradient_(
 
 def _blocks(logits: Tensor) -> list[slice]:
     """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds. A GPU works on all at once."""
-    size, step = len(logits), max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
+    size, step = len(logits), max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
     if logits.device.type != "cpu":
         return [slice(0, size)]
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -226,7 +223,7 @@ def _float32(logits: Tensor) -> Tensor:
     """A block's logits in float32, in memory of their own."""
     if logits.device.type != "cpu":
         return logits.to(torch.float32, copy=True)
-    return _memory.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    return MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
 
 
 def _exp_(x: Tensor) -> Tensor:

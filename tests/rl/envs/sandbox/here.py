@@ -12,4 +12,4 @@ def need(sandbox: Sandbox) -> None:
     try:
         find_way(sandbox)
     except ValueError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error).partition(". Install")[0])

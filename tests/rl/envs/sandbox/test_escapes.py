@@ -14,7 +14,8 @@ import pytest
 
 from rl.envs.sandbox import Sandbox, SandboxResult, run_python
 from tests.rl.envs.sandbox.here import REAL, need
-from tests.rl.envs.sandbox.test_run import is_gone
+from tests.rl.envs.sandbox.test_run import is_running
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -46,7 +47,7 @@ HARMLESS = {
     "read the controller's environment": "open('/proc/{pid}/environ').read()" + OUT,
     "call the C library": LIBC + "assert libc.system(b'touch {folder}/planted') == 0" + OUT,
     "leave a process behind": DETACH + "print('out')",
-    "see the machine's name": "import socket\nassert socket.gethostname() == '{host}'" + OUT,
+    "share the machine's name": "import os\nassert os.readlink('/proc/self/ns/uts') == '{name_space}'" + OUT,
 }
 
 HARMFUL = {
@@ -84,6 +85,8 @@ HARMFUL = {
     "for fd in range(3, 10**4):\n    try: os.write(fd, b'x'); print('out')\n    except OSError: pass\nraise OSError",
 }
 
+ENDLESS = ("loop forever", "ignore all signals")
+
 
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[dict[str, object]]:
@@ -104,14 +107,14 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[dict[st
         "name": name,
         "pid": os.getpid(),
         "seconds": f"600{time.time_ns()}",
-        "host": socket.gethostname(),
+        "name_space": Path("/proc/self/ns/uts").readlink(),
     }
     for server in servers:
         server.close()
 
 
-def attempt(sandbox: Sandbox, code: str) -> SandboxResult:
-    return asyncio.run(run_python(code, sandbox=sandbox, time_limit_s=1.5, memory_bytes=256 << 20))
+def attempt(sandbox: Sandbox, code: str, time_limit_s: float = LIMIT_S) -> SandboxResult:
+    return asyncio.run(run_python(code, sandbox=sandbox, time_limit_s=time_limit_s, memory_bytes=256 << 20))
 
 
 @pytest.mark.parametrize("name", [*HARMLESS, *HARMFUL])
@@ -119,7 +122,7 @@ def attempt(sandbox: Sandbox, code: str) -> SandboxResult:
 def test_no_way_leads_out(sandbox: Sandbox, name: str, values: dict[str, object]) -> None:
     need(sandbox)
     before = sorted(Path(str(values["folder"])).iterdir())
-    result = attempt(sandbox, {**HARMLESS, **HARMFUL}[name].format(**values))
+    result = attempt(sandbox, {**HARMLESS, **HARMFUL}[name].format(**values), 1.5 if name in ENDLESS else LIMIT_S)
     if name == "leave a process behind":
         assert result.ok
     else:
@@ -128,7 +131,13 @@ def test_no_way_leads_out(sandbox: Sandbox, name: str, values: dict[str, object]
         assert not result.output.startswith(("NameError", "SyntaxError", "ImportError", "ModuleNotFound")), result
     assert attempt(sandbox, "print(6 * 7)") == SandboxResult(output="42", ok=True)
     assert sorted(Path(str(values["folder"])).iterdir()) == before
-    assert is_gone(str(values["seconds"]))
+    wait_until(lambda: not is_running(str(values["seconds"])), "the process that was left behind to end")
+
+
+@pytest.mark.parametrize("sandbox", REAL)
+def test_the_machine_has_another_name_in_a_sandbox(sandbox: Sandbox) -> None:
+    need(sandbox)
+    assert attempt(sandbox, "import socket\nprint(socket.gethostname())") == SandboxResult(output="sandbox", ok=True)
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS.keys() - {"read an environment variable", "leave a process behind"}))

@@ -11,6 +11,7 @@ import pytest
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.sandbox import find_way, ways
 from tests.rl.envs.sandbox.here import REAL, need
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[4]
 
@@ -55,8 +56,9 @@ def test_a_program_that_does_not_do_its_work_is_no_sandbox(tmp_path: Path, monke
         find_way()
 
 
-def test_bubblewrap_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "_why_not", lambda way: None)
+def test_bubblewrap_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = "echo; echo 42"
+    install(tmp_path, monkeypatch, bwrap=answer, setpriv=answer, unshare=answer)
     assert find_way("auto").name == "bubblewrap"
     assert find_way("namespaces").name == "namespaces"
 
@@ -77,7 +79,9 @@ def test_an_ordinary_user_has_the_same(sandbox: ways.Sandbox) -> None:
         f"print(asyncio.run(s.run_python('print(6 * 7)', sandbox={sandbox!r})))"
     )
     command = [*ways.as_nobody(), os.path.realpath(sys.executable), "-c", code]
-    if subprocess.run([*command[:-1], "import rl.checks"], cwd=ROOT, capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [*command[:-1], "import rl.checks"], cwd=ROOT, capture_output=True, check=False, timeout=LIMIT_S
+    ).returncode:
         pytest.skip(f"an ordinary user cannot read {ROOT}")
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert result.stdout == "SandboxResult(output='42', ok=True)\n", result.stderr

@@ -18,6 +18,7 @@ from rl.runs.loggers.table import LOGGERS, RunLoggers, check_loggers
 from rl.types import Group
 from tests.controller.commands.test_cli import ownloop
 from tests.rl.fakes import completion, single_turn
+from tests.waiting import wait_until
 
 METRICS = [
     {"step": 0.0, "eval_reward": 0.25},
@@ -105,7 +106,8 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = RunFolder(tmp_path / "a", {})
     log("wandb", folder)
-    time.sleep(1.1)  # W&B names its folders after the second
+    second = int(time.time())
+    wait_until(lambda: time.time() > second + 1, "the next second, after which W&B names its folders")
     log("wandb", folder, [{"step": 3.0, "reward_mean": 1.0}])
     records = wandb_records(folder.path)
     runs = {(record["id"], record["name"]) for record in records if "id" in record}
