@@ -27,6 +27,10 @@ quietly() {
     case $output in
       *"No space left on device"* | *"os error 28"*)
         die "the disk is full: set-up needs 6 GB at $PWD and in the cache of uv, and 12 GB with CUDA. $again." ;;
+      *"No such file or directory: '"*cc\'* | *"No such file or directory: 'clang'"* | *"command '"*cc\'" failed"*)
+        die "a C compiler is needed, because a package has no wheel: install gcc. $again." ;;
+      *"Python.h: No such file"*)
+        die "this Python has no headers: install your system's package for them, such as python3-dev. $again." ;;
       *"ensurepip is not available"* | *"No module named ensurepip"*)
         die "this Python has no venv: install your system's package for it, such as python3-venv. $again." ;;
       *"dns error"* | *"name resolution"* | *"Name or service not known"* | *"onnection refused"* | *"unreachable"* | \
@@ -178,7 +182,6 @@ say "3/3 ownloop itself, bytecode, and a check that everything can be imported"
 quietly uv_pip install --no-deps --no-build-isolation --editable .
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
 env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
-env -u PYTHONDONTWRITEBYTECODE "$python" requirements/check.py "$device" 2>>"$log" >&2 || exit 1
-command -v cc gcc clang >/dev/null || say "no C compiler was found: COMPILER_SENTENCE"
+env -u PYTHONDONTWRITEBYTECODE "$python" requirements/check.py "$device" >&2 2>>"$log" || exit 1
 echo "$wanted" >"$stamp"
 say "done in ${SECONDS} s"

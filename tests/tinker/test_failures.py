@@ -17,7 +17,7 @@ from tests.tinker.conftest import FLOAT32, tiny_chat_model
 from tests.tinker.recipes import CHAT_FORMAT, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints
 from tests.tinker.test_supervised_recipes import bundled_conversations
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
