@@ -27,8 +27,10 @@ PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
 """
 
 
-def add_wheel(folder: Path, name: str, version: str, files: Mapping[str, bytes | str] | None = None) -> None:
-    """Adds a wheel of pure Python with these files, which needs nothing."""
+def add_wheel(
+    folder: Path, name: str, version: str, files: Mapping[str, bytes | str] | None = None, requires: Iterable[str] = ()
+) -> None:
+    """Adds a wheel of pure Python with these files."""
     distribution_name = name.replace("-", "_")
     info = f"{distribution_name}-{version}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +39,7 @@ def add_wheel(folder: Path, name: str, version: str, files: Mapping[str, bytes |
             entry = zipfile.ZipInfo(path)
             entry.external_attr = 0o100755 << 16  # a file that may be executed, as scripts are
             archive.writestr(entry, content)
-        archive.writestr(f"{info}/METADATA", _metadata(name, version))
+        archive.writestr(f"{info}/METADATA", _metadata(name, version, requires))
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -67,7 +69,8 @@ def add_build_tools(folder: Path) -> list[str]:
         found = distribution(name)
         files = [file for file in found.files or () if ".." not in file.parts and file.suffix != ".pyc"]
         kept = [file for file in files if ".dist-info" not in file.parts[0] or file.name == "entry_points.txt"]
-        add_wheel(folder, name, found.version, {str(file): file.read_binary() for file in kept})
+        requires = [each for each in found.requires or () if ";" not in each]
+        add_wheel(folder, name, found.version, {str(file): file.read_binary() for file in kept}, requires)
         pins.append(f"{name}=={found.version}")
     return pins
 
@@ -90,5 +93,6 @@ def only_index(address: str, cache: Path) -> dict[str, str]:
     return kept | pip | uv
 
 
-def _metadata(name: str, version: str) -> str:
-    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+def _metadata(name: str, version: str, requires: Iterable[str] = ()) -> str:
+    needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
+    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.runs.locked_environment import with_own_torch
 from tests.package_index import add_build_tools, add_source, add_wheel, make_index, only_index
 
 ROOT = Path(__file__).parent.parent
@@ -62,10 +63,7 @@ def registry(checkout: Path) -> dict[str, str]:
 
 def torch_files(version: str, cuda: str) -> dict[str, str]:
     """A torch that knows how it was built."""
-    return {
-        "torch/__init__.py": f"from torch import version\n__version__ = '{version}'\n",
-        "torch/version.py": f"cuda = {cuda}\n",
-    }
+    return {"torch/__init__.py": f"__version__ = '{version}'\nclass version: cuda = {cuda}\n"}
 
 
 def setup(checkout: Path, *variables: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -103,8 +101,7 @@ def test_an_unknown_device_names_the_known(checkout: Path) -> None:
 
 @pytest.mark.parametrize("version", ["3.10.13", "3.13.0"])
 def test_a_python_without_lock_is_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    folder = checkout / "bin"
-    folder.mkdir()
+    (folder := checkout / "bin").mkdir()
     for name in ("python3", "python3.11", "python3.12"):
         fake_python(folder / name, version)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -138,6 +135,15 @@ def test_torch_of_gpus_is_pinned_to_the_cuda_build() -> None:
     pins = [{line.partition(" ")[0] for line in lines if line.startswith("nvidia-")} for lines in (cpu, cuda, gpu)]
     assert pins[0] == set()
     assert pins[1] <= pins[2], "both devices share CUDA's versions"
+
+
+def test_other_environments_have_the_torch_of_ours() -> None:
+    lock = ROOT / "requirements" / "trl.lock"
+    assert with_own_torch(lock, "2.13.0+cpu") == lock.read_text()
+    lines = with_own_torch(lock, "2.13.0").splitlines()
+    assert [line for line in lines if line.startswith("torch=")] == [CUDA_BUILD]
+    assert any(line.startswith("nvidia-cublas==") for line in lines)
+    assert "trl==1.16.0" in lines
 
 
 @pytest.mark.seconds
@@ -231,8 +237,7 @@ def test_a_missing_compiler_is_named_and_the_next_call_continues(checkout: Path,
     add_source(checkout.parent / "sources", "needs-compiler", "1.0")
     lock = checkout / "requirements" / "cpu.lock"
     lock.write_text(lock.read_text() + "needs-compiler==1.0\n")
-    programs = checkout.parent / "programs"
-    programs.mkdir()
+    (programs := checkout.parent / "programs").mkdir()
     compilers = re.compile(r"(.*-)?(cc|gcc|clang|c89|c99|tcc)(-[0-9.]+)?")
     for folder in os.environ["PATH"].split(os.pathsep):
         for file in Path(folder).glob("*"):
@@ -255,8 +260,7 @@ def test_the_commands_of_the_dockerfile_end_well(checkout: Path, registry: dict[
     lines = (checkout / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     assert f"ARG DEVICE={device}" in lines or device == "gpu"
     stages = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
-    programs = checkout.parent / "programs"
-    programs.mkdir()
+    (programs := checkout.parent / "programs").mkdir()
     (programs / "apt-get").write_text(f"#!/bin/sh\necho $1 >>'{programs}/called'\n")
     (programs / "apt-get").chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
