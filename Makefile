@@ -20,7 +20,7 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 .PHONY: help setup train test test-fast test-slow stress lint bench gpu-check lock clean
 
 help: ## list the targets
-	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.11]'
+	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.12]'
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 setup: ## create or update .venv; every other target does so first

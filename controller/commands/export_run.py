@@ -10,6 +10,7 @@ from pathlib import Path
 
 from controller.commands.command import Commands, add_run_options, refuse
 from controller.commands.output import CapturedOutput
+from rl.checks import how_to_install
 
 
 def add_parser(commands: Commands) -> None:
@@ -63,7 +64,7 @@ def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export_saved(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """As `export`, for a checkpoint that a client saved."""
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
-        raise ValueError("a tinker:// path needs packages that are not installed: pip install 'ownloop[tinker]'")
+        raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
     from controller.commands.brief_work import CommandEndedError, finish
     from controller.gateway.exporting import export_saved, find_saved
 

@@ -9,6 +9,7 @@ from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import override
+from rl.checks import how_to_install
 
 if TYPE_CHECKING:
     from controller.gateway.config import ServeConfig
@@ -26,7 +27,7 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serves until a signal ends it. Returns 1 if the processes failed."""
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
-        raise ValueError("ownloop serve needs packages that are not installed: pip install 'ownloop[tinker]'")
+        raise ValueError(f"ownloop serve needs packages that are not installed: {how_to_install('tinker')}")
     from controller.gateway.keys import Keys, needs_keys
     from controller.gateway.model_options import model_options
     from controller.runs.models import resolve_model

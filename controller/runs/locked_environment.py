@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from rl.cache import cache_directory
@@ -15,14 +16,25 @@ def locked_python(lock: Path) -> Path:
     Making it takes a minute or two. pip looks for packages, torch's CPU build among them, where its own configuration
     points. Raises CalledProcessError if it does not find them.
     """
-    checksum = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+    pins = with_own_torch(lock, version("torch"))
+    checksum = hashlib.sha256(pins.encode()).hexdigest()[:12]
     environment = cache_directory() / "environments" / f"{lock.stem}-{checksum}"
     python, stamp = environment / "bin" / "python", environment / "complete"
     if not stamp.exists():
         print(f"installing {lock.name} into {environment}, once", file=sys.stderr, flush=True)
         shutil.rmtree(environment, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "-r", lock]
-        subprocess.run(install, check=True)
+        (environment / "pins.txt").write_text(pins)
+        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+        subprocess.run([*install, "-r", environment / "pins.txt"], check=True)
         stamp.touch()
     return python
+
+
+def with_own_torch(lock: Path, torch: str) -> str:
+    """The lock's text. Where our own torch is no CPU build, the lock `torch-cuda.lock` takes the place of its torch."""
+    text = lock.read_text()
+    if torch.endswith("+cpu"):
+        return text
+    others = [line for line in text.splitlines() if not line.startswith("torch==")]
+    return "\n".join([*others, lock.with_name("torch-cuda.lock").read_text()])

@@ -1,6 +1,6 @@
 """Environments of the `verifiers` package, with their own rubrics: https://github.com/PrimeIntellect-ai/verifiers.
 
-    pip install "ownloop[verifiers]"          version 0.1.14, whose environments are loaded with `load_environment`
+The extra `verifiers` has version 0.1.14 of the package, whose environments are loaded with `load_environment`.
 
     VerifiersEnv(environment="wordle")        an installed environment, or any module with `load_environment(**args)`
 
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.checks import how_to_install
 from rl.data.streams import content_id, python_order, split, stream
 from rl.envs.hashed_options import Options
 from rl.protocols import Done, Observation, Reply
@@ -220,7 +221,7 @@ def _load(environment: str, args: Options) -> Any:
     try:
         verifiers: Any = importlib.import_module("verifiers")
     except ImportError:
-        raise ImportError('the package is not there; install it with pip install "ownloop[verifiers]"') from None
+        raise ImportError(f"the package is not there; install it with {how_to_install('verifiers')}") from None
     return verifiers.load_environment(environment, **args)
 
 

@@ -11,7 +11,7 @@ from controller.commands.recipes import find_recipe, load_recipe, override
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {
-    *("pip", "uv", "python3.11"),
+    *("pip", "uv", "python3.11", "docker"),
 }
 """Programs whose arguments are not checked."""
 _RUNS = "runs/"  # how the path of a run begins

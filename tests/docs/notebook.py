@@ -1,6 +1,6 @@
 """Runs `docs/notebook.ipynb` in a real kernel. `python -m tests.docs.notebook` writes the outputs into it.
 
-Needs ipykernel and nbclient, of `ownloop[dev]`.
+Needs ipykernel and nbclient, of the extra `dev`.
 """
 
 import importlib

@@ -67,8 +67,8 @@ def test_its_outputs_are_committed() -> None:
 
 @pytest.mark.slow  # two launches
 def test_it_runs_in_a_kernel(tmp_path: Path) -> None:
-    pytest.importorskip("nbclient", reason="needs nbclient, of ownloop[dev]")
-    pytest.importorskip("ipykernel", reason="needs ipykernel, of ownloop[dev]")
+    pytest.importorskip("nbclient", reason="needs nbclient, of the extra dev")
+    pytest.importorskip("ipykernel", reason="needs ipykernel, of the extra dev")
     _check_outputs(code_cells(execute(tmp_path)))
 
 
@@ -91,7 +91,7 @@ def _check_outputs(cells: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def kernel(tmp_path: Path) -> Generator[Any]:
     """The manager of a running kernel."""
-    pytest.importorskip("ipykernel", reason="needs ipykernel, of ownloop[dev]")
+    pytest.importorskip("ipykernel", reason="needs ipykernel, of the extra dev")
     manager = pytest.importorskip("jupyter_client").KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(tmp_path), env={**os.environ, "PYTHONPATH": str(ROOT)})
     yield manager

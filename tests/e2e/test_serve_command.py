@@ -15,7 +15,7 @@ import pytest
 from rl.tiny_models import SERVABLE, tiny_llama, tiny_qwen3
 from tests.waiting import LIMIT_S
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -73,7 +73,10 @@ def test_a_build_for_cpus_is_not_asked_for_gpus(monkeypatch: pytest.MonkeyPatch)
     assert not hardware.sees_gpu()
     assert "torch" not in sys.modules
     monkeypatch.setattr(hardware, "version", {"torch": "2.13.0"}.__getitem__)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not hardware.is_cpu_build()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.is_cpu_build(), "the variable hides every GPU"
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setattr(hardware, "version", {"torch": "2.13.0+cpu"}.__getitem__)
     assert hardware.sees_gpu(), "torch is loaded, so it can be asked"

@@ -17,7 +17,7 @@ from tests.tinker.recipes import CHAT_FORMAT, begin_recipe, kill_recipe, metric,
 from tests.tinker.test_supervised_recipes import bundled_conversations
 from tests.waiting import LIMIT_S, wait_until
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ from tests.controller.gateway.sdk import datum, scores
 from tests.tinker.conftest import FLOAT32
 from tests.waiting import LIMIT_S
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 

@@ -317,7 +317,7 @@ asyncio.run(main())
 
 @pytest.mark.seconds
 def test_a_push_computes_on_no_further_thread() -> None:
-    """Each Python thread that computes has threads of libgomp's, which waits in a worse way once they outnumber cores."""
+    """Each Python thread that computes has its own threads of libgomp's; too many make all wait in a worse way."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PUSHES],
         env={**os.environ, **cpu_thread_env(2)},

@@ -10,6 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
+from rl.checks import how_to_install
 from rl.hf_config import read_config
 from rl.types import Head
 from trainer.config import TrainerConfig
@@ -54,7 +55,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r}, which needs a package that is not installed: "
-            f"pip install 'ownloop[{entry.requires}]'"
+            f"{how_to_install(entry.requires)}"
         )
     return limits
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.checks import check_known
+from rl.checks import check_known, how_to_install
 from rl.runs.folder import RunFolder, to_json
 from rl.runs.loggers.base import Logger
 from rl.runs.loggers.event_files import EventFiles
@@ -36,9 +36,7 @@ def check_loggers(names: Sequence[str]) -> None:
         check_known("log", name, LOGGERS)
         package = LOGGERS[name].package
         if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"log names {name!r}, and the package {package} is not installed: pip install 'ownloop[{name}]'"
-            )
+            raise ValueError(f"log names {name!r}, and the package {package} is not installed: {how_to_install(name)}")
 
 
 class RunLoggers:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 import tinker
 import uvicorn

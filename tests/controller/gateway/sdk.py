@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 import tinker
 from tinker import types

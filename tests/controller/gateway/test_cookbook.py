@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 from tests.controller.gateway.real_trainer_server import real_trainer_server
 from tests.tinker.conftest import tiny_chat_model
@@ -19,7 +19,7 @@ COOKBOOK = importlib.util.find_spec("tinker_cookbook")
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook is not installed: pip install 'ownloop[dev]'")
+@pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook, of the extra dev, is not installed")
 def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
     model, recipe = tiny_chat_model(tmp_path / "model", smollm2), tmp_path / "recipe"
     write_conversations(recipe)

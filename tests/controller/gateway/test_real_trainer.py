@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 from rl.data.packing import PackedRow, pack_row  # noqa: E402

@@ -18,7 +18,7 @@ from rl.lora import LoRAConfig
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 
-tinker: Any = pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
 from tests.controller.gateway.tiny_server import (  # noqa: E402, needs the packages of the extra

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 from controller.gateway.answers import Answer, Answers
 from controller.gateway.turns import Call, Turns

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 from controller.gateway.config import ServeConfig
 from controller.gateway.serving import serve

@@ -1,6 +1,7 @@
 """A launcher refuses mistakes before any process starts."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,7 +170,10 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="another build of torch is asked for GPUs first")
+@pytest.mark.skipif(
+    not version("torch").endswith("+cpu") and os.environ.get("CUDA_VISIBLE_DEVICES") != "",
+    reason="another build of torch is asked for GPUs first",
+)
 def test_processes_start_before_the_controller_loads_torch(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", **SERVABLE)
     command = [sys.executable, "-c", _STARTS, str(model)]

@@ -164,5 +164,5 @@ class _Wide:
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="needs an environment without verifiers")
 def test_without_the_package_the_error_says_how_to_install_it() -> None:
-    with pytest.raises(ValueError, match=r'cannot be loaded: .* pip install "ownloop\[verifiers\]"'):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* install -e '\.\[verifiers\]'"):
         _env()

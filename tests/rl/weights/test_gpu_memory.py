@@ -217,6 +217,8 @@ def test_gpu_logic_a_host_where_no_other_process_can_open_the_memory_is_found(
 ) -> None:
     # Stands for cuda-bindings: a handle is the memory itself, and one of zeros cannot be opened.
     (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+    for package in ("cuda", "cuda/bindings"):  # without this file, an installed package of the name would come first
+        (tmp_path / package / "__init__.py").touch()
     (tmp_path / "cuda" / "bindings" / "runtime.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert why_not_opened(PATTERN + bytes(56), 3) == ""
