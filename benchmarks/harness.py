@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.hardware import has_fast_bfloat16
+from rl.hardware import has_amx, has_fast_bfloat16
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ISA_CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -80,11 +80,11 @@ def print_result(benchmark: str, bars: Sequence[Bar], figures: Mapping[str, obje
 
 
 def machine() -> dict[str, Any]:
-    """The kind of machine that a figure belongs to: CPU, usable cores, whether bfloat16 is fast, and caps in force."""
+    """The machine that a figure belongs to: CPU, usable cores, kind (of `results_page.KINDS`), and caps in force."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "bfloat16": has_fast_bfloat16(),
+        "kind": ("amx" if has_amx() else "bf16") if has_fast_bfloat16() else "fp32",
         "isa_caps": {name: os.environ[name] for name in _ISA_CAPS if name in os.environ},
         "python": platform.python_version(),
     }

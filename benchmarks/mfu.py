@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine_process import become_trainer_process, matrix_rate
-from benchmarks.harness import Bar, benchmark_model, parser, print_result
+from benchmarks.harness import Bar, benchmark_model, machine, parser, print_result
 from rl.data.packing import pack_row
 from rl.hardware import cpu_dtype
 from rl.model_flops import ModelFlops
 from rl.types import Datum
 
 LIMITS = {(8, 256): 0.60, (4, 512): 0.55, (2, 1024): 0.50}
-"""(Documents, tokens of each) -> the least share of the matrix rate, in bfloat16."""
-FLOAT32_LIMIT = 0.70
-"""The same in float32, whose products take a larger part of the time."""
+"""(Documents, tokens of each) -> the least share of the matrix rate, with vector instructions for bfloat16."""
+KIND_LIMITS = {"fp32": 0.70, "amx": 0.50}
+"""The same on other kinds of CPU: products take a larger part of the time in float32, a smaller with matrix units."""
 WARM_UPS = 1
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         Bar(
             name=f"mfu_{name(form)}",
             value=figures[f"mfu_{name(form)}"],
-            limit=limit if cpu_dtype() == "bfloat16" else FLOAT32_LIMIT,
+            limit=KIND_LIMITS.get(machine()["kind"], limit),
             at_most=False,
         )
         for form, limit in forms.items()

@@ -1,7 +1,7 @@
 """The results that are kept, and RESULTS.md, the page made of them.
 
-`results/<kind>/<benchmark>.json` holds the last line of a benchmark's latest full run on one kind of processor: `bf16`
-is faster in bfloat16 than in float32, `fp32` is not. So a run replaces its own figures, and the other kind's stay.
+`results/<kind>/<benchmark>.json` holds the last line of a benchmark's latest full run on one kind of processor, one of
+`KINDS`. So a run replaces its own figures, and the other kinds' stay.
 """
 
 import json
@@ -13,23 +13,27 @@ from benchmarks.harness import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "benchmarks" / "RESULTS.md"
-KINDS = {"bf16": "with fast bfloat16 instructions", "fp32": "without fast bfloat16 instructions"}
+KINDS = {
+    "bf16": "with fast bfloat16 instructions",
+    "fp32": "without fast bfloat16 instructions",
+    "amx": "with matrix units for bfloat16",
+}
 """Kind of processor -> what it has, in words."""
 _HEAD = """# Results
 
 Written by `make bench`, or `python -m benchmarks NAME`, from `results/`. Figures are medians, and ratios are taken
-within one run, with both sides in turns. The two columns are two kinds of processor: with fast bfloat16 instructions
-and without. Each section names the command, the commit and the machine of its figures. What was tried and did not help,
-and what the recipes learned, is in [LEARNING.md](LEARNING.md), which is written by hand.
+within one run, with both sides in turns. The columns are kinds of processor: with fast vector instructions for
+bfloat16, without them, and with matrix units for bfloat16 (AMX). Where limits differ, they stand in the order of the
+columns that were measured. Each section names the command, the commit and the machine of its figures. What was tried
+and did not help, and what the recipes learned, is in [LEARNING.md](LEARNING.md), which is written by hand.
 
-| benchmark | bar | limit | bf16 | fp32 |
-|---|---|---|---|---|"""
+| benchmark | bar | limit | bf16 | fp32 | amx |
+|---|---|---|---|---|---|"""
 
 
 def save(result: Mapping[str, Any], folder: Path = FOLDER) -> None:
     """Keeps a benchmark's result in the place of an earlier one of this kind of processor."""
-    kind = "bf16" if result["machine"]["bfloat16"] else "fp32"
-    file = folder / kind / f"{result['benchmark']}.json"
+    file = folder / result["machine"]["kind"] / f"{result['benchmark']}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -55,7 +59,8 @@ def _bars(name: str, results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             found.setdefault(bar["name"], {})[kind] = bar
     lines: list[str] = []
     for bar_name, by_kind in found.items():
-        limits = dict.fromkeys(f"{'<=' if bar['at_most'] else '>='} {bar['limit']:g}" for bar in by_kind.values())
+        limits = [f"{'<=' if bar['at_most'] else '>='} {bar['limit']:g}" for bar in by_kind.values()]
+        limits = limits[:1] if len(set(limits)) == 1 else limits
         values = " | ".join(_value(by_kind.get(kind)) for kind in KINDS)
         lines.append(f"| {name} | {bar_name} | {', '.join(limits)} | {values} |")
     return lines
@@ -89,5 +94,4 @@ def _figure(value: Any) -> str:
 def _machine(machine: Mapping[str, Any]) -> str:
     """One line on a machine."""
     caps = "".join(f", {name}={value}" for name, value in machine["isa_caps"].items())
-    kind = KINDS["bf16" if machine["bfloat16"] else "fp32"]
-    return f"{machine['cores']} cores of {machine['cpu']} ({kind}{caps}), Python {machine['python']}"
+    return f"{machine['cores']} cores of {machine['cpu']} ({KINDS[machine['kind']]}{caps}), Python {machine['python']}"

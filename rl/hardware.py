@@ -34,8 +34,14 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     if cap in _CAPS_BELOW_BFLOAT16:
         return False
     if "avx512_fp16" in features and "GenuineIntel" in features:
-        return "amx_bf16" in features and (cap in _CAPS_WITH_AMX or cap.startswith("AVX10_1_512_AMX"))
+        return has_amx(cpuinfo)
     return not _BFLOAT16_FLAGS.isdisjoint(features)
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has matrix units for bfloat16 that oneDNN may use."""
+    cap = os.environ.get(_CAP, "").upper()
+    return "amx_bf16" in cpu_features(cpuinfo) and (cap in _CAPS_WITH_AMX or cap.startswith("AVX10_1_512_AMX"))
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

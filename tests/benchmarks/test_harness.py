@@ -39,23 +39,23 @@ def test_quick_and_smoke_exclude_each_other(capsys: pytest.CaptureFixture[str]) 
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_results_page_shows_both_kinds_of_processor_side_by_side(tmp_path: Path) -> None:
+def test_results_page_shows_all_kinds_of_processor_side_by_side(tmp_path: Path) -> None:
     figures = {"seconds": [0.5, 1.0]}
-    for bfloat16, value, caps in ((True, 2.0, {}), (False, 0.5, {"ATEN_CPU_CAPABILITY": "avx2"})):
+    for kind, value, caps in (("bf16", 2.0, {}), ("fp32", 0.5, {"ATEN_CPU_CAPABILITY": "avx2"}), ("amx", 0.25, {})):
         bar = {"name": "ratio", "value": value, "limit": 1.0, "at_most": True, "ok": value <= 1.0}
-        made = {"cpu": "C", "cores": 2, "bfloat16": bfloat16, "isa_caps": caps, "python": "3.11"}
+        made = {"cpu": "C", "cores": 2, "kind": kind, "isa_caps": caps, "python": "3.11"}
         save({"benchmark": "step", "bars": [bar], "figures": figures, "machine": made, "commit": "abc"}, tmp_path)
     shown = page(BENCHMARKS, tmp_path)
-    assert "| step | ratio | <= 1 | **2, not met** | 0.5 |" in shown
+    assert "| step | ratio | <= 1 | **2, not met** | 0.5 | 0.25 |" in shown
     assert (
         "`python -m benchmarks.step` at commit abc, 2 cores of C (with fast bfloat16 instructions), Python 3.11."
         in shown
     )
     assert "(without fast bfloat16 instructions, ATEN_CPU_CAPABILITY=avx2)" in shown
-    assert shown.count("| seconds | 0.5, 1 |") == 2
+    assert shown.count("| seconds | 0.5, 1 |") == 3
 
     (tmp_path / "fp32" / "step.json").unlink()
-    assert "| step | ratio | <= 1 | **2, not met** | not measured |" in page(BENCHMARKS, tmp_path)
+    assert "| step | ratio | <= 1 | **2, not met** | not measured | 0.25 |" in page(BENCHMARKS, tmp_path)
 
 
 def test_the_page_is_made_of_the_kept_results() -> None:
@@ -66,5 +66,5 @@ def test_a_result_is_kept_under_the_kind_of_its_machine(capsys: pytest.CaptureFi
     print_result("step", [Bar(name="ratio", value=2.0, limit=1.0)], {"seconds": 0.5})
     save(result := json.loads(capsys.readouterr().out), tmp_path)
     (file,) = tmp_path.glob("*/step.json")
-    assert file.parent.name == ("bf16" if machine()["bfloat16"] else "fp32")
+    assert file.parent.name == machine()["kind"]
     assert json.loads(file.read_text()) == result
