@@ -19,7 +19,7 @@ def missing(device: str) -> list[str]:
     for name in MODULES[device]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a broken package raises
+        except Exception as error:  # a broken package may raise anything
             found.append(f"{name} cannot be imported ({type(error).__name__}: {error})")
     torch = sys.modules.get("torch")
     if device == "gpu" and torch is not None and torch.version.cuda is None:

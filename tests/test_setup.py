@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def registry(checkout: Path) -> dict[str, str]:
-    """The environment of a `make` that knows one registry, of tiny wheels; the checkout's locks name these.
+    """The environment of a `make` that knows one registry, of tiny wheels, which the locks of the checkout name.
 
     The registry has torch's CUDA build alone. The folder `cpu-builds` has the CPU build.
     """
