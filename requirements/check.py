@@ -3,6 +3,7 @@
 Importing also compiles the modules that a start of the product loads. No module here needs a driver or a GPU.
 """
 
+import contextlib
 import importlib
 import sys
 
@@ -29,7 +30,8 @@ def missing(device: str) -> list[str]:
 
 if __name__ == "__main__":
     sys.path.insert(0, "")  # the checkout
-    wrong = missing(sys.argv[1])
+    with contextlib.redirect_stdout(sys.stderr):  # packages print there, too, and set-up shows what this script prints
+        wrong = missing(sys.argv[1])
     if wrong:
         print(f"error: this set-up cannot be used with DEVICE={sys.argv[1]}: {'; '.join(wrong)}")
         sys.exit(1)

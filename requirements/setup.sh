@@ -26,7 +26,7 @@ quietly() {
   if ! output=$("$@" 2>&1 | tee -a "$log" 2>&1); then
     case $output in
       *"No space left on device"* | *"os error 28"*)
-        die "the disk is full: set-up needs 6 GB at $PWD and in the cache of uv, and 12 GB with CUDA. $again." ;;
+        die "the disk is full: set-up needs 5 GB, or 10 GB with CUDA, at $PWD, and the same for uv's cache if that is on another disk. $again." ;;
       *"No such file or directory: '"*cc\'* | *"No such file or directory: 'clang'"* | *"command '"*cc\'" failed"*)
         keep_venv
         die "a C compiler is needed, because a package has no wheel: install gcc. $again." ;;
