@@ -3,6 +3,7 @@
 Importing also compiles the modules that a start of the product loads. No module here needs a driver or a GPU.
 """
 
+import contextlib
 import importlib
 import sys
 
@@ -19,7 +20,7 @@ def missing(device: str) -> list[str]:
     for name in MODULES[device]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a broken package raises
+        except Exception as error:  # a broken package may raise anything
             found.append(f"{name} cannot be imported ({type(error).__name__}: {error})")
     torch = sys.modules.get("torch")
     if device == "gpu" and torch is not None and torch.version.cuda is None:
@@ -29,7 +30,8 @@ def missing(device: str) -> list[str]:
 
 if __name__ == "__main__":
     sys.path.insert(0, "")  # the checkout
-    wrong = missing(sys.argv[1])
+    with contextlib.redirect_stdout(sys.stderr):  # packages print there, too, and set-up shows what this script prints
+        wrong = missing(sys.argv[1])
     if wrong:
         print(f"error: this set-up cannot be used with DEVICE={sys.argv[1]}: {'; '.join(wrong)}")
         sys.exit(1)

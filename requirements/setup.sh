@@ -26,7 +26,7 @@ quietly() {
   if ! output=$("$@" 2>&1 | tee -a "$log" 2>&1); then
     case $output in
       *"No space left on device"* | *"os error 28"*)
-        die "the disk is full: set-up needs 6 GB at $PWD and in the cache of uv, and 12 GB with CUDA. $again." ;;
+        die "the disk is full: set-up needs 5 GB, or 10 GB with CUDA, at $PWD, and the same for uv's cache if that is on another disk. $again." ;;
       *"No such file or directory: '"*cc\'* | *"No such file or directory: 'clang'"* | *"command '"*cc\'" failed"*)
         keep_venv
         die "a C compiler is needed, because a package has no wheel: install gcc. $again." ;;
@@ -44,8 +44,8 @@ quietly() {
   fi
 }
 
-# Lets the next call continue with .venv. uv builds and downloads everything before it installs anything, so if that failed,
-# .venv is as it was.
+# Lets the next call continue with .venv. uv builds and downloads everything before it installs anything: if that failed,
+# nothing in .venv has changed.
 keep_venv() { printf 'unfinished\n%s\n' "$PWD" >"$stamp"; }
 
 # The first of $PYTHON (default python3) and the usual names that is of a version that the locks are for.
@@ -184,7 +184,7 @@ rm -f "$packages/ownloop-cpu.pth"
 say "2/3 packages of $lock"
 if [ "$device" = cpu ]; then choose_cpu_torch; fi
 quietly uv_pip sync "$lock"
-# vLLM's CPU build computes on the CPU alone, so a torch that could use a GPU beside it must not.
+# vLLM's CPU build computes on the CPU alone. The trainer must do the same, though its torch could use a GPU.
 if [ "$lock" = "$venv/cpu.lock" ]; then echo 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""' >"$packages/ownloop-cpu.pth"; fi
 say "3/3 ownloop itself, bytecode, and a check that everything can be imported"
 quietly uv_pip install --no-deps --no-build-isolation --editable .

