@@ -1,6 +1,9 @@
 """What one rank's actor adds to its engine."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 import trainer.actor
 from controller.meshes.mesh import Mesh
 from controller.meshes.trainer_mesh import ACTOR
+from rl.hardware import cpu_thread_env
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
@@ -54,3 +58,38 @@ def test_the_memory_of_the_first_step_is_touched_once_when_the_first_version_is_
         assert asyncio.run(pushes()) == [0, 0, 1]
     engine = load_engine(config)
     assert touched == [sum((4 + 2 + 2) * parameter.numel() for _, parameter in engine.hf_parameters())]
+
+
+_PUSHES = """
+import asyncio, os, threading, torch
+from tests.stores import FakeStore
+from trainer.push import WeightPublisher
+
+def num_threads_of_libgomp():
+    return len(os.listdir("/proc/self/task")) - len(threading.enumerate())
+
+async def main():
+    weights = {name: torch.ones(512, 512) for name in "abcd"}
+    torch.add(weights["a"], weights["a"])
+    before = num_threads_of_libgomp()
+    publisher = WeightPublisher(torch.bfloat16, "shared_memory", store=FakeStore())
+    for version in (1, 2, 3):
+        await publisher.publish(version, weights.items())
+    print(before, num_threads_of_libgomp() - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.seconds
+def test_a_push_computes_on_no_further_thread() -> None:
+    """Each Python thread that computes has its own threads of libgomp's; too many make all wait in a worse way."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PUSHES],
+        env={**os.environ, **cpu_thread_env(2)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.split()[1] == "0"

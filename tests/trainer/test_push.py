@@ -1,9 +1,6 @@
 """What is published, from any sharding, is the full tensors cast to the generator's dtype."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.hardware import cpu_thread_env
 from rl.weights.manifest import INDEX_KEY, WeightsError
 from rl.weights.registry import living_versions
 from tests.stores import FakeStore, living, read_buffer
@@ -292,38 +288,3 @@ def test_torchstore_says_that_no_parameter_changed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(publisher.publish(3, weights.items()))
-
-
-_PUSHES = """
-import asyncio, os, threading, torch
-from tests.stores import FakeStore
-from trainer.push import WeightPublisher
-
-def num_threads_of_libgomp():
-    return len(os.listdir("/proc/self/task")) - len(threading.enumerate())
-
-async def main():
-    weights = {name: torch.ones(512, 512) for name in "abcd"}
-    torch.add(weights["a"], weights["a"])
-    before = num_threads_of_libgomp()
-    publisher = WeightPublisher(torch.bfloat16, "shared_memory", store=FakeStore())
-    for version in (1, 2, 3):
-        await publisher.publish(version, weights.items())
-    print(before, num_threads_of_libgomp() - before)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.seconds
-def test_a_push_computes_on_no_further_thread() -> None:
-    """Each Python thread that computes has its own threads of libgomp's; too many make all wait in a worse way."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PUSHES],
-        env={**os.environ, **cpu_thread_env(2)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout.split()[1] == "0"

@@ -1,4 +1,4 @@
-"""GRPO with the real model, in one process: trainer and generator agree about it."""
+"""Covers controller/loops/grpo.py: trainer and generator, in one process, agree about a model."""
 
 import asyncio
 import io
@@ -11,8 +11,30 @@ from configs import grpo_smollm2_cpu
 from controller.loops import grpo
 from controller.runs.console import Console
 from rl.runs.folder import RunFolder
+from tests.e2e import tiny_recipe
+from tests.generator.served_models import served_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process", "smollm2")]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_in_bfloat16_they_agree_about_a_model_with_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    model = served_qwen2(tmp_path / "model", tied=tied)
+    monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(model))
+    recipe = tiny_recipe.recipe()
+    config = replace(
+        recipe,
+        num_steps=2,
+        trainer=replace(recipe.trainer, compute_dtype="bfloat16"),
+        generator=replace(recipe.generator, dtype="bfloat16"),
+    )
+    folder = RunFolder(tmp_path / "run", config)
+    asyncio.run(grpo.train(config, folder, Console(io.StringIO())))
+    steps = [row for row in folder.metrics() if "seconds_push" in row]
+    assert [row["policy_version"] for row in steps] == [1, 2]
+    assert all(row["logprob_mismatch_mean"] < 0.05 and row["grad_norm"] > 0 for row in steps)
 
 
 # `tests/e2e/test_parity.py` shows it for a tiny model; `tests/e2e/test_grpo.py` runs this one in the recipe's dtype.
