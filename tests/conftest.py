@@ -48,6 +48,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Stops the collector before the summary, for which Hypothesis is imported and parsed.
+
+    What the collector finds may tell its errors, and a traceback is parsed too. One parse within another is a
+    SystemError before Python 3.11.8 (https://github.com/python/cpython/issues/106905).
+    """
+    gc.disable()
+
+
 def pytest_unconfigure() -> None:
     """Lets the interpreter free what it can at its end, or libraries report leaks."""
     gc.unfreeze()

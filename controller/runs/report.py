@@ -22,7 +22,6 @@ from rl.runs.recording import RecordingError
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
-_SECONDS_BETWEEN_DRAWINGS = 30.0
 
 EQUAL_REWARDS = "in every group all rewards were equal"
 """The usual reason why a step of rollouts has nothing to learn from."""
@@ -40,10 +39,12 @@ class Report:
         *,
         log: Sequence[str] = (),
         config: object = None,
+        seconds_between_drawings: float = 30.0,
     ) -> None:
         """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
 
         `log` names the loggers beside the folder, which show `config`. Raises ValueError if one cannot begin.
+        Curves are drawn at most once in `seconds_between_drawings`, and at the end.
         """
         self.folder = folder
         self.total_steps = total_steps
@@ -57,6 +58,7 @@ class Report:
         self._last_measurements: Mapping[str, Measurement] = {}
         self._first_step: int | None = None  # the step after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
+        self.seconds_between_drawings = seconds_between_drawings
         self._drawn_at = -math.inf
         self._curves_are_old = False  # whether there were evaluations since
         self.skipped_in_a_row = 0
@@ -238,7 +240,7 @@ class Report:
 
     def _draw_if_due(self) -> None:
         """Draws the curves in the background, unless that was done shortly before or there is nothing new to see."""
-        if self._curves_are_old and time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
+        if self._curves_are_old and time.monotonic() - self._drawn_at >= self.seconds_between_drawings:
             self._drawn_at, self._curves_are_old = time.monotonic(), False
             self.folder.in_background(self._drawing())
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def _assert_no_process_is_left(before: list[int]) -> None:
 @pytest.mark.slow  # tests/benchmarks/test_kill_cells.py does so in a whole run
 def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
-    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=30)
+    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
     before = descendants()
 
     async def main() -> None:
@@ -69,7 +70,7 @@ def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
-    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2, request_timeout_s=15)
+    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
     before = descendants()
 
     async def main() -> None:
@@ -98,8 +99,12 @@ def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_
             for successor in successors:  # they hold the version that was pulled before they were there
                 again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
                 assert [samples[0].tokens for samples in again] == expected
-            with pytest.raises(RequestTimeoutError, match=r"a request took longer than 15 s \(request_timeout_s\)"):
+            for successor in successors:
+                successor.config = replace(config, request_timeout_s=0.05)  # less than 180,000 tokens take
+            with pytest.raises(RequestTimeoutError, match=r"a request took longer than 0.05 s \(request_timeout_s\)"):
                 await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
+            for successor in successors:
+                successor.config = config
             assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), LIMIT_S))[0].tokens) > 0
 
     asyncio.run(main())

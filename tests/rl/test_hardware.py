@@ -1,6 +1,7 @@
 """The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from configs.grpo_smollm2_cpu import recipe
 from rl import hardware
 from rl.hardware import cpu_dtype, cpu_thread_env
+from tests.waiting import wait_for_end
 
 
 @pytest.mark.parametrize(
@@ -82,33 +84,15 @@ def test_a_build_for_cpus_is_not_asked_for_gpus(monkeypatch: pytest.MonkeyPatch)
     assert hardware.sees_gpu(), "torch is loaded, so it can be asked"
 
 
-_SHORT_LOOPS = """
-import resource, threading, torch
-values, ready = torch.ones(200_000), threading.Event()
-def compute_and_stay():
-    torch.add(values, values)
-    ready.set()
-    threading.Event().wait()
-torch.add(values, values)
-threading.Thread(target=compute_and_stay, daemon=True).start()
-ready.wait()
-sleeps = []
-for _ in range(20):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    for _ in range(200):
-        torch.add(values, values)
-    sleeps.append(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before)
-print(min(sleeps))
-"""
-
-
-@pytest.mark.seconds
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two threads need two cores to wait for each other busily")
-def test_threads_do_not_sleep_between_short_loops_though_another_thread_has_computed() -> None:
-    """More of libgomp's threads than cores; 200 loops. Where other work keeps a thread off its core it has to sleep."""
-    env = {**os.environ, **cpu_thread_env(len(os.sched_getaffinity(0)))}
-    sleeps: list[int] = []
-    while len(sleeps) < 8 and min(sleeps, default=200) >= 100:
-        done = subprocess.run([sys.executable, "-c", _SHORT_LOOPS], env=env, capture_output=True, text=True, check=True)
-        sleeps.append(int(done.stdout))
-    assert min(sleeps) < 100
+def test_libgomp_understands_how_many_threads_there_are_and_how_they_wait() -> None:
+    """With OMP_DISPLAY_ENV it prints what it has parsed: one line for each variable, NAME = 'VALUE'."""
+    expected = cpu_thread_env(3)
+    code = "import torch; torch.ones(200_000).add_(1)"
+    env = {**os.environ, **expected, "OMP_DISPLAY_ENV": "VERBOSE"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    status, _, errors = wait_for_end(process, "a parallel loop")
+    assert status == 0, errors
+    parsed = dict(re.findall(r"(\w+) = '(.*)'", errors))
+    assert {name: parsed.get(name) for name in expected} == expected

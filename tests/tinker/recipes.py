@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.gateway.child_server import Server
 from controller.runs.locked_environment import locked_python
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, wait_for_end, wait_until
 
 LOCK = Path(__file__).parent.parent.parent / "requirements" / "tinker.lock"
 CHAT_FORMAT = "qwen3_instruct"
@@ -23,9 +23,8 @@ def run_recipe(server: Server, name: str, folder: Path, *, timeout_s: float = 15
 
     Data sets that the recipe would take from a hub are found in `folder`: see `datasets_here.py`.
     """
-    recipe = begin_recipe(server, name, folder, **options)
-    output, _ = recipe.communicate(timeout=timeout_s)
-    assert recipe.returncode == 0, f"{output[-4000:]}\n{server.said()[-2000:]}"
+    status, output, _ = wait_for_end(begin_recipe(server, name, folder, **options), f"the recipe {name}", timeout_s)
+    assert status == 0, f"{output[-4000:]}\n{server.said()[-2000:]}"
     return folder / "log"
 
 
@@ -64,7 +63,7 @@ def wait_for_checkpoints(recipe: subprocess.Popen[str], folder: Path, count: int
 def kill_recipe(recipe: subprocess.Popen[str]) -> None:
     """Ends a recipe with SIGKILL."""
     recipe.kill()
-    recipe.communicate(timeout=LIMIT_S)
+    wait_for_end(recipe, "a recipe that was killed")
 
 
 def metric(log: Path, name: str) -> list[float]:

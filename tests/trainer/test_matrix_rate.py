@@ -1,8 +1,10 @@
 """The measured rate of matrix products, and the file that keeps it."""
 
+import itertools
 import json
-import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +14,15 @@ from trainer.matrix_rate import matrix_rate
 CPU = torch.device("cpu")
 
 
-def test_the_rate_is_that_of_a_product_timed_here(tmp_path: Path) -> None:
-    rate = matrix_rate(CPU, "float32", tmp_path / "rates.json")
-    a = torch.randn(512, 512)
-    seconds: list[float] = []
-    for _ in range(20):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        seconds.append(time.perf_counter() - start)
-    assert 0.1 < rate / (2 * 512**3 / min(seconds)) < 10  # other sizes and a busy machine, but the same unit
+@pytest.mark.parametrize(("seconds", "size"), [(0.001, 1024), (0.25, 256)])
+def test_the_rate_is_operations_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, size: int
+) -> None:
+    """A product of two square matrices has two operations for each term. Where products take long they are smaller."""
+    clock = SimpleNamespace(perf_counter=partial(next, itertools.count(step=seconds)))
+    monkeypatch.setattr("trainer.matrix_rate.time", clock)
+    for dtype in ("float32", "bfloat16"):
+        assert matrix_rate(CPU, dtype, tmp_path / "rates.json") == pytest.approx(2 * size**3 / seconds)
 
 
 def test_the_best_rate_is_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from controller.gateway.config import ServeConfig
 from controller.gateway.serving import serve
 from generator.config import GeneratorConfig
 from rl.tiny_models import SERVABLE, tiny_llama
+from tests.waiting import LIMIT_S, join
 from trainer.config import TrainerConfig
 
 TOOL_CALL = {
@@ -92,11 +93,12 @@ def serving_tiny_model(folder: Path) -> Generator[Served]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(120)
-    assert serving.is_set(), errors
-    url = next(text for text in said if "TINKER" in text).partition("TINKER_BASE_URL=")[2].split()[0]
-    yield Served(url=url, folder=config.folder, model=model)
-    loop.call_soon_threadsafe(task[0].cancel)
-    thread.join(60)
-    assert not thread.is_alive()
+    try:
+        assert ready.wait(LIMIT_S), f"waited {LIMIT_S:g} s in vain for the server; it said {said}"
+        assert serving.is_set(), errors
+        url = next(text for text in said if "TINKER" in text).partition("TINKER_BASE_URL=")[2].split()[0]
+        yield Served(url=url, folder=config.folder, model=model)
+    finally:
+        loop.call_soon_threadsafe(task[0].cancel)
+        join(thread)
     assert not errors

@@ -5,9 +5,9 @@ import dataclasses
 import hashlib
 import io
 import shutil
-import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from controller.runs.console import Console
 from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
 from rl.runs.comparison import is_timing
-from rl.runs.folder import RunFolder
+from rl.runs.folder import RunFolder, read_metrics
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
+PROMPTS_PER_STEP = 4
+MAX_STALENESS = 2
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,7 @@ def _assert_replayed(config: GRPOConfig, recorded: RunFolder, path: Path) -> Non
 def test_a_recording_replays_to_the_same_gradients(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
     _assert_replayed(recipe, on_policy, tmp_path / "run")
     with pytest.raises(ValueError, match=r"num_steps is 7; the recording .* has 6 steps"):
-        replayed(dataclasses.replace(recipe, num_steps=7), on_policy.rollouts)
+        replayed(replace(recipe, num_steps=7), on_policy.rollouts)
 
 
 def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_policy: RunFolder, tmp_path: Path) -> None:
@@ -113,13 +116,18 @@ def test_a_recording_of_another_tokenizer_is_refused(recipe: GRPOConfig, on_poli
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace('"w', '"v'))
     with pytest.raises(ValueError, match=r"is of another tokenizer than that of .*: what was 'w.* is 'v.* to it"):
-        replayed(dataclasses.replace(recipe, model=str(other)), on_policy.rollouts)
+        replayed(replace(recipe, model=str(other)), on_policy.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWords(EvenWords):
-    """Now and then an answer takes as long as several steps."""
+    """Every seventh problem's answers have no score before the run has done the step before the last that may take it.
 
+    They are for a run with MAX_STALENESS and groups of PROMPTS_PER_STEP problems a step.
+    """
+
+    run: str = ""
+    """The folder of the run; without one no score waits."""
     breaks_at: int = 1 << 60
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
@@ -128,19 +136,28 @@ class SlowWords(EvenWords):
             raise ArithmeticError(f"there is no problem {start}")
         problems = EvenWords.train_problems(self, seed, start, count)
         return [
-            dataclasses.replace(problem, score=_slow_score) if (start + index) % 7 == 0 else problem
-            for index, problem in enumerate(problems)
+            replace(problem, score=partial(_score_after, self.run, _step_before_the_last(number)))
+            if self.run and number % 7 == 0
+            else problem
+            for number, problem in enumerate(problems, start)
         ]
 
 
-def _slow_score(completion: str) -> float:
-    time.sleep(1.5)
+def _step_before_the_last(number: int) -> int:
+    started = max(1, number // PROMPTS_PER_STEP + 1 - MAX_STALENESS)
+    return started + MAX_STALENESS - 1
+
+
+def _score_after(run: str, step: int, completion: str) -> float:
+    metrics = Path(run) / "metrics.jsonl"
+    wait_until(lambda: any(row["step"] == step and "staleness_max" in row for row in read_metrics(metrics)), f"{step=}")
     return even(completion)
 
 
 def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfig, tmp_path: Path) -> None:
-    env: Env = SlowWords()
-    config = _asynchronous(recipe, 2, env=env, num_steps=12, evaluate_every=100)
+    env: Env = SlowWords(run=str(tmp_path / "run"))
+    changes: dict[str, Any] = {"num_steps": 12, "evaluate_every": 100, "prompts_per_step": PROMPTS_PER_STEP}
+    config = _asynchronous(recipe, MAX_STALENESS, env=env, env_time_limit_s=LIMIT_S, **changes)
     folder = _run(config, tmp_path / "run")
     steps = [row for row in folder.metrics() if "staleness_max" in row]
     assert [row["policy_version"] for row in steps] == list(range(1, 13))
@@ -176,7 +193,7 @@ class EqualWords(EvenWords):
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
         """See `rl.protocols.Env`."""
         problems = EvenWords.train_problems(self, seed, start, count)
-        return [dataclasses.replace(problem, score=lambda _: self.reward) for problem in problems]
+        return [replace(problem, score=lambda _: self.reward) for problem in problems]
 
 
 @pytest.mark.slow
@@ -184,7 +201,7 @@ class EqualWords(EvenWords):
 def test_ten_steps_without_signal_end_the_run_with_advice(
     recipe: GRPOConfig, max_staleness: int | None, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(recipe, env=EqualWords(reward=0.5), num_steps=100, evaluate_every=100)
+    config = replace(recipe, env=EqualWords(reward=0.5), num_steps=100, evaluate_every=100)
     if max_staleness is not None:
         config = _asynchronous(config, max_staleness)
     folder = RunFolder(tmp_path / "run", config)
@@ -200,7 +217,7 @@ def test_ten_steps_without_signal_end_the_run_with_advice(
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [None, 2])
 def test_a_solved_run_is_evaluated_and_exported(recipe: GRPOConfig, max_staleness: int | None, tmp_path: Path) -> None:
-    config = dataclasses.replace(recipe, env=EqualWords(reward=1.0), num_steps=100, evaluate_every=100)
+    config = replace(recipe, env=EqualWords(reward=1.0), num_steps=100, evaluate_every=100)
     if max_staleness is not None:
         config = _asynchronous(config, max_staleness)
     folder = RunFolder(tmp_path / "run", config)

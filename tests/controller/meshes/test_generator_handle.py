@@ -51,9 +51,14 @@ class FakeMesh(Mesh):
             await asyncio.Event().wait()
             raise AssertionError("it never ends")
 
+        def call(*_: object) -> asyncio.Future[list[object]]:
+            answer = asyncio.ensure_future(generate())
+            answer.add_done_callback(lambda _: answer.cancelled() or answer.exception())  # nobody may ask for it
+            return answer
+
         return SimpleNamespace(
             status=SimpleNamespace(call_one=status),
-            generate=SimpleNamespace(call_one=lambda *_: asyncio.ensure_future(generate())),
+            generate=SimpleNamespace(call_one=call),
             cancel=SimpleNamespace(broadcast=self.cancelled.append),
         )
 

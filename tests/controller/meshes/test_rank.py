@@ -64,9 +64,10 @@ class Handle:
                 if not answer.cancelled():
                     answer.set_result(result)
             except Exception as error:
-                if answer.cancelled():
-                    self.death.set_exception(error)  # nobody awaits it: Monarch ends such an actor
-                    raise
+                if answer.cancelled():  # nobody awaits it: Monarch ends such an actor
+                    self.death.set_exception(error)
+                    self.death.exception()  # asyncio need not tell that nobody has asked for it
+                    return
                 answer.set_exception(error)
 
 

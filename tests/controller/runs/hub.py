@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.waiting import LIMIT_S, join
+
 
 class Hub:
     """What the server serves, and what it was asked for."""
@@ -20,11 +22,13 @@ class Hub:
         self.models: dict[str, dict[str, Mapping[str, bytes]]] = {}
         """ORG/NAME -> branch or commit -> file -> contents."""
         self.gated: set[str] = set()
-        self.stalls = threading.Event()
-        """While it is set, the server sends the first half of a large file and then nothing."""
+        self.may_complete = threading.Event()
+        """Unless it is set, the server sends the first half of a large file and then waits for it."""
+        self.may_complete.set()
         self.fetched: Counter[str] = Counter()
         """Files that were asked for, and how often."""
         self.half_sent = threading.Event()
+        """It is set once the server has sent half of a file and waits."""
         self.tokens: set[str] = set()
 
     def add(self, name: str, files: Mapping[str, bytes]) -> str:
@@ -52,9 +56,9 @@ def running_hub() -> Generator[Hub]:
     try:
         yield hub
     finally:
-        hub.stalls.clear()
+        hub.may_complete.set()
         server.shutdown()
-        thread.join()
+        join(thread)
         server.server_close()
 
 
@@ -99,13 +103,12 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": commit}
         if body:
             self.hub.fetched[name] += 1
-            if self.hub.stalls.is_set() and name.endswith(".safetensors"):
+            if not self.hub.may_complete.is_set() and name.endswith(".safetensors"):
                 self._begin(200, len(content), headers)
                 self.wfile.write(content[: len(content) // 2])
                 self.wfile.flush()
                 self.hub.half_sent.set()
-                while self.hub.stalls.is_set():
-                    threading.Event().wait(0.02)
+                self.hub.may_complete.wait(LIMIT_S)
                 self.close_connection = True
                 return None
         return self._send(200, content, headers, body)

@@ -13,6 +13,7 @@ from controller.runs.hub_models import HubName
 from rl.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
 from tests.controller.runs.hub import Hub, running_hub
+from tests.waiting import LIMIT_S, wait_for_end
 
 pytestmark = pytest.mark.seconds
 
@@ -56,7 +57,7 @@ def start(hub_url: str, cache: Path, *names: str, **env: str) -> subprocess.Pope
 
 def fetch(hub_url: str, cache: Path, *names: str, **env: str) -> list[str]:
     """The lines that it prints, without those about progress."""
-    lines = start(hub_url, cache, *names, **env).communicate(timeout=60)[0].splitlines()
+    lines = wait_for_end(start(hub_url, cache, *names, **env), f"fetching {names}")[1].splitlines()
     return [line for line in lines if not line.startswith("told: ")]
 
 
@@ -80,15 +81,15 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub, tmp_path: Path, 
 
 
 def test_an_interrupted_download_is_completed(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> None:
-    hub.stalls.set()
+    hub.may_complete.clear()
     first = start(hub.url, tmp_path, NAME)
-    assert hub.half_sent.wait(30)
+    assert hub.half_sent.wait(LIMIT_S), f"waited {LIMIT_S:g} s in vain for half of the file"
     first.kill()
-    first.communicate()
-    hub.stalls.clear()
+    wait_for_end(first, "the process that was killed")
+    hub.may_complete.set()
     (offline,) = fetch(hub.url, tmp_path, NAME, HF_HUB_OFFLINE="1")
     assert "nor complete in the cache" in offline
-    lines = start(hub.url, tmp_path, NAME).communicate(timeout=60)[0].splitlines()
+    lines = wait_for_end(start(hub.url, tmp_path, NAME), "fetching the rest")[1].splitlines()
     size = len(files["model.safetensors"]) / 1e6
     assert f"told: fetching {NAME}: 100% of {size:,.0f} MB" in lines
     assert (Path(lines[-2]) / "model.safetensors").read_bytes() == files["model.safetensors"]

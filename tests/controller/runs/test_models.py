@@ -14,28 +14,37 @@ from controller.runs.models import resolve_model
 from rl.cache import cache_directory
 from rl.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
+from tests.waiting import wait_for_end, wait_for_line
 
 BUILD = """
-import shutil, sys, time
+import fcntl, shutil, sys
 from controller.runs import models
 def build(directory):
-    shutil.copytree(sys.argv[2], directory, dirs_exist_ok=True)
+    shutil.copytree(sys.argv[1], directory, dirs_exist_ok=True)
     print("built", flush=True)
-    time.sleep(float(sys.argv[1]))
+    sys.stdin.read()
+def flock(*arguments):
+    print("asks for the lock", flush=True)
+    lock(*arguments)
 models._BUILDERS["toy"] = build
+lock, fcntl.flock = fcntl.flock, flock
 print(models.resolve_model("toy"))
 """
 ROOT = Path(__file__).parents[3]
 
 
-def start_build(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
-    """Another process that wants the model `toy`, whose making takes so long, in the cache `tmp_path / "cache"`."""
+def start_build(tmp_path: Path) -> subprocess.Popen[str]:
+    """Another process that wants the model `toy` in the cache `tmp_path / "cache"`.
+
+    If it is the one that makes it, that takes until its input ends.
+    """
     source = tmp_path / "source"
     if not source.exists():
         tiny_llama(source, tied=True)
     env = {**os.environ, "OWNLOOP_CACHE": str(tmp_path / "cache")}
-    arguments = [sys.executable, "-c", BUILD, str(seconds), str(source)]
-    return subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-c", BUILD, str(source)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(arguments, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
 
 
 def test_a_directory_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,23 +84,21 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_two_that_want_it_at_once_make_it_once(tmp_path: Path) -> None:
-    processes = [start_build(tmp_path, 1.0) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    path = str(tmp_path / "cache" / "models" / "toy")
-    assert sorted(outputs, key=len) == [[path], ["built", path]]
+    first = start_build(tmp_path)
+    assert [wait_for_line(first.stdout, "the first one's build") for _ in range(2)] == ["asks for the lock", "built"]
+    second = start_build(tmp_path)
+    assert wait_for_line(second.stdout, "the second one's wait") == "asks for the lock"
+    outputs = [wait_for_end(process, "both")[1].splitlines() for process in (first, second)]
+    assert outputs == [[str(tmp_path / "cache" / "models" / "toy")]] * 2
 
 
 def test_a_killed_build_leaves_no_half_model(tmp_path: Path) -> None:
-    first = start_build(tmp_path, 60)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "built\n"
+    first = start_build(tmp_path)
+    assert [wait_for_line(first.stdout, "the first one's build") for _ in range(2)] == ["asks for the lock", "built"]
     first.kill()
-    first.wait()
-    first.stdout.close()
+    wait_for_end(first, "the process that was killed")
     assert not (tmp_path / "cache" / "models" / "toy").exists()
-    second = start_build(tmp_path, 0)
-    second.communicate(timeout=60)
-    assert second.returncode == 0
+    assert wait_for_end(start_build(tmp_path), "the second process")[0] == 0
     assert sorted(path.name for path in (tmp_path / "cache" / "models").iterdir()) == ["toy", "toy.lock"]
 
 

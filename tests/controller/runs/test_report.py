@@ -26,10 +26,10 @@ def _group(*rewards: float) -> Group:
     return Group(problem_id="p", prompt="p", rollouts=rollouts)
 
 
-def _report(tmp_path: Path) -> tuple[Report, RunFolder, io.StringIO]:
+def _report(tmp_path: Path, **options: Any) -> tuple[Report, RunFolder, io.StringIO]:
     stream = io.StringIO()
     folder = RunFolder(tmp_path / "run", {})
-    return Report(folder, Console(stream), 10), folder, stream
+    return Report(folder, Console(stream), 10, **options), folder, stream
 
 
 def _step(report: Report, step: int, *, skipped: bool = False, **metrics: float) -> None:
@@ -136,8 +136,8 @@ def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, folder, _ = _report(tmp_path)
+def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    report, folder, _ = _report(tmp_path, seconds_between_drawings=1e9)
     image = folder.path / "reward.png"
 
     def evaluate(step: int) -> None:
@@ -147,8 +147,8 @@ def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path, monkeypatc
     evaluate(0)
     image.unlink()
     evaluate(1)
-    assert not image.exists()  # it was drawn less than half a minute ago
-    monkeypatch.setattr("controller.runs.report._SECONDS_BETWEEN_DRAWINGS", 0.0)
+    assert not image.exists()  # it was drawn a moment ago
+    report.seconds_between_drawings = 0.0
     _step(report, 2)
     folder.flush()
     image.unlink()  # the evaluation before was still to be drawn

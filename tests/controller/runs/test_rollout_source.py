@@ -1,7 +1,7 @@
 """The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place."""
 
 import asyncio
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
 from rl.types import MAX_RUN_SEED, Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator
+from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 
 NUM_SAMPLES = 2
@@ -125,32 +126,33 @@ def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(confi
         assert alone == expected
 
 
-class SlowWords(EvenWords):
-    """Takes 0.2 s to score an answer, and allows itself 0.05 s."""
+class WaitingWords(EvenWords):
+    """Scores no answer before it may, and allows itself 0.05 s."""
 
     call_time_limit_s = 0.05
+    may_score = threading.Event()
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """As `EvenWords`, slowly."""
-        return [replace(problem, score=_slowly) for problem in EvenWords.train_problems(self, seed, start, count)]
+        """As `EvenWords`, but for the scores."""
+        return [replace(problem, score=self._score) for problem in EvenWords.train_problems(self, seed, start, count)]
 
     def eval_problems(self, count: int) -> list[TextProblem]:
-        """As `EvenWords`, slowly."""
-        return [replace(problem, score=_slowly) for problem in EvenWords.eval_problems(self, count)]
+        """As `EvenWords`, but for the scores."""
+        return [replace(problem, score=self._score) for problem in EvenWords.eval_problems(self, count)]
 
-
-def _slowly(answer: str) -> float:
-    time.sleep(0.2)
-    return float(len(answer))
+    def _score(self, answer: str) -> float:
+        assert self.may_score.wait(LIMIT_S)
+        return float(len(answer))
 
 
 def test_the_environments_time_limit_holds_unless_the_recipe_has_one(config: GRPOConfig) -> None:
-    config = replace(config, num_eval=1, env=SlowWords())
+    config = replace(config, num_eval=1, env=WaitingWords())
     group, _ = _step(_source(config), 1)
     assert [failure.partition(": ")[2] for failure in group.failures] == ["it did not answer within 0.05 s"] * 2
     (group,) = asyncio.run(_source(config).evaluate(_generator())).groups
     assert (len(group.rollouts), len(group.failures)) == (0, 1)
-    patient = _source(replace(config, env_time_limit_s=30.0))
+    WaitingWords.may_score.set()
+    patient = _source(replace(config, env_time_limit_s=LIMIT_S))
     assert [len(group.rollouts) for group in _step(patient, 1)] == [2, 2]
     (group,) = asyncio.run(patient.evaluate(_generator())).groups
     assert len(group.rollouts) == 1
