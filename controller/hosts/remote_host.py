@@ -7,7 +7,6 @@ remote_ranks.py). The time for which a host has been silent is that in which the
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,8 +167,9 @@ class Host:
     async def _watch(self) -> None:
         """Asks for signs of life until the host is lost."""
         silent_s, beat, failure = 0.0, self._begin_beat(), ""
+        clock = asyncio.get_running_loop().time
         while silent_s < self.lost_after_s:
-            before = time.monotonic()
+            before = clock()
             await asyncio.wait({beat}, timeout=_BEAT_S)
             if beat.done():
                 if (error := beat.exception()) is None:
@@ -177,11 +177,11 @@ class Host:
                     silent_s, failure = 0.0, ""
                 else:
                     failure = _first_lines(error)
-                await asyncio.sleep(_BEAT_S - min(time.monotonic() - before, _BEAT_S))
+                await asyncio.sleep(_BEAT_S - min(clock() - before, _BEAT_S))
                 beat = self._begin_beat()
             if (silent_s > _SUSPICIOUS_S or failure) and (ended := await self._has_ended(failure)):
                 return self.lose(ended)
-            silent_s += min(time.monotonic() - before, _LONGEST_LOOK_S)
+            silent_s += min(clock() - before, _LONGEST_LOOK_S)
         self.lose(f"it has not answered for {silent_s:.0f} s")
         return None
 

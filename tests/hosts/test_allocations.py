@@ -12,6 +12,7 @@ from controller.hosts.cluster import Cluster
 from controller.hosts.host_groups import Allocation, Groups, Tell
 from controller.hosts.remote_host import Host
 from tests.hosts.fake_hosts import fake_host
+from tests.waiting import run_virtual
 
 GROUPS = {"trainer": (Address("tcp", "127.0.0.1", 9),)}
 
@@ -84,7 +85,6 @@ def test_a_host_that_is_lost_is_connected_to_where_its_allocation_has_it_now(mon
         connected.append(address)
         return fake_host(address.host, worker=address)
 
-    monkeypatch.setattr("controller.hosts.remote_host._STOP_S", 0.01)
     monkeypatch.setattr("controller.hosts.cluster.connect_host", connect)
 
     async def run() -> None:
@@ -96,7 +96,7 @@ def test_a_host_that_is_lost_is_connected_to_where_its_allocation_has_it_now(mon
         await asyncio.gather(cluster.revive("trainer"), cluster.revive("trainer"))  # for two replicas of a generator
         assert [host.worker.port for host in cluster.groups["trainer"]] == [10]
 
-    asyncio.run(run())
+    run_virtual(run())
     assert connected == [Address("tcp", "n1", 10)]
     assert hosts.events == ["allocation", "revived"]
 

@@ -15,6 +15,7 @@ from controller.meshes.errors import HostLostError
 from controller.meshes.seats import Seats
 from generator.config import GeneratorConfig
 from tests.hosts.fake_hosts import fake_host
+from tests.waiting import run_virtual
 from trainer.config import TrainerConfig
 
 
@@ -126,24 +127,23 @@ def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkey
             raise HostError(f"{address.host}: no worker listens")
         return fake_host(address.host)
 
-    monkeypatch.setattr("controller.hosts.remote_host._STOP_S", 0.01)
     monkeypatch.setattr(cluster, "connect_host", connect)
     monkeypatch.setattr(cluster, "prepare_transport", lambda *_: None)
     monkeypatch.setattr(cluster, "versions_here", lambda: {"torch": "2"})
     monkeypatch.setattr(cluster.KnownWorkers, "addresses", set[Address]())
     hosts = WorkerHosts({"trainer": ("n1", "n2"), "generator": ("n3",)})
     with pytest.raises(ValueError, match=r"n2: no worker listens; n3: no worker listens"):
-        asyncio.run(Cluster.connect(hosts))
+        run_virtual(Cluster.connect(hosts))
     reachable |= {"n3"}
     with pytest.raises(ValueError, match=r"^n2: no worker listens$"):
-        asyncio.run(Cluster.connect(hosts))
+        run_virtual(Cluster.connect(hosts))
     reachable |= {"n2"}
-    assert len(asyncio.run(Cluster.connect(hosts)).hosts) == 3
+    assert len(run_virtual(Cluster.connect(hosts)).hosts) == 3
     reachable -= {"n2"}  # a run goes on without it
-    assert [host.name for host in asyncio.run(Cluster.connect(hosts)).groups["trainer"]] == ["n1"]
+    assert [host.name for host in run_virtual(Cluster.connect(hosts)).groups["trainer"]] == ["n1"]
     reachable -= {"n3"}
     with pytest.raises(ValueError, match="n3: no worker listens"):
-        asyncio.run(Cluster.connect(hosts))
+        run_virtual(Cluster.connect(hosts))
 
 
 def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""When a host counts as lost, and what is known of the processes on it. Agents and ports are those of the test."""
+"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are those of the test."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from controller.meshes.calls import Calls, ProcessDiedError
 from controller.meshes.errors import HostLostError, MeshError
 from rl.deadlines import Deadlines
 from tests.hosts.fake_hosts import fake_host, listener
+from tests.waiting import VirtualLoop, run_virtual
 
-LOST_AFTER_S = 1.0
+LOST_AFTER_S = 20.0
 
 
-def watched(body: Callable[[Host, Callable[[], None]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(body: Callable[[Host, Callable[[], None]], Awaitable[None]]) -> None:
     """Runs `body` with a host that is watched, and a function that ends its worker."""
-    monkeypatch.setattr(remote_host, "_BEAT_S", 0.05)
-    monkeypatch.setattr(remote_host, "_SUSPICIOUS_S", 0.1)
 
     async def main() -> None:
         server, address = listener()
@@ -35,48 +33,52 @@ def watched(body: Callable[[Host, Callable[[], None]], Awaitable[None]], monkeyp
             server.close()
             host.lose("the test is over")
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 async def lost(host: Host, within_s: float) -> float:
     """Seconds until the host is lost."""
-    start = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    start = clock()
     while host.lost is None:
-        assert time.monotonic() - start < within_s
-        await asyncio.sleep(0.01)
-    return time.monotonic() - start
+        assert clock() - start < within_s
+        await asyncio.sleep(0.1)
+    return clock() - start
 
 
-def test_a_silent_host_is_lost_after_a_while_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_is_lost_after_a_while_and_not_before() -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(2)
         for _ in range(3):  # blips, which do not add up
             host.agent.answers.clear()
-            await asyncio.sleep(LOST_AFTER_S / 3)
+            await asyncio.sleep(LOST_AFTER_S / 2)
             host.agent.answers.set()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(2)
         assert host.lost is None
         host.agent.answers.clear()
-        assert await lost(host, 30.0) > LOST_AFTER_S / 2
+        assert LOST_AFTER_S - 2 < await lost(host, 30.0) < LOST_AFTER_S + 2
         assert "it has not answered for" in (host.lost or "")
 
-    watched(body, monkeypatch)
+    watched(body)
 
 
 def test_the_time_in_which_a_port_is_tried_is_silence_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_off(worker: Address, within_s: float) -> None:
-        del worker, within_s
-        time.sleep(0.3)
-
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        def cut_off(worker: Address, within_s: float) -> None:
+            del worker
+            loop.now += within_s
+
+        monkeypatch.setattr(remote_host, "accepts", cut_off)
         host.agent.answers.clear()
-        assert await lost(host, 30.0) < 4 * LOST_AFTER_S
+        assert LOST_AFTER_S - 2 < await lost(host, 30.0) < LOST_AFTER_S + 4
 
-    monkeypatch.setattr(remote_host, "accepts", cut_off)
-    watched(body, monkeypatch)
+    watched(body)
 
 
-def test_a_worker_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_has_ended_is_noticed_at_once() -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
         host.lost_after_s = 60.0
         host.agent.answers.clear()
@@ -84,17 +86,17 @@ def test_a_worker_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPa
         await lost(host, 30.0)
         assert "its worker has ended: nothing listens on tcp://127.0.0.1:" in (host.lost or "")
 
-    watched(body, monkeypatch)
+    watched(body)
 
 
-def test_an_agent_that_has_ended_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_has_ended_is_noticed_at_once() -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
         host.lost_after_s = 60.0
         host.agent.error = RuntimeError("it was killed")
         await lost(host, 30.0)
         assert "its agent has ended: it was killed" in (host.lost or "")
 
-    watched(body, monkeypatch)
+    watched(body)
 
 
 def test_logs_are_copied_as_they_grow(tmp_path: Path) -> None:
@@ -106,16 +108,14 @@ def test_logs_are_copied_as_they_grow(tmp_path: Path) -> None:
             await host.refresh()
         assert copy.read_text() == "one\ntwo\n"
         host.agent.answers.clear()
-        start = time.monotonic()
-        await host.refresh(within_s=0.1)
-        assert time.monotonic() - start < 30
+        start = asyncio.get_running_loop().time()
+        await host.refresh(within_s=2.0)
+        assert asyncio.get_running_loop().time() - start == pytest.approx(2.0)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
-def test_a_log_that_cannot_be_copied_is_copied_later_and_the_host_is_watched_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_cannot_be_copied_is_copied_later_and_the_host_is_watched_on(tmp_path: Path) -> None:
     log, copy = Path("/there/toy-0.log"), tmp_path / "toy-0.log"
 
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ def test_a_log_that_cannot_be_copied_is_copied_later_and_the_host_is_watched_on(
         assert copy.read_text() == "one\ntwo\n"
         assert host.lost is None
 
-    watched(body, monkeypatch)
+    watched(body)
 
 
 async def beats(host: Host, num: int) -> None:
@@ -140,25 +140,23 @@ async def beats(host: Host, num: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_host_that_cannot_be_watched_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_cannot_be_watched_is_given_up() -> None:
     async def body(host: Host, end_worker: Callable[[], None]) -> None:
         host.lost_after_s = 60.0
         host.agent.on_beat = lambda _: "no beat"
         await lost(host, 30.0)
         assert "it cannot be watched any more: AttributeError: " in (host.lost or "")
 
-    watched(body, monkeypatch)
+    watched(body)
 
 
-def test_stopping_a_host_that_does_not_answer_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_host, "_STOP_S", 0.1)
-    asyncio.run(asyncio.wait_for(_stop(), 30))
+def test_stopping_a_host_that_does_not_answer_returns() -> None:
+    async def stop() -> None:
+        host = fake_host("n1")
+        await host.stop()
+        await host.stop()
 
-
-async def _stop() -> None:
-    host = fake_host("n1")
-    await host.stop()
-    await host.stop()
+    run_virtual(stop(), 10.0)
 
 
 def test_a_worker_that_is_stopped_does_not_hold_up_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +169,9 @@ def test_a_worker_that_is_stopped_does_not_hold_up_a_connection(monkeypatch: pyt
             return asyncio.sleep(60)
 
     monkeypatch.setattr(remote_host, "attach_to_workers", lambda **_: Attached())
-    connecting = Host.connect(Address("tcp", "n1", 26600), "me", 20.0, {}, answers_within_s=0.05)
-    with pytest.raises(HostError, match=r"^n1: its worker accepts connections and has not answered for 0 s; it may be"):
-        asyncio.run(asyncio.wait_for(connecting, 30))
+    connecting = Host.connect(Address("tcp", "n1", 26600), "me", 20.0, {}, answers_within_s=3.0)
+    with pytest.raises(HostError, match=r"^n1: its worker accepts connections and has not answered for 3 s; it may be"):
+        run_virtual(connecting, 10.0)
 
 
 def test_ranks_are_counted_host_by_host(tmp_path: Path) -> None:
@@ -213,7 +211,7 @@ def test_a_call_to_a_lost_host_ends_with_its_name(tmp_path: Path) -> None:
         with pytest.raises(HostLostError, match="host n2 is lost"):  # the mesh has ended
             await calls.answers({0: asyncio.sleep(0)}, "add")
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_a_death_that_monarch_tells_first_is_named_by_the_agent(tmp_path: Path) -> None:
