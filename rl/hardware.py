@@ -96,14 +96,15 @@ def cpu_thread_env(num_threads: int) -> dict[str, str]:
 
     A step consists of thousands of short parallel loops. If threads slept after each loop, waking them would often take
     longer than the loop itself; if they never slept, they would stall other processes on the same cores. So a thread
-    checks for work a thousand times before it sleeps. On two cores of its own, a trainer's step takes 19 to 35 % less
-    time than with threads that sleep at once; two trainers of two threads each on those cores take up to 16 % more.
+    checks for work 3,000 times before it sleeps. On two cores of a Xeon with AMX, SmolLM2's forward and backward pass
+    takes 3.1 s with 3,000 checks, 3.8 with 1,000 and 2.8 with 10,000; beside a process that keeps one of the cores
+    busy, 6.0, 5.3 and 8.5 s.
 
-    libgomp follows GOMP_SPINCOUNT only while a process has no more of its threads than cores. A trainer has more: each
-    Python thread that has ever computed keeps its own. Beyond that the policy decides: PASSIVE threads then do not
-    check at all, and ACTIVE ones still check a thousand times.
+    libgomp follows GOMP_SPINCOUNT only while a process has no more of its threads than cores, and each Python thread
+    that has ever computed keeps its own. So a rank computes on one Python thread. Beyond that the policy decides:
+    PASSIVE threads do not check at all, and ACTIVE ones check a thousand times.
     """
-    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000"}
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "3000"}
 
 
 def keep_few_arenas() -> None:
