@@ -1,4 +1,4 @@
-"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are those of the test."""
+"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are the test's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
