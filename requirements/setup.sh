@@ -82,7 +82,7 @@ hand_pip_configuration_to_uv() {
   index_url=$(pip_option index-url)
   extra_index_url=$(pip_option extra-index-url)
   cert=$(pip_option cert)
-  index_url=${UV_DEFAULT_INDEX:-${index_url:-https://pypi.org/simple}}
+  index_url=${UV_DEFAULT_INDEX:-${index_url:-$("$python" -c 'from pip._internal.models.index import PyPI as default; print(default.simple_url)')}}
   export UV_DEFAULT_INDEX=$index_url
   if [ -n "$cert" ]; then export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}; fi
   export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} # seconds without a byte; uv gives up after 30
