@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tinker", reason="the tinker package is not installed: pip install 'ownloop[tinker]'")
+pytest.importorskip("tinker", reason="the tinker package is not installed")
 
 from tinker import types
 
