@@ -80,7 +80,7 @@ def check_result(name: str, result: dict[str, Any]) -> None:
     for bar in result["bars"]:
         assert set(bar) == {"name", "value", "limit", "at_most", "ok"}
     assert result["figures"]
-    assert set(result["machine"]) == {"cpu", "cores", "bfloat16", "isa_caps", "python"}
+    assert set(result["machine"]) == {"cpu", "cores", "kind", "isa_caps", "python"}
     assert all(math.isfinite(value) for value in numbers([result["bars"], result["figures"]])), result
 
 
