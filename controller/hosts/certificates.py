@@ -60,10 +60,11 @@ def make_certificates(folder: Path, hosts: Sequence[str], below: str = "") -> li
     return made
 
 
-def own_certificates(folder: Path, name: str | None = None) -> Path:
+def own_certificates(folder: Path, name: str | None = None, now: datetime.datetime | None = None) -> Path:
     """The folder with this host's certificate: `folder`, or the one in it with the host's name.
 
-    Raises ValueError, saying what to do, unless it holds a valid certificate for `name` (None: any name).
+    Raises ValueError, saying what to do, unless it holds a certificate for `name` (None: any name) that is valid `now`
+    (None: at this moment).
     """
     own = next(
         (each for each in (folder, folder / (name or socket.gethostname())) if (each / CERTIFICATE).exists()), None
@@ -77,7 +78,7 @@ def own_certificates(folder: Path, name: str | None = None) -> Path:
         if not (own / file).exists():
             raise ValueError(f"{own} has no {file}; copy the whole folder that `ownloop certs` made for this host")
     certificate = x509.load_pem_x509_certificate((own / CERTIFICATE).read_bytes())
-    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+    if certificate.not_valid_after_utc < (now or datetime.datetime.now(datetime.UTC)):
         raise ValueError(
             f"the certificate in {own} ended on {certificate.not_valid_after_utc:%Y-%m-%d}; make a new one"
         )

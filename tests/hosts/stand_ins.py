@@ -1,8 +1,12 @@
 """Programs of a cluster that stand in for the real ones, as shell scripts in a folder of PATH. Workers are real."""
 
 import os
+import random
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 SSH = """
@@ -23,3 +27,27 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> No
     monkeypatch.setenv("STAND_INS", str(folder))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+
+
+def free_ports(count: int = 10) -> int:
+    """The first of so many ports of 127.0.0.1 on which nothing listens. The kernel gives none of them to others."""
+    chance = random.SystemRandom()  # processes of pytest may have the same seed
+    while True:
+        first = chance.randrange(10_000, 30_000)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+
+
+def running(folder: Path, words: str = "") -> list[int]:
+    """The processes for which `install` put this folder on PATH and which have these words in the command line."""
+    found = [(each.pid, each.info) for each in psutil.process_iter(["cmdline", "environ"])]
+    return [
+        pid
+        for pid, info in found
+        if words in " ".join(info["cmdline"] or []) and str(folder) in (info["environ"] or {}).get("PATH", "")
+    ]

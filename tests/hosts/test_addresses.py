@@ -1,12 +1,12 @@
 """What users write for hosts, and what they get for mistakes."""
 
-import random
 import socket
 
 import pytest
 
 from controller.hosts.addresses import Address, listening, parse_address
 from controller.hosts.host_groups import WorkerHosts, parse_groups
+from tests.hosts.stand_ins import free_ports
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,8 @@ def test_mistakes_in_groups_are_named(words: list[str], message: str) -> None:
 
 
 def test_a_worker_is_found_on_any_of_its_ten_ports() -> None:
-    # Of the ports that the kernel hands out, another process may have taken a neighbour.
-    with socket.create_server(("127.0.0.1", random.randrange(20_000, 30_000))) as server:
-        port = server.getsockname()[1]
+    port = free_ports(19) + 9
+    with socket.create_server(("127.0.0.1", port)):
         for first in (port, port - 4, port - 9):
             assert listening(Address("tcp", "127.0.0.1", first)) == Address("tcp", "127.0.0.1", port)
     assert listening(Address("tcp", "127.0.0.1", port - 4)) is None

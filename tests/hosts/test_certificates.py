@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from controller.commands.cli import main
-from controller.hosts import certificates
 from controller.hosts.certificates import make_certificates, own_certificates, own_name
+from tests.waiting import LIMIT_S, join
 
 
 def handshake(server: Path, client: Path, name: str) -> None:
@@ -21,6 +21,7 @@ def handshake(server: Path, client: Path, name: str) -> None:
         context.load_verify_locations(own / "ca.pem")
         context.verify_mode = ssl.CERT_REQUIRED
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
 
         def serve() -> None:
             with listener.accept()[0] as connection:
@@ -34,13 +35,13 @@ def handshake(server: Path, client: Path, name: str) -> None:
         thread.start()
         try:
             with (
-                socket.create_connection(listener.getsockname()) as raw,
+                socket.create_connection(listener.getsockname(), timeout=LIMIT_S) as raw,
                 theirs.wrap_socket(raw, server_hostname=name) as connection,
             ):
                 if connection.recv(1) != b"x":
                     raise OSError("refused")
         finally:
-            thread.join()
+            join(thread)
 
 
 def test_hosts_of_one_authority_trust_each_other_and_nobody_else(tmp_path: Path) -> None:
@@ -59,9 +60,7 @@ def test_hosts_of_one_authority_trust_each_other_and_nobody_else(tmp_path: Path)
     assert not (n1 / "ca.key").exists()
 
 
-def test_a_host_finds_its_own_certificate_and_mistakes_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_finds_its_own_certificate_and_mistakes_are_named(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     n1, _ = make_certificates(lab, ["n1,10.0.0.1", "n2"])
     assert own_certificates(lab, "n1") == own_certificates(n1, "n1") == n1
@@ -80,10 +79,14 @@ def test_a_host_finds_its_own_certificate_and_mistakes_are_named(
     (lab / "n2" / "key.pem").unlink()
     with pytest.raises(ValueError, match=r"has no key\.pem"):
         own_certificates(lab / "n2")
-    monkeypatch.setattr(certificates, "_VALID", -datetime.timedelta(hours=1))
-    (old,) = make_certificates(tmp_path / "old", ["n1"])
+
+
+def test_a_certificate_is_valid_for_825_days(tmp_path: Path) -> None:
+    (n1,) = make_certificates(tmp_path, ["n1"])
+    now = datetime.datetime.now(datetime.UTC)
+    assert own_certificates(n1, now=now + datetime.timedelta(days=824)) == n1
     with pytest.raises(ValueError, match="ended on"):
-        own_certificates(old)
+        own_certificates(n1, now=now + datetime.timedelta(days=826))
 
 
 @pytest.mark.parametrize(

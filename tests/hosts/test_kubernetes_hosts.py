@@ -18,8 +18,10 @@ from controller.hosts.certificates import own_certificates
 from controller.hosts.starting import kubernetes_pods
 from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
 from controller.hosts.starting.kubernetes_manifests import as_yaml, manifests
+from controller.hosts.starting.kubernetes_pods import Pods
 from controller.hosts.starting.run_certificates import worker_certificates
-from tests.hosts.stand_ins import install
+from tests.hosts.stand_ins import free_ports, install
+from tests.waiting import wait_for_end
 
 KUBECTL = """
 shift 2
@@ -31,6 +33,7 @@ case "$*" in
   "logs"*) echo "error: host 'x' has no address";;
 esac
 """
+POLL_S = 0.02
 WAITING = {"reason": "ImagePullBackOff", "message": "no such image"}
 
 
@@ -49,7 +52,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a kubectl of a cluster that has no jobs. Its pods are this machine."""
     install(tmp_path, monkeypatch, kubectl=KUBECTL)
     (tmp_path / "jobs").touch()
-    monkeypatch.setattr(kubernetes_pods, "_POLL_S", 0.02)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setattr(KubernetesHosts, "address", lambda *_: "127.0.0.1")
     return tmp_path
 
@@ -116,7 +119,7 @@ def test_pods_are_waited_for_and_deleted(cluster: Path) -> None:
         port = server.getsockname()[1]
 
         async def run() -> None:
-            allocation = KubernetesHosts({"trainer": 1}, image="x", port=port).allocation(told.append)
+            allocation = Pods(KubernetesHosts({"trainer": 1}, image="x", port=port), told.append, POLL_S)
             try:
                 expected = {"trainer": (Address("tls", "127.0.0.1", port),)}
                 assert await allocation.workers() == await allocation.workers() == expected
@@ -148,17 +151,18 @@ def test_pods_are_waited_for_and_deleted(cluster: Path) -> None:
 )
 def test_pods_that_do_not_start_are_named_and_deleted(listed: str, message: str, cluster: Path) -> None:
     (cluster / "pods").write_text(listed)
-    hosts = KubernetesHosts({"trainer": 1}, image="x", port=9, start_within_s=0.1)
+    hosts = KubernetesHosts({"trainer": 1}, image="x", port=free_ports(), start_within_s=0.1)
     with pytest.raises(ValueError, match=message):
-        asyncio.run(hosts.allocation(lambda _: None).workers())
+        asyncio.run(Pods(hosts, lambda _: None, POLL_S).workers())
     assert (cluster / "deleted").exists()
 
 
 def test_a_pod_that_ends_while_its_worker_starts_is_named(cluster: Path) -> None:
     (cluster / "pods").write_text(pods(pod("t-0", "Running")))
     (cluster / "next").write_text(pods(pod("t-0", "Failed")))
+    hosts = KubernetesHosts({"trainer": 1}, image="x", port=free_ports())
     with pytest.raises(ValueError, match=r"t-0 has ended\. The last lines of its worker:\nerror: host 'x' has"):
-        asyncio.run(KubernetesHosts({"trainer": 1}, image="x", port=9).allocation(print).workers())
+        asyncio.run(Pods(hosts, print, POLL_S).workers())
 
 
 def test_hosts_of_another_run_are_left_alone(cluster: Path) -> None:
@@ -223,7 +227,7 @@ def test_the_command_of_a_pod_is_a_worker_that_ends_with_the_run(
     monkeypatch.setattr(kubernetes_pods, "output_of", apply)
 
     async def run() -> None:
-        allocation = KubernetesHosts({"trainer": 1}, image="x", port=26640).allocation(print)
+        allocation = KubernetesHosts({"trainer": 1}, image="x", port=free_ports()).allocation(print)
         try:
             (worker,) = (await allocation.workers())["trainer"]
             assert accepts(worker, 1.0)
@@ -231,4 +235,4 @@ def test_the_command_of_a_pod_is_a_worker_that_ends_with_the_run(
             await allocation.stop()
 
     asyncio.run(run())
-    assert running[0].wait(timeout=10) == 0
+    assert wait_for_end(running[0], "the pod's worker")[0] == 0

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,19 +10,24 @@ import pytest
 
 from controller.hosts.addresses import Address, accepts
 from controller.hosts.host_groups import Groups
-from controller.hosts.starting import slurm_jobs, slurm_workers
 from controller.hosts.starting.slurm_hosts import SlurmHosts
+from controller.hosts.starting.slurm_jobs import Times
+from controller.hosts.starting.slurm_workers import NewJob, OwnAllocation
 from controller.meshes.errors import HostsOverError
 from tests.hosts.slurm_stand_in import scripts
-from tests.hosts.stand_ins import install
+from tests.hosts.stand_ins import free_ports, install, running
+from tests.waiting import until
 
 NODES = ("127.0.0.1", "127.0.0.2")
 FAKE_WORKER = """
 echo "$@" >> $STAND_INS/workers
 if [ $SLURMD_NODENAME = "$FAILS" ]; then echo "error: no such thing"; exit 3; fi
 echo "listening on tls://$SLURMD_NODENAME:$FAKE_PORT (process 1)"
-exec sleep 60
+words="$*"
+lifeline=${words##*--lifeline }
+exec bash -c 'exec 3<>/dev/tcp/${0%:*}/${0##*:}; read -u 3' "${lifeline%% *}"
 """
+TIMES = Times(0.05, 0.05, 0.05)
 
 
 @pytest.fixture
@@ -31,10 +35,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the programs of a cluster of two nodes."""
     install(tmp_path, monkeypatch, **scripts(), fake_python=FAKE_WORKER)
     (tmp_path / "nodes").write_text(" ".join(NODES))
-    monkeypatch.setattr(slurm_workers, "_POLL_S", 0.05)
-    monkeypatch.setattr(slurm_workers, "_READ_S", 0.05)
-    monkeypatch.setattr(slurm_workers, "_END_S", 0.1)
-    monkeypatch.setattr(slurm_jobs, "_PAUSE_S", 0.05)
     for name in ("SLURM_JOB_ID", "FAILS"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -54,7 +54,6 @@ def fake_hosts(cluster: Path, partition: str = "") -> SlurmHosts:
         {"trainer": 1, "generator": 1},
         python=str(cluster / "fake_python"),
         folder=str(cluster / "shared"),
-        start_within_s=20,
         partition=partition,
     )
 
@@ -67,16 +66,6 @@ def groups(port: int) -> Groups:
     }
 
 
-def running(cluster: Path, words: str) -> list[int]:
-    """The processes of this cluster, whose programs are on their path, with these words in the command line."""
-    found = [(each.pid, each.info) for each in psutil.process_iter(["cmdline", "environ"])]
-    return [
-        pid
-        for pid, info in found
-        if words in " ".join(info["cmdline"] or []) and str(cluster) in (info["environ"] or {}).get("PATH", "")
-    ]
-
-
 @pytest.mark.seconds
 def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CERT", "KEY", "CA"):  # sbatch passes the controller's environment on
@@ -84,10 +73,11 @@ def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path, mon
     (cluster / "pending").write_text("2")
     (cluster / "busy").touch()
     told: list[str] = []
-    hosts = SlurmHosts({"trainer": 1}, partition="gpu", gpus_per_node=8, folder=str(cluster / "shared"))
+    folder, port = str(cluster / "shared"), free_ports()
+    hosts = SlurmHosts({"trainer": 1}, partition="gpu", gpus_per_node=8, folder=folder, port=port)
 
     async def run() -> None:
-        allocation = hosts.allocation(told.append)
+        allocation = NewJob(hosts, told.append, TIMES)
         try:
             (at,) = (await allocation.workers())["trainer"]
             assert at.scheme == "tls"
@@ -102,10 +92,7 @@ def test_a_job_is_waited_for_and_its_workers_end_with_the_run(cluster: Path, mon
         finally:
             await allocation.stop()
         assert not list((cluster / "shared").iterdir())
-        deadline = time.monotonic() + 20  # it is waited for during `_END_S`, which is short here
-        while running(cluster, "--lifeline") or accepts(at, 1.0):
-            assert time.monotonic() < deadline, "the worker outlived the run"
-            await asyncio.sleep(0.05)
+        await until(lambda: not running(cluster, "--lifeline") and not accepts(at, 1.0), "the end of the worker")
 
     asyncio.run(run())
     assert told == [
@@ -122,7 +109,7 @@ def test_a_job_that_ended_begins_again_when_the_run_restarts(cluster: Path, port
     told: list[str] = []
 
     async def run() -> None:
-        allocation = fake_hosts(cluster).allocation(told.append)
+        allocation = NewJob(fake_hosts(cluster), told.append, TIMES)
         try:
             assert await allocation.workers() == await allocation.revived() == groups(port)
             (cluster / "job-1.over").write_text("TIMEOUT")
@@ -142,9 +129,8 @@ def test_a_wait_that_is_interrupted_cancels_the_job(cluster: Path) -> None:
     told: list[str] = []
 
     async def run() -> None:
-        waiting = asyncio.create_task(fake_hosts(cluster).allocation(told.append).workers())
-        while not told:
-            await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(NewJob(fake_hosts(cluster), told.append, TIMES).workers())
+        await until(lambda: told, "the job")
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -159,7 +145,7 @@ def test_the_allocation_of_this_process_is_used(cluster: Path, port: int, monkey
     monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(NODES))
 
     async def run() -> None:
-        allocation = fake_hosts(cluster).allocation(print)
+        allocation = OwnAllocation(fake_hosts(cluster), print, "7", TIMES)
         try:
             assert await allocation.workers() == groups(port)
             (step,) = running(cluster, "slurm_stand_in srun")
@@ -181,14 +167,14 @@ def test_a_node_whose_worker_fails_is_named_with_what_it_said(
 ) -> None:
     monkeypatch.setenv("FAILS", NODES[1])
     with pytest.raises(ValueError, match=r"^127\.0\.0\.2: its worker ended with status 3\n(.*\n)*error: no such thing"):
-        asyncio.run(fake_hosts(cluster).allocation(print).workers())
+        asyncio.run(NewJob(fake_hosts(cluster), print, TIMES).workers())
     assert (cluster / "job-1.cancelled").exists()
 
 
 def test_a_job_that_ends_while_its_workers_start_is_named(cluster: Path) -> None:
-    (cluster / "fake_python").write_text('#!/bin/sh\necho FAILED > "$STAND_INS/job-1.over"\nexec sleep 60\n')
+    (cluster / "fake_python").write_text('#!/bin/sh\necho FAILED > "$STAND_INS/job-1.over"\nexec sleep 1000\n')
     with pytest.raises(ValueError, match="Slurm job 1 is FAILED"):
-        asyncio.run(fake_hosts(cluster).allocation(print).workers())
+        asyncio.run(NewJob(fake_hosts(cluster), print, TIMES).workers())
 
 
 def test_what_sbatch_says_is_said(cluster: Path) -> None:

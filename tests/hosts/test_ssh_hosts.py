@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 from pathlib import Path
@@ -12,7 +11,8 @@ import pytest
 
 from controller.hosts.addresses import accepts
 from controller.hosts.starting.ssh_hosts import SshHosts
-from tests.hosts.stand_ins import SSH, install
+from tests.hosts.stand_ins import SSH, free_ports, install, running
+from tests.waiting import LIMIT_S, until
 
 HERE = "127.0.0.1"
 
@@ -41,7 +41,8 @@ def test_a_worker_starts_over_ssh_and_again_after_a_loss_and_ends_with_the_run(
 ) -> None:
     install(tmp_path, monkeypatch, ssh=SSH)
     told: list[str] = []
-    hosts = SshHosts({"trainer": (f"me@{HERE}",), "generator": (f"me@{HERE}",)}, env={"GREETING": "a b"})
+    groups, env = {"trainer": (f"me@{HERE}",), "generator": (f"me@{HERE}",)}, {"GREETING": "a b"}
+    hosts = SshHosts(groups, env=env, port=free_ports())
     assert hosts.uses_tls
     assert hosts.certs is not None
 
@@ -57,16 +58,16 @@ def test_a_worker_starts_over_ssh_and_again_after_a_loss_and_ends_with_the_run(
             assert worker.environ()["GREETING"] == "a b"
             assert worker.cwd() == str(Path.cwd())
             worker.send_signal(signal.SIGKILL)
-            while not has_ended(worker):
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(0.1)  # its ssh notices
-            (again,) = (await allocation.workers())["generator"]
+            again = at
+            async with asyncio.timeout(LIMIT_S):
+                while len(told) < 2:  # until its ssh has ended, too
+                    (again,) = (await allocation.workers())["generator"]
+                    await asyncio.sleep(0.02)
             assert again.port != at.port  # a controller that knew the old port cannot come back to it
             assert accepts(again, 1.0)
         finally:
             await allocation.stop()
-        assert not accepts(again, 1.0)
-        assert not workers_here()
+        await until(lambda: not workers_here() and not accepts(again, 1.0), "the end of the worker")
 
     asyncio.run(run())
     assert told == [f"starting workers over ssh on me@{HERE}"] * 2
@@ -89,12 +90,10 @@ def test_every_host_that_fails_is_named_with_the_last_lines_of_its_ssh(
 
 
 def test_a_worker_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, ssh="echo $$ > $STAND_INS/pid; echo motd; exec sleep 60")
-    monkeypatch.setattr("controller.hosts.starting.ssh_hosts._END_S", 0.1)
-    with pytest.raises(ValueError, match=r"127\.0\.0\.1: no worker has begun to listen in time.*\nmotd"):
-        asyncio.run(SshHosts({"trainer": (HERE,)}, start_within_s=0.3).allocation(lambda _: None).workers())
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    install(tmp_path, monkeypatch, ssh="exec sleep 1000")
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1: no worker has begun to listen in time"):
+        asyncio.run(SshHosts({"trainer": (HERE,)}, start_within_s=0.1).allocation(lambda _: None).workers())
+    assert not running(tmp_path)
 
 
 def test_ports_that_are_taken_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

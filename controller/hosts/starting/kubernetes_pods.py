@@ -17,7 +17,6 @@ from controller.hosts.starting.programs import output_of
 from controller.hosts.starting.run_certificates import worker_certificates
 from controller.hosts.starting.worker_starts import until_it_accepts
 
-_POLL_S = 2.0
 _DELETE_S = 3.0
 _KINDS = "jobs,services,secrets"
 _OTHER_NETWORK = "192.0.2.1"  # an address of no network (RFC 5737): what leads there is the default route
@@ -26,10 +25,11 @@ _OTHER_NETWORK = "192.0.2.1"  # an address of no network (RFC 5737): what leads 
 class Pods:
     """See `Allocation`."""
 
-    def __init__(self, hosts: KubernetesHosts, tell: Tell) -> None:
-        """Makes nothing."""
+    def __init__(self, hosts: KubernetesHosts, tell: Tell, poll_s: float = 2.0) -> None:
+        """Makes nothing. `poll_s` is the time between two looks at the pods."""
         self._hosts = hosts
         self._tell = tell
+        self._poll_s = poll_s
         self._lifeline: Lifeline | None = None
         self._made = False
         self._groups: Groups | None = None
@@ -112,12 +112,12 @@ class Pods:
             end = end or (time.monotonic() + self._hosts.start_within_s if has_nodes else 0.0)
             if end and time.monotonic() > end:
                 raise ValueError(f"pods have not started within {self._hosts.start_within_s:g} s: {words}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _watch(self) -> None:
         """Notices that a pod ends while its worker starts."""
         while self._failure is None:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
             self._failure = await self._failure_of(await self._pods())
 
     async def _pods(self) -> list[dict[str, Any]]:

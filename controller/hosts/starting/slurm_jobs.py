@@ -11,11 +11,22 @@ from controller.hosts.starting.programs import output_of
 
 _CANCEL_S = 3.0
 _TRIES = 4
-_PAUSE_S = 5.0
 _STARTING = ("PENDING", "CONFIGURING")
 READY, LIFELINE, OUTPUT, CERTIFICATES, SCRIPT = "ready", "lifeline", "output.txt", "certs", "worker.sh"
 """Files of a job's folder, which every node sees. `READY` is written last."""
 _MOST_TRIES = 240  # of half a second
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds between two looks."""
+
+    job: float = 2.0
+    """At the state of the job."""
+    busy: float = 5.0
+    """The same, after squeue has failed."""
+    output: float = 0.5
+    """At what the workers print."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,8 @@ async def submit(script: str) -> str:
     return (await output_of(["sbatch", "--parsable"], script)).strip().partition(";")[0]
 
 
-async def state_of(job: str) -> JobState:
-    """The state of a job now. Raises ValueError if squeue does not answer several times."""
+async def state_of(job: str, pause_s: float) -> JobState:
+    """The state of a job now. Raises ValueError if squeue does not answer several times, with pauses between them."""
     for left in reversed(range(_TRIES)):
         try:
             printed = await output_of(["squeue", "--noheader", "--jobs", job, "--format", "%T|%r|%N"])
@@ -59,7 +70,7 @@ async def state_of(job: str) -> JobState:
                 return JobState("", "", "")
             if not left:
                 raise
-            await asyncio.sleep(_PAUSE_S)  # a busy controller of Slurm times out now and then
+            await asyncio.sleep(pause_s)  # a busy controller of Slurm times out now and then
         else:
             state, _, rest = printed.strip().partition("|")
             reason, _, nodes = rest.rpartition("|")

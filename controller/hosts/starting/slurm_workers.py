@@ -26,6 +26,7 @@ from controller.hosts.starting.slurm_jobs import (
     READY,
     SCRIPT,
     JobState,
+    Times,
     batch_script,
     cancel,
     nodes_of,
@@ -38,18 +39,17 @@ from controller.hosts.starting.worker_starts import WorkerOutput, environment, u
 from controller.meshes.errors import HostsOverError
 from rl.cache import cache_directory
 
-_POLL_S = 2.0
-_READ_S = 0.5
 _END_S = 3.0
 
 
 class SlurmWorkers(ABC):
     """What both ways share: the folder, the lifeline, the workers' output."""
 
-    def __init__(self, hosts: SlurmHosts, tell: Tell) -> None:
+    def __init__(self, hosts: SlurmHosts, tell: Tell, times: Times) -> None:
         """Starts nothing."""
         self._hosts = hosts
         self._tell = tell
+        self._times = times
         shared = Path(hosts.folder).expanduser().absolute() if hosts.folder else cache_directory() / "slurm"
         self._folder = shared / uuid.uuid4().hex
         self._output = WorkerOutput("slurm")
@@ -177,7 +177,7 @@ class SlurmWorkers(ABC):
     async def _watch(self) -> None:
         """Notices that a job ends while its workers start."""
         while self._over is None:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._times.job)
             self._over = await self._why_over()
 
     async def _read(self) -> None:
@@ -188,15 +188,15 @@ class SlurmWorkers(ABC):
                 *lines, part = (part + file.read()).split("\n")
                 for line in lines:
                     self._output.take(line)
-                await asyncio.sleep(_READ_S)
+                await asyncio.sleep(self._times.output)
 
 
 class NewJob(SlurmWorkers):
     """A job of its own."""
 
-    def __init__(self, hosts: SlurmHosts, tell: Tell) -> None:
+    def __init__(self, hosts: SlurmHosts, tell: Tell, times: Times = Times()) -> None:  # noqa: B008
         """Submits nothing yet."""
-        super().__init__(hosts, tell)
+        super().__init__(hosts, tell, times)
         self._job: str | None = None
 
     @property
@@ -207,13 +207,13 @@ class NewJob(SlurmWorkers):
         hosts = self._hosts
         self._job = await submit(batch_script(self._folder, hosts.num_nodes, hosts.job_options()))
         told = ""
-        while not (state := await state_of(self._job)).runs:
+        while not (state := await state_of(self._job, self._times.busy)).runs:
             if not state.waits:
                 raise ValueError(f"{self._name} is {state}\n{(self._folder / OUTPUT).read_text()}".strip())
             if str(state) != told:
                 told = str(state)
                 self._tell(f"{self._name} for {hosts.num_nodes} nodes is {told}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._times.job)
         nodes = await nodes_of(state.nodes)
         self._tell(f"{self._name} has {state.nodes}; starting workers")
         return nodes
@@ -223,7 +223,7 @@ class NewJob(SlurmWorkers):
 
     async def _why_over(self) -> str | None:
         assert self._job is not None
-        state: JobState = await state_of(self._job)
+        state: JobState = await state_of(self._job, self._times.busy)
         return None if state.runs else f"{self._name} is {state}"
 
     async def _end(self) -> None:
@@ -235,9 +235,9 @@ class NewJob(SlurmWorkers):
 class OwnAllocation(SlurmWorkers):
     """The allocation that this process runs in."""
 
-    def __init__(self, hosts: SlurmHosts, tell: Tell, job: str) -> None:
+    def __init__(self, hosts: SlurmHosts, tell: Tell, job: str, times: Times = Times()) -> None:  # noqa: B008
         """Starts nothing yet."""
-        super().__init__(hosts, tell)
+        super().__init__(hosts, tell, times)
         self._job = job
         self._step: asyncio.subprocess.Process | None = None
 
