@@ -25,6 +25,7 @@ from generator._cpu_packing import patch_packing
 from generator._cpu_sampling import patch_sampling
 from generator._cpu_startup import patch_startup
 from generator.options import CPU_KERNELS
+from rl.hardware import has_amx
 
 
 def patch_cpu() -> None:
@@ -35,6 +36,10 @@ def patch_cpu() -> None:
         expert_method.select_unquantized_moe_backend = _ExpertsWithoutAdapters(select)
     CPUAttentionBackend.get_supported_kernel_block_sizes = _blocks_of_16
     _register_norms()
+    if not has_amx():
+        # Where oneDNN is kept from AMX by ONEDNN_MAX_CPU_ISA, vLLM still takes its kernels for AMX, which multiply with
+        # oneDNN's and end the process. Remove when vLLM asks oneDNN.
+        torch.cpu._is_amx_tile_supported = _no
     patch_kv_cache()
     patch_packing()
     patch_sampling()
@@ -94,6 +99,10 @@ class _ExpertsWithoutAdapters:
 
 
 @staticmethod
+def _no() -> bool:
+    return False
+
+
 def _blocks_of_16(kv_cache_spec: object = None) -> list[int | MultipleOf]:
     """The sizes of blocks of keys and values that vLLM's attention on the CPU can do.
 

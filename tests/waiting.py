@@ -6,9 +6,11 @@ import selectors
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -52,6 +54,20 @@ def wait_for_end(process: subprocess.Popen[Any], what: str, limit_s: float = LIM
         printed = process.communicate(timeout=LIMIT_S)
         raise AssertionError(f"waited {limit_s:g} s in vain for the end of {what}; it printed {printed}") from None
     return process.returncode, _text(output), _text(errors)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone or a zombie. An orphan stays a zombie where the first process waits for no child."""
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_ends(processes: Iterable[psutil.Process], what: str) -> None:
+    """Returns once every process has ended, whether its parent has noticed or not."""
+    left = list(processes)
+    wait_until(lambda: all(has_ended(process) for process in left), f"the end of {what}")
 
 
 def wait_for_line(pipe: IO[Any] | None, what: str, limit_s: float = LIMIT_S) -> str:

@@ -132,7 +132,7 @@ class RankProcesses:
     async def ended(self, within_s: float) -> None:
         """Returns once the kernel has taken down every process, which takes a moment after `kill`, or gives up."""
         end = time.monotonic() + within_s
-        while any(psutil.pid_exists(pid) for pid in self.pids) and time.monotonic() < end:
+        while any(map(self._state, range(len(self.pids)))) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     def _state(self, rank: int) -> str | None:

@@ -17,7 +17,7 @@ import pytest
 from tests.docs.in_process import launch_in_process
 from tests.docs.notebook import code_cells, execute, printed, source
 from tests.docs.pages import ROOT
-from tests.waiting import LIMIT_S
+from tests.waiting import wait_for_ends
 
 STARTED = """
 import asyncio
@@ -119,8 +119,7 @@ def test_no_process_is_left(kernel: Any, how: str) -> None:
             kernel.restart_kernel(now=False)
         case _:
             process.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
-    assert not alive
+    wait_for_ends(children, "the notebook's processes")
     client.stop_channels()
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rl.tiny_models import SERVABLE, tiny_llama, tiny_qwen3
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_for_ends
 
 tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
@@ -51,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[str, str]]:
         children = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
         assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
-        assert not psutil.wait_procs(children, timeout=LIMIT_S)[1], "processes are left behind"
+        wait_for_ends(children, "the server's processes")
     finally:
         server.kill()
 

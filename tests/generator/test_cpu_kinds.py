@@ -68,8 +68,6 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 def pretended_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has vLLM, which asks PyTorch, see no more of the processor than oneDNN does."""
     kinds, cap = list(KINDS), os.environ.get(CAP, "")
-    if cap in kinds[:3]:
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if cap in kinds[:2]:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
 

@@ -12,7 +12,7 @@ import pytest
 from controller.hosts.addresses import accepts
 from controller.hosts.starting.ssh_hosts import SshHosts
 from tests.hosts.stand_ins import SSH, free_ports, install, running
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, has_ended, until
 
 HERE = "127.0.0.1"
 
@@ -25,14 +25,6 @@ def workers_here() -> list[psutil.Process]:
             if not has_ended(each) and "--lifeline" in each.cmdline():
                 found.append(each)
     return found
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is gone, or waits only for its parent to notice."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.seconds

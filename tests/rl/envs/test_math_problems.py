@@ -20,7 +20,7 @@ from rl.envs.check import check_env
 from rl.envs.math_answers import Comparison, MathComparer, math_comparer
 from rl.envs.math_problems import MathProblems, final_answer
 from rl.envs.word_problems import word_problems_file, write_word_problems
-from tests.waiting import LIMIT_S, join, wait_for_line, wait_until
+from tests.waiting import LIMIT_S, join, wait_for_ends, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -132,7 +132,7 @@ def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> N
     wait_until(lambda: comparing.cpu_times().user >= before + 0.2, "the process to compute")
     controller.kill()
     controller.wait(LIMIT_S)
-    assert psutil.wait_procs([comparing], timeout=LIMIT_S)[0] == [comparing]
+    wait_for_ends([comparing], "the comparison")
 
 
 @pytest.mark.parametrize(
