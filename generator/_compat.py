@@ -39,7 +39,7 @@ def patch_cpu() -> None:
     if not has_amx():
         # Where oneDNN is kept from AMX by ONEDNN_MAX_CPU_ISA, vLLM still takes its kernels for AMX, which multiply with
         # oneDNN's and end the process. Remove when vLLM asks oneDNN.
-        torch.cpu._is_amx_tile_supported = _no
+        torch.cpu._is_amx_tile_supported = _no  # pyright: ignore[reportPrivateUsage]
     patch_kv_cache()
     patch_packing()
     patch_sampling()

@@ -1,13 +1,13 @@
 """How a user goes on with a run that has ended: the command that resumes it or, without a checkpoint, starts again."""
 
+import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from controller.commands.recipes import recipe_files
 from controller.commands.resume import saved_recipe
-from rl.runs.folder import complete_checkpoints
-from rl.runs.secret_fields import HIDDEN, is_secret
+from rl.runs.folder import CONFIG_FILE, complete_checkpoints
+from rl.runs.secret_fields import hidden_fields, hide_in_options
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -31,19 +31,7 @@ def command_of(folder: Path) -> str:
     recipe = saved_recipe(folder)
     file = Path(recipe["file"])
     name = file.stem if recipe_files().get(file.stem) == file else str(file)
-    options = [option for options in recipe["options"] for option in _without_secrets(options)]
+    hidden = hidden_fields(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    options = [option for options in recipe["options"] for option in hide_in_options(options, hidden)]
     replay = ["--replay", str(recipe["replay"])] if recipe.get("replay") else []
     return shlex.join(["ownloop", "run", name, *replay, *options])
-
-
-def _without_secrets(options: Sequence[str]) -> list[str]:
-    """The options with the values of secret fields hidden, as "--env.api-key=..." or in an argument of their own."""
-    shown: list[str] = []
-    for index, option in enumerate(options):
-        name, equals, _ = option.partition("=")
-        before = options[index - 1] if index else ""
-        if option.startswith("--"):
-            shown.append(f"{name}={HIDDEN}" if equals and is_secret(name) else option)
-        else:
-            shown.append(HIDDEN if before.startswith("--") and "=" not in before and is_secret(before) else option)
-    return shown

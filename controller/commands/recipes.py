@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rl.checks import check_known, did_you_mean
+from rl.runs.secret_fields import hide_in_text, with_hidden_secrets
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -116,6 +117,8 @@ def override(config: Any, options: Sequence[str], program: str, description: str
             name = option.partition("=")[0].replace("_", "-")
             if option.startswith("--") and name not in known:
                 raise ValueError(f"unknown option {name}{did_you_mean(name, known)}")
+    else:
+        config = with_hidden_secrets(config)
     import tyro
 
     output, errors = io.StringIO(), io.StringIO()
@@ -133,7 +136,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     except SystemExit as stop:
         if stop.code in (0, None):
             raise HelpRequestedError(output.getvalue()) from None
-        raise ValueError(_first_message(errors.getvalue() + output.getvalue())) from None
+        raise ValueError(hide_in_text(_first_message(errors.getvalue() + output.getvalue()))) from None
 
 
 def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--") -> Any:

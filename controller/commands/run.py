@@ -18,6 +18,7 @@ from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
+from rl.runs.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -200,7 +201,7 @@ def _unwritten(folder: "RunFolder") -> Exception | None:
 def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) -> int:
     """Says in short what ended the run; the traceback is in the log. Returns the exit status."""
     if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
-        print(f"error: {error}", file=output.errors)
+        print(f"error: {hide_in_text(str(error))}", file=output.errors)
         if folder.resumed or any(log.name != _LOG for log in folder.logs.iterdir()):
             print(f"details in {folder.logs}", file=output.errors)  # processes were started, and may say more
         else:
@@ -208,7 +209,7 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
         return USAGE
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
+    print(f"error: {type(error).__name__}: {hide_in_text(str(error))}{where}", file=output.errors)
     print(f"saved: {_saved(folder)}\ndetails in {folder.logs / _LOG}", file=output.errors)
     return FAILED
 

@@ -45,7 +45,7 @@ from rl.runs.recording import (
     write_whole,
 )
 from rl.runs.schema import SCHEMA_VERSION
-from rl.runs.secret_fields import hide_secrets
+from rl.runs.secret_fields import hide_all, hide_secrets, is_declared
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
@@ -250,10 +250,11 @@ def write_json(file: Path, value: object, *, private: bool = False) -> None:
 def to_json(value: Any) -> Any:
     """`value` in JSON types. Dataclasses become objects, functions "module:name", numbers that are not finite null.
 
-    Values of any other type become their text.
+    Fields that are declared as `Secret` are hidden. Values of any other type become their text.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: hide_all(item) if is_declared(type(value), name) else item for name, item in fields.items()}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, np.ndarray | np.generic):

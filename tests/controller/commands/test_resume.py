@@ -1,13 +1,17 @@
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from controller.commands.next_command import how_to_go_on
-from controller.commands.recipes import find_recipe, load_recipe, override
+from controller.commands.model_card import add_model_card
+from controller.commands.next_command import command_of, how_to_go_on
+from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
 from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
 from rl.runs.folder import RunFolder, write_json
+from rl.runs.report.page import write_report
 from tests.controller.commands.old_runs import old_run
 from tests.controller.commands.test_cli import ownloop
 
@@ -105,6 +109,64 @@ def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
     assert resumed_configuration(folder, []).env.api_key == "sk-third"
     assert (folder / "recipe.json").stat().st_mode & 0o077 == 0
     assert how_to_go_on(folder).endswith(f"ownloop run {file} --env.api-key '***' --seed 0")
+
+
+SOWN = """
+from dataclasses import dataclass, field
+from rl.runs.secret_fields import Secret
+from tests.controller.commands.toy_recipe import ToyConfig
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    openai_key: str = "SOWN-01"
+    auth: tuple[str, str] = ("SOWN-02", "SOWN-03")
+    bearer: str = "SOWN-04"
+    headers: dict[str, str] = field(default_factory=lambda: {
+        "Authorization": "Basic SOWN-05", "X-Api-Key": "SOWN-06", "Cookie": "id=SOWN-07", "Accept": "Bearer SOWN-08",
+    })
+    url: str = "https://SOWN-09:SOWN-10@host/v1?api_key=SOWN-11"
+    database: str = "postgres://user:SOWN-12@host/db"
+    option7: Secret = "SOWN-13"
+    option8: Secret | None = "SOWN-14"
+    command: str = "judge --token SOWN-15 --password=SOWN-16 OPENAI_API_KEY=SOWN-17"
+    note: str = "Authorization: Bearer SOWN-18"
+    model: str = "sk-SOWN19-abcdefghijkl"
+    db_pass: str = "SOWN-20"
+    pairs: tuple[tuple[str, str], ...] = (("X-Auth-Token", "SOWN-21"), ("Accept", "json"))
+    passwords: tuple[str, ...] = ("SOWN-22",)
+    pem: str = "-----BEGIN PRIVATE KEY-----SOWN-23-----END PRIVATE KEY-----"
+
+@dataclass(frozen=True, kw_only=True)
+class SecretConfig(ToyConfig):
+    env: Judge = field(default_factory=Judge)
+    model: str = "base"
+
+def recipe():
+    return SecretConfig()
+"""
+
+
+def test_no_secret_is_in_a_page_a_help_text_or_a_file_that_others_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOWN)
+    options = ["--env.option7", "SOWN-31", "--env.openai-key=SOWN-32", "--env.url", "http://SOWN-33@host"]
+    config = override(load_recipe(file), options, "ownloop")
+    assert (config.env.option7, config.env.openai_key) == ("SOWN-31", "SOWN-32")
+    folder = RunFolder(tmp_path / "a", config)
+    save_recipe(folder.path, file, options)
+    folder.log_metrics({"step": 1.0})
+    (folder.path / "model").mkdir()
+    (folder.path / "model" / "config.json").write_text("{}")
+    add_model_card(folder.path, "sums")
+    write_report(folder.path, None, command_of(folder.path), None)
+    shown = [path.read_text() for path in folder.path.rglob("*") if path.is_file() and path.name != "recipe.json"]
+    assert len(shown) >= 5  # metrics, configuration, lock, card and its model's, page
+    with pytest.raises(HelpRequestedError) as help_text:
+        override(load_recipe(file), ["--help"], "ownloop")
+    for text in (*shown, how_to_go_on(folder.path), str(help_text.value)):
+        assert not re.findall(r"SOWN-?\d*", text)
+    assert "--env.openai-key" in str(help_text.value)
+    assert dataclasses.asdict(resumed_configuration(folder.path, [])) == dataclasses.asdict(config)
 
 
 def test_runs_are_found_by_path_and_by_name(tmp_path: Path) -> None:
