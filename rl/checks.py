@@ -1,8 +1,10 @@
 """Checks of values that users choose, with the same wording everywhere."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Generator, Iterable, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -71,3 +73,18 @@ def first_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + more
+
+
+@contextlib.contextmanager
+def errors_of_user_code(name: str) -> Generator[None]:
+    """Turns an error of code that the user wrote into a ValueError with the file and the line; others stay."""
+    try:
+        yield
+    except SyntaxError as error:
+        raise ValueError(f"{name}: {error.filename}, line {error.lineno}: {error.msg}") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+        raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error

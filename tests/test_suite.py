@@ -15,6 +15,7 @@ import pytest
 
 from tests.stress import conditions
 from tests.suite import end_tasks
+from tests.waiting import has_ended
 
 Running = tuple[asyncio.AbstractEventLoop, threading.Thread]
 
@@ -260,15 +261,7 @@ def test_ctrl_c_ends_what_stress_started(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130, output
     pids = {*started, *(tmp_path / "pids").read_text().split()}
-    assert [pid for pid in pids if _is_alive(pid)] == []
-
-
-def _is_alive(pid: str) -> bool:
-    """Whether it runs. One that has ended may still wait for its parent to ask how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert [pid for pid in pids if not has_ended(int(pid))] == []
 
 
 def test_stress_takes_turns_with_the_kinds_that_a_cpu_can_pretend_to_be() -> None:

@@ -56,15 +56,16 @@ def wait_for_end(process: subprocess.Popen[Any], what: str, limit_s: float = LIM
     return process.returncode, _text(output), _text(errors)
 
 
-def has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process | int) -> bool:
     """Whether a process is gone or a zombie. An orphan stays a zombie where the first process waits for no child."""
     try:
+        process = psutil.Process(process) if isinstance(process, int) else process
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return True
 
 
-def wait_for_ends(processes: Iterable[psutil.Process], what: str) -> None:
+def wait_for_ends(processes: Iterable[psutil.Process | int], what: str) -> None:
     """Returns once every process has ended, whether its parent has noticed or not."""
     left = list(processes)
     wait_until(lambda: all(has_ended(process) for process in left), f"the end of {what}")

@@ -39,7 +39,9 @@ def add_parser(commands: Commands) -> None:
 def chat(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Answers line by line. `overrides` are fields of the generator's configuration."""
     from controller.commands.brief_work import CommandEndedError, finish
+    from rl.types import SamplingParams
 
+    SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)  # refuses what cannot be sampled
     with CapturedOutput() as output, tempfile.TemporaryDirectory(prefix="ownloop-chat-") as scratch:
 
         def tell(text: str) -> None:

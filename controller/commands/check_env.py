@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from controller.commands.command import FAILED, Commands, refuse
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
+from rl.checks import errors_of_user_code
 
 if TYPE_CHECKING:
     from rl.protocols import Env
@@ -47,9 +48,7 @@ def load_env(name: str) -> "Env":
         return env
     if "" not in sys.path:
         sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
-    try:
+    with errors_of_user_code(f"environment {name!r} cannot be made"):
         found: Any = getattr(importlib.import_module(module), attribute)
         made: Any = found() if callable(found) else found
-        return made
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"environment {name!r} cannot be made: {error}") from error
+    return made

@@ -49,3 +49,10 @@ def refuse(overrides: Sequence[str]) -> None:
     """Raises ValueError for the first override. For commands that take none."""
     if overrides:
         raise ValueError(f"unexpected argument {overrides[0]}")
+
+
+def folder_named(runs: Path, name: str) -> Path:
+    """The folder of a new run within `runs`. Raises ValueError for a name that is not the name of a folder in it."""
+    if name in ("", ".", "..") or name != Path(name).name or name.startswith("-") or not name.isprintable():
+        raise ValueError(f"--name is {name!r}; it must be the name of a folder, without '/'; --runs says where it goes")
+    return runs / name

@@ -62,6 +62,12 @@ def run_command(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file or a folder that the caller named
+        named = f"{error.filename}: " if error.filename else ""
+        print(f"error: {named}{error.strerror or error}", file=sys.stderr)
+        return USAGE
 
 
 def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:

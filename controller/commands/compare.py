@@ -1,7 +1,6 @@
 """`ownloop compare RUN RUN ...`: two runs step by step; several, over their seeds; with `--plot`, as a picture."""
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,10 +71,10 @@ def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> No
 def comparison(run_a: Path, run_b: Path) -> Iterable[str]:
     """The lines to print: fields that differ, each step's main metrics in pairs, and where the metrics first differ."""
     from rl.runs.comparison import by_step, differences
-    from rl.runs.folder import CONFIG_FILE, read_metrics
+    from rl.runs.folder import CONFIG_FILE, read_json, read_metrics
     from rl.runs.schema import current_fields
 
-    configs = [current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))) for run in (run_a, run_b)]
+    configs = [current_fields(read_json(run / CONFIG_FILE)) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
     for field, (a, b) in differences(configs[0], configs[1]).items():

@@ -1,6 +1,5 @@
 """The part of `ownloop compare` that judges over seeds: a table of final rewards, and what can be claimed."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,10 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    from rl.runs.folder import CONFIG_FILE
+    from rl.runs.folder import CONFIG_FILE, read_json
     from rl.runs.schema import current_fields
 
-    return current_fields(json.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
+    return current_fields(read_json(run / CONFIG_FILE))
 
 
 def _name(first: Mapping[str, Any], config: Mapping[str, Any], result: FinalReward) -> str:

@@ -5,7 +5,6 @@ checkpoint itself: the trainers' parameters, optimizer state and random state, a
 it is resumed as any run is. Every field may be changed for the steps to come; without a change they are its parent's.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from controller.commands.replay import replayed
 from controller.commands.resume import RECIPE_FILE, saved_recipe
 from controller.commands.trust import check_own, signed
 from controller.runs.models import Tell
-from rl.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, write_json
+from rl.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, read_json, write_json
 from rl.runs.recording import recorded_files
 
 PARENT_FILE = "parent.json"
@@ -45,7 +44,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
     Files that never change are linked where the disk allows it. Raises ValueError if `path` cannot be used, and for a
     `num_steps` that the checkpoint has reached.
     """
-    loop: dict[str, Any] = json.loads((checkpoint / LOOP_FILE).read_text(encoding="utf-8"))
+    loop: dict[str, Any] = read_json(checkpoint / LOOP_FILE)
     num_steps = getattr(config, "num_steps", None)
     if num_steps is not None and num_steps <= loop["step"]:
         raise ValueError(

@@ -1,11 +1,9 @@
 """`ownloop runs`: a table of runs, newest first, with their states and last rewards."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import localtime, strftime
-from typing import Any
 
 from controller.commands.command import Commands, add_runs_option, refuse
 
@@ -44,11 +42,13 @@ def print_runs(runs: Sequence[Path]) -> None:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    from rl.runs.folder import CONFIG_FILE, METRICS, read_metrics
+    from rl.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
     from rl.runs.state import state_of
 
-    config: Mapping[str, Any] = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    rows = read_metrics(run / METRICS)
+    try:
+        config, rows = read_json(run / CONFIG_FILE), read_metrics(run / METRICS)
+    except ValueError as error:
+        return (run.name, str(error), "-", "-", "-", "-")
     done, total = int(max((row["step"] for row in rows), default=0)), config.get("num_steps", "?")
     begun = rows[0].get("time") if rows else None
     when = strftime("%Y-%m-%d %H:%M", localtime(begun or (run / CONFIG_FILE).stat().st_mtime))

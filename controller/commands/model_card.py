@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.commands.next_command import command_of
 from controller.commands.resume import RECIPE_FILE
-from rl.runs.folder import CONFIG_FILE, METRICS, read_metrics
+from rl.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from rl.runs.recording import write_whole
 
 _CARD = "README.md"
@@ -43,7 +43,7 @@ def add_model_card(run: Path, data: str, model: Path | None = None, step: int | 
 
 
 def _card(run: Path, data: str, step: int | None) -> Iterator[str]:
-    config = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_json(run / CONFIG_FILE)
     rows = [row for row in read_metrics(run / METRICS) if step is None or row["step"] <= step]
     last = int(max((row["step"] for row in rows), default=0))
     base = str(config.get("model", "unknown"))

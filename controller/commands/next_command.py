@@ -1,12 +1,11 @@
 """How a user goes on with a run that has ended: the command that resumes it or, without a checkpoint, starts again."""
 
-import json
 import shlex
 from pathlib import Path
 
 from controller.commands.recipes import recipe_files
 from controller.commands.resume import saved_recipe
-from rl.runs.folder import CONFIG_FILE, complete_checkpoints
+from rl.runs.folder import CONFIG_FILE, complete_checkpoints, read_json
 from rl.runs.secret_fields import hidden_fields, hide_in_options
 
 
@@ -31,7 +30,7 @@ def command_of(folder: Path) -> str:
     recipe = saved_recipe(folder)
     file = Path(recipe["file"])
     name = file.stem if recipe_files().get(file.stem) == file else str(file)
-    hidden = hidden_fields(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    hidden = hidden_fields(read_json(folder / CONFIG_FILE))
     options = [option for options in recipe["options"] for option in hide_in_options(options, hidden)]
     replay = ["--replay", str(recipe["replay"])] if recipe.get("replay") else []
     return shlex.join(["ownloop", "run", name, *replay, *options])

@@ -4,12 +4,11 @@ So `config.json` says which files were trained, and a resumed run has the same o
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE
+from rl.runs.folder import CONFIG_FILE, read_json
 
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""
@@ -32,7 +31,7 @@ def with_recorded_models(config: Any, folder: Path) -> Any:
     """The configuration with the commits that the run in `folder` recorded, where they are of the same models."""
     from controller.runs.hub_models import HubName
 
-    recorded = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    recorded = read_json(folder / CONFIG_FILE)
     same: dict[str, str] = {}
     for field, name in _model_names(config).items():
         ours, theirs = HubName.parse(name), HubName.parse(str(recorded.get(field)))

@@ -16,9 +16,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from rl.checks import check_known, did_you_mean
+from rl.checks import check_known, did_you_mean, errors_of_user_code
 from rl.runs.secret_fields import hide_in_text, with_hidden_secrets
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def has_gpu_elsewhere(config: Any) -> bool | None:
 
 def describe(file: Path) -> str:
     """The first line of a recipe's docstring, read without running the file."""
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    with errors_of_user_code(f"recipe {file}"):
+        docstring = ast.get_docstring(ast.parse(file.read_bytes(), str(file)))
     return docstring.splitlines()[0] if docstring else ""
 
 
@@ -90,17 +92,26 @@ def load_recipe(file: Path, source: str | None = None) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses defined in the recipe look up their module by name.
     sys.modules.setdefault(file.stem, module)
-    if source is None:
-        spec.loader.exec_module(module)
-    else:
-        exec(compile(source, file, "exec"), module.__dict__)
-    make = getattr(module, "recipe", None)
-    if not callable(make):
-        raise ValueError(f"recipe {file} has no function recipe()")
-    config = make()
+    with contextlib.ExitStack() as unloaded, errors_of_user_code(f"recipe {file}"):
+        unloaded.callback(_forget, module)
+        if source is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(compile(source, file, "exec"), module.__dict__)
+        make = getattr(module, "recipe", None)
+        if not callable(make):
+            raise ValueError(f"recipe {file} has no function recipe()")
+        config = make()
+        unloaded.pop_all()
     if not dataclasses.is_dataclass(config):
         raise ValueError(f"recipe() of {file} returned a {type(config).__name__}; a dataclass is needed")
     return config
+
+
+def _forget(module: ModuleType) -> None:
+    """Unloads a recipe that failed: another one of its name may follow."""
+    if sys.modules.get(module.__name__) is module:
+        del sys.modules[module.__name__]
 
 
 def override(config: Any, options: Sequence[str], program: str, description: str = "") -> Any:

@@ -28,14 +28,20 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.next_command import command_of
     from controller.commands.resume import RECIPE_FILE, find_run
     from controller.runs.run_tokenizer import decoder_of
+    from rl.runs.recording import RecordingError
     from rl.runs.report.page import write_report
 
     refuse(overrides)
+    if options.to is not None and options.to.is_dir():
+        raise ValueError(f"--to is {options.to}, a folder; it must name a file")
     run = find_run(options.run, options.runs)
     with CapturedOutput() as output:
         command = command_of(run) if (run / RECIPE_FILE).is_file() else ""
         decode = decoder_of(run)
         if decode is None:
             print("the run's tokenizer is not here: answers are shown without their tokens", file=output.errors)
-        print(write_report(run, decode, command, options.to), file=output.terminal)
+        try:
+            print(write_report(run, decode, command, options.to), file=output.terminal)
+        except RecordingError as error:
+            raise ValueError(str(error)) from error
     return 0

@@ -4,7 +4,6 @@
 The resulting configuration is compared with `config.json`. New options may only change the steps still to come.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from controller.commands.trust import check_own, is_own, signed
 from rl.runs.comparison import ABSENT, differences
-from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, to_json, write_json
+from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, read_json, to_json, write_json
 from rl.runs.schema import SCHEMA_VERSION, schema_version
 from rl.runs.secret_fields import hide_secrets
 
@@ -79,7 +78,7 @@ def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool =
     resumed = override(config, options, name)
     if recipe.get("replay"):
         config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))
-    recorded = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    recorded = read_json(folder / CONFIG_FILE)
     as_begun, as_resumed = (hide_secrets(to_json(made)) for made in (config, resumed))
     changed = {
         field: (before, after)
@@ -110,7 +109,7 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
             "on with RunFolder(path, config, resume=True)"
         )
-    recipe: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    recipe: dict[str, Any] = read_json(file)
     if (version := schema_version(recipe)) != SCHEMA_VERSION:
         raise ValueError(
             f"{folder} was written by another version of ownloop (schema {version}, this is {SCHEMA_VERSION}): modules "
@@ -128,7 +127,7 @@ def _may_change(field: str) -> bool:
 def _check_num_steps(folder: Path, config: Any) -> None:
     """Raises ValueError if the run has already done more than `num_steps` steps."""
     complete, num_steps = complete_checkpoints(folder / "checkpoints"), getattr(config, "num_steps", None)
-    done = json.loads((complete[-1] / LOOP_FILE).read_text(encoding="utf-8"))["step"] if complete else 0
+    done = read_json(complete[-1] / LOOP_FILE)["step"] if complete else 0
     if num_steps is not None and num_steps < done:
         raise ValueError(f"num_steps is {num_steps}; the run has a checkpoint of step {done} already")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
+from controller.commands.command import FAILED, USAGE, Commands, add_runs_option, folder_named
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
@@ -109,8 +109,12 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config = forked_configuration(parent, overrides, tell, trust=options.trust)
         check_hardware(Path(saved_recipe(parent)["file"]), has_gpu=has_gpu_elsewhere(config))
         loop = _loop(config)
-        name = options.name or f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = forked_folder(options.runs / name, config, parent, checkpoint, overrides)
+        name = (
+            options.name
+            if options.name is not None
+            else f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
+        folder = forked_folder(folder_named(options.runs, name), config, parent, checkpoint, overrides)
         folder.command = command_of(folder.path)
         return _until_the_end(loop, config, folder, output)
 
@@ -119,12 +123,16 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
     from controller.commands.next_command import check_has_checkpoint, command_of
     from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
-    from rl.runs.folder import RunFolder
+    from rl.runs.folder import CONFIG_FILE, RunFolder, read_json
+    from rl.runs.state import is_finished
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)
     with CapturedOutput() as output:
         config = resumed_configuration(path, overrides, trust=options.trust)
+        if is_finished(path) and getattr(config, "num_steps", None) == read_json(path / CONFIG_FILE).get("num_steps"):
+            print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
+            return 0
         check_hardware(Path(saved_recipe(path)["file"]), has_gpu=has_gpu_elsewhere(config))
         print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)
         loop = _loop(config)
@@ -143,8 +151,8 @@ def _loop(config: Any) -> "Loop":
 
 def _run_path(options: argparse.Namespace, config: Any) -> Path:
     """The folder of a new run: the one that `--name` names, or one that is free."""
-    if options.name:
-        return options.runs / options.name
+    if options.name is not None:
+        return folder_named(options.runs, options.name)
     path = options.runs / f"{Path(options.recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     return path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
 
@@ -176,6 +184,8 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
         finally:
             console.close()
             end_descendants(grace_s=0.5)
+        if code == 0 and stop.received is None:
+            folder.mark_finished()
         if code == 0 and (error := _unwritten(folder)) is not None:
             code = _explain(error, folder, output)
         if code == 0 and stop.received is None:

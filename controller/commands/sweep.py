@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from controller.commands.command import FAILED, Commands, add_runs_option
+from controller.commands.command import FAILED, Commands, add_runs_option, folder_named
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 _STOPPED = 128  # statuses above this are signals
@@ -39,7 +39,8 @@ def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for combination in combinations.values():
         config = configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
         check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
-    folder: Path = options.runs / (options.name or f"{Path(options.recipe).stem}-sweep")
+    name = options.name if options.name is not None else f"{Path(options.recipe).stem}-sweep"
+    folder = folder_named(options.runs, name)
     for name, combination in combinations.items():
         check_ended(folder / name)  # another sweep may share this one's folder
         _check_options(folder / name, combination)

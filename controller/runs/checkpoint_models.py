@@ -1,6 +1,5 @@
 """Models out of checkpoints: one step of a run as a Hugging Face directory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from controller.hosts.allocations import kept_allocations
 from controller.meshes.launch import Launcher
 from controller.runs.models import Tell, resolve_model
 from rl.checks import check_empty_folder
-from rl.runs.folder import LOOP_FILE, complete_checkpoints
+from rl.runs.folder import LOOP_FILE, complete_checkpoints, read_json
 
 _POLICY = "policy"
 
@@ -26,7 +25,7 @@ def checkpoint_of(run: Path, step: int | None) -> Path:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return json.loads((checkpoint / LOOP_FILE).read_text(encoding="utf-8"))["step"]
+    return read_json(checkpoint / LOOP_FILE)["step"]
 
 
 async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell) -> None:

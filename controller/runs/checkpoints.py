@@ -9,7 +9,6 @@ beside it, which are written before it. Data order, seeds and schedules follow f
 
 import asyncio
 import contextlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from controller.runs.loop_config import LoopConfig
 from controller.runs.report import EQUAL_REWARDS, Report
 from rl.protocols import Trainer
 from rl.rollouts.columns import read_groups
-from rl.runs.folder import LOOP_FILE, write_json
+from rl.runs.folder import LOOP_FILE, read_json, write_json
 from rl.runs.recording import write_rollouts
 from rl.types import Group
 
@@ -86,7 +85,7 @@ class Checkpoints:
             self._report.phase("there is no checkpoint yet: starting again from step 1")
             return 1
         path = complete[-1]
-        loop: dict[str, Any] = json.loads((path / LOOP_FILE).read_text(encoding="utf-8"))
+        loop: dict[str, Any] = read_json(path / LOOP_FILE)
         if set(loop["trainers"]) != set(self._trainers):
             ours, theirs = (", ".join(sorted(names)) for names in (self._trainers, loop["trainers"]))
             raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")

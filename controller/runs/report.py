@@ -184,6 +184,7 @@ class Report:
         """
         self.folder.in_background(self._drawing())
         self._live.finish()
+        self.folder.mark_finished()
         self.folder.flush()
         self._log.close()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])

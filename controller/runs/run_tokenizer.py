@@ -1,18 +1,17 @@
 """The tokenizer of a run's model, to show its tokens as text. Loads no model and does not import transformers."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from controller.runs.models import resolve_model
-from rl.runs.folder import CONFIG_FILE
+from rl.runs.folder import CONFIG_FILE, read_json
 
 
 def decoder_of(run: Path) -> Callable[[Sequence[int]], str] | None:
     """Tokens -> text, special tokens included; None if the run's model is not here or has another kind of tokenizer."""
     try:
-        config = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_json(run / CONFIG_FILE)
         return _decoder(resolve_model(str(config["model"])) / "tokenizer.json")
     except (ValueError, KeyError, OSError):
         return None

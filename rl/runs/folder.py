@@ -2,6 +2,7 @@
 
     runs/<name>/config.json       the configuration, as given, without its secrets
                 recipe.json       the recipe it came from, for `ownloop run --resume`; only its owner can read it
+                finished.json     says that the run came to its end
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
                 reward.png        see rl/runs/plot.py
@@ -54,6 +55,8 @@ ROLLOUTS = "rollouts"
 CUT_OFF = "cut_off"
 EARLIER_ROLLOUTS = "rollouts.jsonl"
 """The rollouts of runs of schema version 2 and earlier."""
+FINISHED_FILE = "finished.json"
+"""Says that the run came to its end, and of how many steps it was then."""
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20
@@ -150,6 +153,11 @@ class RunFolder:
         """
         self._writer.submit(work)
 
+    def mark_finished(self) -> None:
+        """Has it written, after everything handed over before, that the run has come to its end."""
+        num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")
+        self.in_background(partial(write_json, self.path / FINISHED_FILE, {"num_steps": num_steps}))
+
     async def room(self) -> None:
         """Waits while too much waits for the disk. Raises the error of earlier work."""
         await self._writer.room()
@@ -233,7 +241,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """The directories in `directory` that hold all parts of a checkpoint, in the order of their steps."""
     steps: dict[Path, int] = {}
     for file in directory.glob(f"step-*/{LOOP_FILE}"):
-        loop = json.loads(file.read_text(encoding="utf-8"))
+        loop = read_json(file)
         if all((file.parent / name).is_dir() for name in loop["trainers"]):
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])
@@ -245,6 +253,17 @@ def write_json(file: Path, value: object, *, private: bool = False) -> None:
     Only its owner can read a `private` file. Raises `RecordingError` if it cannot be written.
     """
     write_whole(file, (json.dumps(to_json(value), indent=2) + "\n").encode(), private=private)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, naming the file, if it is damaged."""
+    try:
+        value: Any = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is damaged: it holds no object")
+    return cast("dict[str, Any]", value)
 
 
 def to_json(value: Any) -> Any:

@@ -17,14 +17,19 @@ _LAST = 100
 def metric_rows(file: Path) -> Iterator[Row]:
     """The rows, without a last line that is still being written; none if there is no such file.
 
+    Raises ValueError, naming the file and the line, for a line that is no row.
+
     Rows of an earlier schema version come under the names of the current one. Numbers that were not finite are NaN.
     """
     if not file.exists():
         return
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                row: dict[str, float | None] = current_metrics(json.loads(line))
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n"):
+                try:
+                    row: dict[str, float | None] = current_metrics(json.loads(line))
+                except (ValueError, AttributeError, TypeError) as error:
+                    raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
                 # The parser makes each name anew for each row, which would be most of a row's memory.
                 yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 

@@ -2,26 +2,31 @@
 
 from pathlib import Path
 
-from rl.runs.folder import METRICS, complete_checkpoints
+from rl.runs.folder import CONFIG_FILE, FINISHED_FILE, complete_checkpoints, read_json
 
 FINISHED = "finished"
 """The state of a run that has come to its end."""
-_MODEL = Path("model") / "config.json"
 
 
 def state_of(run: Path) -> str:
     """ "running"; "finished"; or "stopped", and whether there is a checkpoint to go on from.
 
-    A run is finished if its trained model is newer than its last metrics: a run that was resumed may still have the
-    model of its first part.
+    A run that is resumed with more steps is not finished before it has done them.
     """
     if is_running(run):
         return "running"
-    model, metrics = run / _MODEL, run / METRICS
-    if model.is_file() and metrics.is_file() and model.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+    if is_finished(run):
         return FINISHED
     complete = complete_checkpoints(run / "checkpoints")
     return f"stopped, saved at {int(complete[-1].name.rpartition('-')[2])}" if complete else "stopped, nothing saved"
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run came to the end of the steps that its configuration asks for."""
+    if not (run / FINISHED_FILE).is_file():
+        return False
+    num_steps = read_json(run / CONFIG_FILE).get("num_steps")
+    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps
 
 
 def is_running(run: Path) -> bool:

@@ -14,7 +14,7 @@ from rl.deadlines import Deadlines
 from rl.types import SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, working
 from tests.generator.served_models import served_llama
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, has_ended
 
 pytestmark = pytest.mark.e2e
 
@@ -70,6 +70,6 @@ def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
             assert "in _serve" in str(caught.value)  # the stack of the thread that steps, wherever it was stopped
             with pytest.raises(DeadlineError, match="has been stopped"):
                 await asyncio.wait_for(generator.generate(PROMPTS[0], GREEDY), LIMIT_S)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in generator.mesh.pids)
+        assert all(map(has_ended, generator.mesh.pids))
 
     asyncio.run(main())

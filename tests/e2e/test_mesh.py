@@ -16,6 +16,7 @@ from controller.meshes.errors import DeadlineError, MeshError
 from controller.meshes.mesh import Mesh
 from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
+from tests.waiting import has_ended, wait_for_ends, wait_for_line
 
 pytestmark = pytest.mark.e2e
 
@@ -75,7 +76,7 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(map(has_ended, pids))
     for rank in range(2):
         assert f"toy rank {rank} of 2 says hello" in (tmp_path / "logs" / f"toy-{rank}.log").read_text()
 
@@ -145,7 +146,7 @@ def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) ->
     start = time.monotonic()
     (pid,) = _with_mesh(tmp_path, body)
     assert time.monotonic() - start < 60
-    assert not Path(f"/proc/{pid}").exists()
+    assert has_ended(pid)
     assert "[the controller] rank 0" in (tmp_path / "logs" / "toy-0.log").read_text()
 
 
@@ -191,15 +192,11 @@ def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path) -> N
 def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), "2"]
     controller = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert controller.stdout is not None
     with controller:
-        pids = controller.stdout.readline().split()
+        pids = [int(pid) for pid in wait_for_line(controller.stdout, "the ranks' processes").split()]
         assert len(pids) == 2
         controller.kill()
-    deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a process outlived its controller"
-        time.sleep(0.05)
+    wait_for_ends(pids, "the ranks of a killed controller")
 
 
 def test_a_controller_hears_of_the_deaths_that_it_caused_before_it_ends(tmp_path: Path) -> None:
@@ -210,11 +207,3 @@ def test_a_controller_hears_of_the_deaths_that_it_caused_before_it_ends(tmp_path
     # Of a process that is killed while it answers, Monarch tells either the signal or what could not be delivered.
     assert "all its descendants have failed" in (tmp_path / "logs" / "controller.log").read_text()
     assert "descendants have failed" not in done.stdout + done.stderr
-
-
-def _runs(pid: str) -> bool:
-    """Whether a process is there and no zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

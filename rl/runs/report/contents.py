@@ -1,13 +1,12 @@
 """What a report shows, as one object in JSON types. Its size is bounded, however long the run."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS
+from rl.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, read_json
 from rl.runs.metric_rows import thinned_metrics
 from rl.runs.report.samples import Decode, evaluation_samples, mismatch_samples
 from rl.runs.report.warnings_in_words import warnings_of
@@ -37,7 +36,7 @@ _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "
 
 def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
     """Everything about the run in this folder; it may still be going on. `decode` cuts answers into their tokens."""
-    config: dict[str, Any] = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_json(run / CONFIG_FILE)
     rows = thinned_metrics(run / METRICS)
     steps = [row for row in rows if "seconds_step" in row]
     memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]

@@ -12,7 +12,7 @@ import pytest
 
 from controller.commands.processes import SAME_SIGNAL_S, STOP_WITHIN_S
 from controller.commands.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override
-from tests.waiting import LIMIT_S, wait_for_end, wait_for_line, wait_until
+from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -52,14 +52,6 @@ def start(cwd: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
     return process, int(file.read_text())
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", str(RECIPE), "--num-steps", "7")
     assert result.returncode == 0, result.stderr
@@ -70,7 +62,7 @@ def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["num_steps"] == 7
     assert "noise from Python" in (folder / "logs" / "controller.log").read_text()
     assert "noise from a child" in (folder / "logs" / "controller.log").read_text()
-    assert not is_alive(int((folder / "pid").read_text()))
+    assert has_ended(int((folder / "pid").read_text()))
 
 
 SUBCLASS = """
@@ -97,7 +89,7 @@ def test_a_recipe_may_define_its_own_configuration(tmp_path: Path) -> None:
     assert config["flavour"] == "sweet"
     recipe.write_text("")
     add_checkpoint(tmp_path / "runs" / "a")
-    result = ownloop(tmp_path, "run", "--resume=a")
+    result = ownloop(tmp_path, "run", "--resume=a", "--num-steps", "3")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "That was all."), result.stderr
 
 
@@ -118,7 +110,7 @@ def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None
     log = tmp_path / "runs" / "a" / "logs" / "controller.log"
     assert str(log) in result.stderr
     assert "Traceback" in log.read_text()
-    assert not is_alive(int((tmp_path / "runs" / "a" / "pid").read_text()))
+    assert has_ended(int((tmp_path / "runs" / "a" / "pid").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +130,7 @@ def test_a_signal_ends_every_process(mode: str, number: signal.Signals, code: in
     assert status == code
     assert STOP_WITHIN_S <= 8, "a user is promised that everything is over within ten seconds"
     assert "interrupted; saved: metrics and rollouts of 1 steps" in errors
-    assert not is_alive(child)
+    assert has_ended(child)
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
@@ -151,7 +143,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     status, _, errors = wait_for_end(process, "the run")
     assert status == 130
     assert "saved" in errors
-    assert not is_alive(child)
+    assert has_ended(child)
 
 
 @pytest.mark.parametrize(

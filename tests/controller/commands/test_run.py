@@ -1,5 +1,6 @@
 """What `ownloop run` refuses, and that it then changes nothing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,87 @@ def test_after_a_recipe_help_lists_its_fields(capfd: pytest.CaptureFixture[str])
         output = capfd.readouterr()
         assert (stop.value.code, output.err) == (0, "")
         assert "--optimizer.learning-rate" in output.out
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", ".", "", "/tmp/x", "a\nb", "a/"])
+def test_a_name_stays_within_the_folder_of_runs(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "must be the name of a folder" in refused(capfd, "run", str(RECIPE), "--name", name)
+    assert "must be the name of a folder" in refused(capfd, "sweep", str(RECIPE), "--name", name, "--seed", "0", "1")
+    assert not contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ndef recipe(:\n", r"error: recipe mine\.py: .*mine\.py, line 2: invalid syntax\n"),
+        (
+            "import no_such",
+            r"error: recipe mine\.py: ModuleNotFoundError: No module named 'no_such' \(.*mine\.py, line 1\)\n",
+        ),
+        ("def recipe():\n    return 1 / 0", r"error: recipe mine\.py: ZeroDivisionError: .* \(.*mine\.py, line 2\)\n"),
+        ("\0", r"error: recipe mine\.py: .*null bytes\n"),
+        ("def recipe():\n    return 'é'", r"error: recipe mine\.py: .*utf-8.*\n"),
+    ],
+)
+def test_a_faulty_recipe_is_one_sentence(
+    source: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(source, encoding="latin-1")
+    for command in ("run", "show"):
+        assert re.fullmatch(message, refused(capfd, command, "mine.py"))
+
+
+def test_a_damaged_file_of_a_run_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate("ab"):
+        folder = RunFolder(Path("runs") / name, {"seed": seed})
+        folder.log_metrics({"step": 1.0, "eval_reward": 0.5})
+        folder.close()
+    assert refused(capfd, "report", "a", "--to", ".").startswith("error: --to is ., a folder")
+    assert "missing/x.png: No such file" in refused_after(capfd, "compare", "a", "b", "--plot", "missing/x.png")
+    for damage in (b"\0\n", b"[1]\n", b"{\n", b"\xff\n"):
+        Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
+        assert "error: runs/a/metrics.jsonl, line 2, is damaged: " in refused(capfd, "compare", "a", "b")
+        Path("runs/b/config.json").write_bytes(damage)
+        main_prints = listed(capfd)
+        assert "runs/a/metrics.jsonl, line 2, is damaged" in main_prints
+        assert "runs/b/config.json is damaged" in main_prints
+
+
+def refused_after(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """As `refused`, of a command that has printed something before."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    return capfd.readouterr().err
+
+
+def listed(capfd: pytest.CaptureFixture[str]) -> str:
+    """What `ownloop runs` prints."""
+    with pytest.raises(SystemExit) as stop:
+        main(["runs"])
+    assert stop.value.code == 0
+    return capfd.readouterr().out
+
+
+def test_a_finished_run_is_not_begun_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
+    add_checkpoint(tmp_path / "runs" / "a")
+    assert "finished" in listed(capfd)
+    before = contents(tmp_path / "runs")
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--resume", "a", "--trust"])
+    assert (stop.value.code, capfd.readouterr().out) == (0, "runs/a is finished; --num-steps N continues it\n")
+    assert contents(tmp_path / "runs") == before
+    RunFolder(tmp_path / "runs" / "a", {"num_steps": 3}, resume=True).close()
+    assert "stopped, saved at" in listed(capfd)

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 from pathlib import Path
 
 from controller.commands.run_models import model_of
@@ -15,24 +14,23 @@ def _model_of(run: Path, step: int | None = None) -> Path:
     return Path(asyncio.run(model_of(options, run / "scratch", print)))
 
 
-def _write_model(directory: Path, seconds: float) -> Path:
-    """A directory that passes for a model's, of that age."""
+def _write_model(directory: Path) -> Path:
+    """A directory that passes for a model's."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
-    os.utime(directory / "config.json", (seconds, seconds))
     return directory
 
 
 def test_a_run_that_went_on_after_its_end_has_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", {})
+    folder = RunFolder(tmp_path / "run", {"num_steps": 1})
     folder.log_metrics({"step": 1.0})
+    folder.mark_finished()
     folder.close()
-    finished = folder.metrics_file.stat().st_mtime
-    final = _write_model(folder.path / "model", finished + 1)
+    final = _write_model(folder.path / "model")
     assert _model_of(folder.path) == final
     add_checkpoint(folder.path)
     (checkpoint,) = (folder.path / "checkpoints").iterdir()
-    exported = _write_model(folder.path / "exports" / checkpoint.name, finished)
+    exported = _write_model(folder.path / "exports" / checkpoint.name)
     assert _model_of(folder.path) == final
-    os.utime(folder.metrics_file, (finished + 2, finished + 2))  # it was resumed, and stopped after that checkpoint
+    RunFolder(folder.path, {"num_steps": 2}, resume=True).close()  # and stopped after that checkpoint
     assert _model_of(folder.path) == exported

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.controller.commands.test_cli import RECIPE, ROOT, command, is_alive
-from tests.waiting import LIMIT_S, wait_for_end, wait_until
+from tests.controller.commands.test_cli import RECIPE, ROOT, command
+from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_until
 
 pytestmark = pytest.mark.seconds
 
@@ -98,7 +98,7 @@ def test_a_terminal_that_is_closed_ends_every_process(tmp_path: Path) -> None:
         wait_until(lambda: file.exists() and file.read_text(), "the run's child")
         os.close(ours)
         assert process.wait(timeout=LIMIT_S) == 128 + HUP
-    assert not is_alive(int(file.read_text()))
+    assert has_ended(int(file.read_text()))
 
 
 def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine-sweep"
     assert sorted(path.name for path in folder.iterdir()) == ["seed=0", "seed=0.stopped-1", "seed=1"]
 
-    (folder / "seed=1" / "model" / "config.json").unlink()
+    (folder / "seed=1" / "finished.json").unlink()
     add_checkpoint(folder / "seed=1")
     assert ownloop(tmp_path, "sweep", *OPTIONS).returncode == 0
     assert order(tmp_path)[3:] == ["1 0.01 True"], "a run with a checkpoint is resumed"

@@ -16,6 +16,7 @@ from torchstore.controller import Controller
 from controller.meshes.errors import MeshError
 from controller.meshes.store import AsyncController, WeightStore
 from tests.e2e.weight_meshes import running_store
+from tests.waiting import has_ended
 
 
 def _asynchronous(actor: type[Any]) -> set[bool]:
@@ -76,7 +77,7 @@ def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.
             while not _is_stopped(first.mesh.pids[0]):
                 await asyncio.sleep(0.01)
             await first.stop()
-            assert not Path(f"/proc/{first.mesh.pids[0]}").exists()
+            assert has_ended(first.mesh.pids[0])
             async with running_store(tmp_path / "second") as second:
                 assert await _keeps(second, "second")
 
