@@ -62,11 +62,13 @@ class Loss:
     """Whether `with_options` checks the values of options. A user's function checks its own."""
 
     def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """Evaluates the loss on one micro-batch. The metrics are detached.
+        """Evaluates the loss on one micro-batch. The metrics are detached. The function sees no reported position.
 
         `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
         """
         self.check_inputs(inputs.arrays)
+        rows, inputs = inputs.counted()
+        scores, entropy = scores[rows], None if entropy is None else entropy[rows]
         function = partial(self.function, **self.options)
         if self.takes:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
