@@ -25,7 +25,7 @@ def surrogate_fault(value: Any) -> str:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        text = cast("str", error.object)
+        text = error.object
         return f"holds the lone surrogate {text[error.start]!a} in {text[max(error.start - 40, 0) : error.start]!a}"
     return ""
 
