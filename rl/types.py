@@ -139,6 +139,8 @@ class Rollout:
     """Whether the episode ended because the context had no room for another turn."""
     environment_s: float = field(default=0.0, compare=False)
     """Seconds spent in the environment."""
+    sampling: SamplingParams | None = field(default=None, compare=False)
+    """How it was sampled; None if that is not known, as in a recording."""
 
     @property
     def num_sampled_tokens(self) -> int:
