@@ -49,7 +49,7 @@ def test_problems_do_not_depend_on_the_order_of_sets() -> None:
         ).stdout
         for seed in ("0", "1")
     ]
-    assert b"Simplify" in found[0]
+    assert found[0].count(b"polynomial_multiplication: ") == 3
     assert found[0] == found[1]
 
 
