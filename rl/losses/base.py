@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -165,6 +166,8 @@ def custom_loss(function: str | LossFunction) -> Loss:
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
         try:
             function = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:
