@@ -8,7 +8,7 @@ Legend: T tokens of one sequence, N tokens of one completion, P tokens of one pr
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -139,6 +139,8 @@ class Rollout:
     """Whether the episode ended because the context had no room for another turn."""
     environment_s: float = field(default=0.0, compare=False)
     """Seconds spent in the environment."""
+    sampling: SamplingParams | None = field(default=None, compare=False)
+    """How it was sampled; None if that is not known, as in a recording."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -177,8 +179,8 @@ class Group:
 
 
 REPORTED_WEIGHT = float(np.finfo(np.float32).tiny)
-"""The weight of a position whose log-prob is wanted and whose term of the loss is not. The smallest normal number: the
-term is lost in every sum with a gradient that is not itself 0."""
+"""The weight of a position whose log-prob is wanted and whose term of the loss is not: float32's smallest normal
+number. Smaller weights, which are lost in every sum, are treated alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +190,7 @@ class Datum:
     Arrays are already shifted, as in Tinker: position t reads `tokens[t]` and is scored on `target_tokens[t]`.
     `loss_inputs` always holds `target_tokens`, and may hold `weights`: the loss multiplies each position's term by its
     weight, and neither scores nor counts positions of weight 0. Without `weights`, every position has weight 1. A
-    position of `REPORTED_WEIGHT` is scored and changes nothing.
+    position of `REPORTED_WEIGHT` is scored, and otherwise as one of weight 0: it changes no loss, mean or metric.
     """
 
     tokens: NDArray[np.int64]
@@ -203,9 +205,19 @@ class Datum:
         return np.ones(len(self.tokens), dtype=np.float32) if given is None else given.astype(np.float32, copy=False)
 
     @property
+    def counted(self) -> NDArray[np.bool_]:
+        """[T] whether a position's term counts: its weight is neither 0 nor `REPORTED_WEIGHT`."""
+        return np.abs(self.weights) > REPORTED_WEIGHT
+
+    @property
     def num_loss_tokens(self) -> int:
-        """The number of positions that the loss scores."""
-        return int(np.count_nonzero(self.weights))
+        """The number of positions whose term counts."""
+        return int(np.count_nonzero(self.counted))
+
+    def weighted(self, factor: float) -> "Datum":
+        """The datum with its weights multiplied by a factor. Positions of `REPORTED_WEIGHT` keep it."""
+        weights = np.where(self.counted, self.weights * np.float32(factor), self.weights)
+        return replace(self, loss_inputs={**self.loss_inputs, "weights": weights})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +269,7 @@ class ForwardBackwardOutput:
     entropy: tuple[NDArray[np.float32], ...] | None
     """One [T] per datum if asked for: entropy of the next-token distribution in nats, and 0 where the weight is 0."""
     metrics: Mapping[str, float]
-    """`loss` (the sum over all tokens, 0 if none is scored), `num_loss_tokens`, and the metrics of the loss function.
+    """`loss` (the sum over all tokens, 0 if none counts), `num_loss_tokens`, and the metrics of the loss function.
     All are sums over the batch, except names that end in `_max` or `_min`. `forward` has no loss."""
     values: tuple[NDArray[np.float32], ...] | None = None
     """One [T] per datum from a value head, and 0 where the weight is 0. The value at position t is that of the state

@@ -149,8 +149,6 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     if targets.dtype != np.int64:
         raise ValueError(f"{field}.loss_fn_inputs['target_tokens'] is of dtype {targets.dtype}; it must be int64")
     inputs = {name: a if name == "target_tokens" else a.astype(np.float32) for name, a in arrays.items()}
-    if loss.name == "gspo" and "weights" in inputs:  # before its zeros become scored positions
-        inputs.setdefault("sequence_ratio_mask", (inputs["weights"] != 0).astype(np.float32))
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
     only_reported = (weights == 0) | _without_effect(loss, inputs)

@@ -22,6 +22,7 @@ from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
 from generator.config import GeneratorConfig
 from rl.data.supervised import text_to_datum
+from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer
 from rl.types import AdamParams, SamplingParams
@@ -264,7 +265,7 @@ async def _score(trainer: Trainer, sequences: Sequence[tuple[Tokens, Tokens]], *
     calls = [[datum] for datum in batch] if one_by_one else [batch]
     scored = [logprobs for call in calls for logprobs in (await trainer.forward(call)).logprobs]
     return np.concatenate(
-        [logprobs[datum.weights > 0].astype(np.float64) for logprobs, datum in zip(scored, batch, strict=True)]
+        [logprobs[datum.counted].astype(np.float64) for logprobs, datum in zip(scored, batch, strict=True)]
     )
 
 
@@ -281,9 +282,8 @@ async def _rescore(generator: Generator, sequences: Sequence[tuple[Tokens, Token
 
 def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:
     difference = p - q
-    return Mismatch(
-        name, float(np.abs(difference).mean()), float(np.abs(difference).max()), float(np.exp(difference).mean())
-    )
+    ratio = np.exp(np.minimum(difference, MAX_LOG_RATIO))
+    return Mismatch(name, float(np.abs(difference).mean()), float(np.abs(difference).max()), float(ratio.mean()))
 
 
 def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:

@@ -1,31 +1,14 @@
 """Checks that a loop makes before it starts any process."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from generator.config import GeneratorConfig
 from rl.hf_config import inspect_model
 from rl.protocols import Problem
+from rl.rollouts.episodes import check_sampled_distribution as check_sampled_distribution
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum, SamplingParams
-
-
-def check_sampled_distribution(sampling: SamplingParams) -> None:
-    """Raises ValueError unless rollouts are sampled from the distribution whose log-probs the trainer computes.
-
-    The generator returns log-probs of the distribution that it sampled from. At another temperature, or with top_p or
-    top_k, the ratio of trainer to generator would be wrong from the first step.
-    """
-    whole: Mapping[str, tuple[float, float]] = {
-        "temperature": (sampling.temperature, 1.0),
-        "top_p": (sampling.top_p, 1.0),
-        "top_k": (sampling.top_k, -1),
-    }
-    for name, (value, accepted) in whole.items():
-        if value != accepted:
-            raise ValueError(
-                f"sampling.{name} is {value}; training rollouts need {accepted}, the distribution that is trained"
-            )
 
 
 def check_prompts_fit(

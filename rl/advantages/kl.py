@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.losses.shared import KLEstimator
+from rl.losses.shared import MAX_LOG_RATIO, KLEstimator
 from rl.types import Datum
 
 Array = NDArray[np.float64]
@@ -21,14 +21,15 @@ def kl_estimates(
     """[N] estimates, one per token, of KL(generator || other): k1, k2 or k3 of http://joschu.net/blog/kl-approx.html.
 
     The tokens must have been sampled by the first policy. k1, the plain difference, is the usual penalty in the reward.
-    k3 is never negative and has low variance, which suits a measurement.
+    k3 is never negative and has low variance, which suits a measurement. It is bounded as in `rl.losses.shared`.
     """
     log_ratio = np.asarray(generator_logprobs, dtype=np.float64) - np.asarray(other_logprobs, dtype=np.float64)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio**2
-    return np.exp(-log_ratio) + log_ratio - 1
+    bounded = np.minimum(-log_ratio, MAX_LOG_RATIO)
+    return np.expm1(bounded) - bounded
 
 
 def sampled_logprobs(batch: Sequence[Datum]) -> list[NDArray[np.float32]]:
@@ -38,13 +39,13 @@ def sampled_logprobs(batch: Sequence[Datum]) -> list[NDArray[np.float32]]:
 
 def gather_scored(batch: Sequence[Datum], arrays: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
     """One [T] per datum -> one [N] per datum: the values at its scored positions."""
-    return [array[datum.weights != 0] for datum, array in zip(batch, arrays, strict=True)]
+    return [array[datum.counted] for datum, array in zip(batch, arrays, strict=True)]
 
 
 def scatter_scored(datum: Datum, values: NDArray[np.floating]) -> NDArray[np.float32]:
     """[N] values of a datum's scored positions -> [T], 0 at all other positions."""
     array = np.zeros(len(datum.tokens), dtype=np.float32)
-    array[datum.weights != 0] = values
+    array[datum.counted] = values
     return array
 
 

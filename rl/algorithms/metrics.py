@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rl.advantages.group_relative import has_signal
 from rl.data.batching import merge_metrics
 from rl.losses.base import RESERVED_METRICS
+from rl.losses.shared import MAX_LOG_RATIO
 from rl.runs.timeline import CONTROLLER, span
 from rl.types import Datum, ForwardBackwardOutput, Group
 
@@ -105,14 +106,14 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
     if not all("logprobs" in datum.loss_inputs for datum in batch):
         return {}
     pairs = zip(batch, output.logprobs, strict=True)
-    deltas = [(p - d.loss_inputs["logprobs"])[d.weights != 0] for d, p in pairs]
+    deltas = [(p - d.loss_inputs["logprobs"])[d.counted] for d, p in pairs]
     delta = np.concatenate([*deltas, np.zeros(0)]).astype(np.float64)
     if len(delta) == 0:
         return {}
     return {
         "logprob_mismatch_mean": float(np.abs(delta).mean()),
         "logprob_mismatch_max": float(np.abs(delta).max()),
-        "ratio_mean": float(np.exp(delta).mean()),
+        "ratio_mean": float(np.exp(np.minimum(delta, MAX_LOG_RATIO)).mean()),
     }
 
 
@@ -145,7 +146,7 @@ def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     `metrics` are those of `forward_backward`. Sums over the scored tokens are divided by the number of these. A metric
     whose name ends in `_max`, `_min` or `_sum` stays as it is.
     """
-    num_loss_tokens = metrics["num_loss_tokens"]
+    num_loss_tokens = metrics["num_loss_tokens"] or 1
     reported = {
         name: value if name.endswith(("_max", "_min", "_sum")) else value / num_loss_tokens
         for name, value in metrics.items()

@@ -16,12 +16,12 @@ Legend: B pairs; a batch of pairs is 2B datums, in the order chosen, rejected, c
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.advantages.kl import gather_scored
 from rl.data.sources import Preference
 from rl.data.supervised import text_to_datum
 from rl.protocols import Trainer
@@ -70,7 +70,7 @@ async def sequence_logprobs(trainer: Trainer, batch: Sequence[Datum]) -> Array:
     if not batch:  # a trainer refuses an empty batch
         return np.zeros(0)
     output = await trainer.forward(batch)
-    return np.array([logprobs.sum(dtype=np.float64) for logprobs in output.logprobs])
+    return np.array([logprobs.sum(dtype=np.float64) for logprobs in gather_scored(batch, output.logprobs)])
 
 
 async def reference_logprobs(trainer: Trainer, batches: Iterable[Sequence[Datum]], file: Path) -> list[Array]:
@@ -97,10 +97,7 @@ def weight_pairs(batch: Sequence[Datum], slopes: Array) -> list[Datum]:
     """The batch [2B] weighted so that `cross_entropy` has the gradient of the pair losses. `slopes` is [B]."""
     # cross_entropy is -sum w * p, so the chosen answer's weight is minus the slope.
     factors = np.stack([-slopes, slopes], axis=1).ravel()
-    return [
-        replace(datum, loss_inputs={**datum.loss_inputs, "weights": datum.weights * np.float32(factor)})
-        for datum, factor in zip(batch, factors, strict=True)
-    ]
+    return [datum.weighted(factor) for datum, factor in zip(batch, factors, strict=True)]
 
 
 def measure_pairs(logprobs: Array, reference: Array, loss: PairLoss, beta: float) -> dict[str, Measurement]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.data.prefixes import Ints, common_opening, group_by_prefix
-from rl.types import Datum
+from rl.types import REPORTED_WEIGHT, Datum
 
 # Most tokens of a document of padding. No model has a shorter context.
 _PADDING_DOCUMENT = 128
@@ -89,6 +89,11 @@ class PackedRow:
     """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """The number of scored positions whose term counts."""
+        return int(np.count_nonzero(np.abs(self.loss_inputs["weights"]) > REPORTED_WEIGHT))
 
     def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """[S] values of the scored positions -> one [T] array per datum, 0 where nothing is scored."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 
 Ints = NDArray[np.int64]
 
@@ -45,7 +45,7 @@ def shareable_prefix(datum: Datum) -> Ints:
     A sampled datum's shareable prefix is its prompt. Positions of weight 0 or `REPORTED_WEIGHT` do not count; without
     others it is the whole datum.
     """
-    counting = np.flatnonzero(np.abs(datum.weights) > REPORTED_WEIGHT)
+    counting = np.flatnonzero(datum.counted)
     return datum.tokens[: counting[0] + 1] if len(counting) else datum.tokens
 
 

@@ -20,6 +20,16 @@ def text_fault(value: Any) -> str:
     return "" if value else "is empty; text is needed"
 
 
+def surrogate_fault(value: Any) -> str:
+    """What keeps the texts anywhere in a JSON value from being encoded, as for a tokenizer: half of a UTF-16 pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = error.object
+        return f"holds the lone surrogate {text[error.start]!a} in {text[max(error.start - 40, 0) : error.start]!a}"
+    return ""
+
+
 def prompt_fault(value: Any) -> str:
     """What keeps a value from being a prompt (`rl.protocols.Prompt`)."""
     if isinstance(value, str):
@@ -67,6 +77,8 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
         needed = ", ".join(map(repr, fields))
         raise ValueError(f"{where} is a {type(row).__name__}; a JSON object with {needed} is needed")
     checked = cast("dict[str, Any]", row)
+    if fault := surrogate_fault(checked):
+        raise ValueError(f"{where} {fault}")
     for name, fault_of in fields.items():
         if name not in checked:
             raise ValueError(f"{where} lacks {name!r}; it has {', '.join(map(repr, checked)) or 'no field'}")

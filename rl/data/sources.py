@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rl.data.rows import prompt_fault, read_rows, text_fault
-from rl.data.streams import numpy_order, split, stream
+from rl.data.streams import numpy_order, split, stream, without_held_out
 from rl.protocols import Env, Problem, Prompt
 from rl.rollouts.rendering import prompt_text
 
@@ -134,7 +134,8 @@ class JsonlExamples:
     path: Path
     """The training examples, shuffled again for every epoch."""
     eval_path: Path | None = None
-    """The held-out examples. None holds out a tenth of `path`: always the same lines, and all lines of a prompt."""
+    """The held-out examples, whose prompts are left out of training. None holds out a tenth of `path`: always the same
+    lines, and all lines of a prompt."""
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
@@ -142,7 +143,7 @@ class JsonlExamples:
 
     def eval_examples(self, count: int) -> list[Example]:
         """See `Examples`."""
-        return _split(_read_examples, self.path, self.eval_path)[1][:count]
+        return _held_out(_read_examples, self.path, self.eval_path)[:count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,8 @@ class JsonlPreferences:
     path: Path
     """The training pairs, shuffled again for every epoch."""
     eval_path: Path | None = None
-    """The held-out pairs. None holds out a tenth of `path`: always the same lines, and all lines of a prompt."""
+    """The held-out pairs, whose prompts are left out of training. None holds out a tenth of `path`: always the same
+    lines, and all lines of a prompt."""
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""
@@ -160,7 +162,7 @@ class JsonlPreferences:
 
     def eval_preferences(self, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return _split(_read_preferences, self.path, self.eval_path)[1][:count]
+        return _held_out(_read_preferences, self.path, self.eval_path)[:count]
 
 
 Item = TypeVar("Item", Example, Preference)
@@ -186,11 +188,18 @@ def _read_preferences(path: Path) -> list[Preference]:
     ]
 
 
+def _held_out(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> list[Item]:
+    return _split(read, path, None)[1] if eval_path is None else read(eval_path)
+
+
 def _split(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> tuple[Sequence[Item], list[Item]]:
     """Training and held-out items. Raises ValueError if either is empty."""
     items = read(path)
     if eval_path is not None:
-        return items, read(eval_path)
+        train_items = without_held_out(items, read(eval_path), lambda item: item.id)
+        if not train_items:
+            raise ValueError(f"{path} has no prompt to train on that is not held out in eval_path {eval_path}")
+        return train_items, read(eval_path)
     train_items, eval_items = split(items, lambda item: item.id)
     if not train_items or not eval_items:
         raise ValueError(

@@ -62,6 +62,12 @@ def split(items: Iterable[T], text_of: Callable[[T], str]) -> tuple[list[T], lis
     return sides
 
 
+def without_held_out(items: Iterable[T], held_out: Iterable[T], text_of: Callable[[T], str]) -> list[T]:
+    """The items whose text, but for white space around it, is none of the held-out items'."""
+    texts = {text_of(item).strip() for item in held_out}
+    return [item for item in items if text_of(item).strip() not in texts]
+
+
 def content_id(value: Any) -> str:
     """An id of a JSON value, computed from its content: the same on every machine."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from rl.advantages.kl import gather_scored
 from rl.checks import check_known
 from rl.data.sources import Example
 from rl.protocols import Trainer
@@ -51,8 +52,8 @@ def examples_to_data(
 
 
 async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
-    """Cross-entropy per token of each datum, weighted by its number of scored tokens. Non-zero weights count as 1."""
+    """Cross-entropy per token of each datum, weighted by its number of tokens that count, each as 1."""
     output = await trainer.forward(batch)
     num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)
-    sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in output.logprobs]
+    sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in gather_scored(batch, output.logprobs)]
     return Measurement(values=-np.array(sums) / num_tokens, weights=num_tokens)

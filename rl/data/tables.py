@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.data.rows import surrogate_fault
+
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -31,6 +33,8 @@ def _texts(values: Sequence[Any], where: str) -> list[str]:
     for number, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{where}: row {number} is {value!r:.80}; text or a number is needed")
+        if fault := surrogate_fault(value):
+            raise ValueError(f"{where}: row {number} {fault}")
     return [str(value) for value in values]
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Literal, get_args
 
 from rl.checks import check_at_least, check_known
-from rl.data.streams import content_id, python_order, split, stream
+from rl.data.streams import content_id, python_order, split, stream, without_held_out
 from rl.data.tables import read_columns
 from rl.envs.math_answers import math_comparer
 from rl.protocols import Done, Prompt
@@ -148,8 +148,7 @@ def _load(env: MathProblems) -> tuple[list[MathProblem], list[MathProblem]]:
     eval_rows = read(split=env.eval_split, columns=columns) if env.eval_split else []
     train, held_out = _problems(env, train_rows), _problems(env, eval_rows)
     if env.eval_split:
-        held_out_ids = {problem.id for problem in held_out}
-        train = [problem for problem in train if problem.id not in held_out_ids]
+        train = without_held_out(train, held_out, lambda problem: problem.id)
     else:
         train, held_out = split(train, lambda problem: problem.id)
     if not train or not held_out:

@@ -1,6 +1,11 @@
 """Single-turn tasks of the reasoning-gym package, by name: https://github.com/open-thought/reasoning-gym."""
 
 import functools
+import os
+import pickle
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +15,17 @@ from rl.checks import check_known
 from rl.envs.hashed_options import Options
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
+
+# Their entries depend on the order of Python's sets, hence on PYTHONHASHSEED.
+_HASHED = frozenset(
+    {
+        *("futoshiki", "isomorphic_strings", "knight_swap", "polynomial_multiplication"),
+        *("ransom_note", "sokoban", "zebra_puzzles"),
+    }
+)
+# They make a list as long as the data set, or refuse a longer one.
+_NUM_LISTED = {"acre": 2000, "gsm_symbolic": 20_000, "list_functions": 20_000, "word_ladder": 20_000}
+_SERVE = "from rl.envs.reasoning import serve_entries; serve_entries()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +67,10 @@ class ReasoningGym:
 
     def _problem(self, number: int) -> TextProblem:
         dataset = _dataset(self.task, Options(self.params))
-        entry = dataset[number]
+        if self.task in _HASHED and sys.flags.hash_randomization:
+            entry = _entries().entry(self.task, dict(self.params), number)
+        else:
+            entry = dataset[number % dataset.size]
         text = self.template.replace("{question}", entry["question"])
         prompt: Prompt = [{"role": "user", "content": text}] if self.chat else text
 
@@ -75,4 +94,56 @@ def _tasks() -> Mapping[str, tuple[Any, Any]]:
 def _dataset(task: str, params: Options) -> Any:
     dataset_class, config_class = _tasks()[task]
     # reasoning-gym computes entry i from (seed, i) when asked, so the largest possible data set costs nothing.
-    return dataset_class(config_class(seed=0, size=2**31 - 1, **params))
+    return dataset_class(config_class(seed=0, size=_NUM_LISTED.get(task, 2**31 - 1), **params))
+
+
+class _Entries:
+    """A process with PYTHONHASHSEED=0 that computes entries, so that they are the same in every run.
+
+    It reads pickled (task, options, number) and answers with pickled entries. It ends when its input does, at the
+    latest with this process.
+    """
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._lock = threading.Lock()
+
+    def entry(self, task: str, params: dict[str, Any], number: int) -> dict[str, Any]:
+        """Entry `number` of the task. Raises the error that computing it raised."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with self._lock:
+            pickle.dump((task, params, number), process.stdin)
+            process.stdin.flush()
+            found = pickle.load(process.stdout)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+_entries = functools.cache(_Entries)
+
+
+def serve_entries() -> None:
+    """Answers requests of `_Entries` until its input ends. What reasoning-gym prints goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            task, params, number = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            found: Any = _dataset(task, Options(params))[number]
+        except Exception as error:  # raised where the entry was asked for
+            found = error
+        pickle.dump(found, answers)
+        answers.flush()

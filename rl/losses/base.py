@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -62,11 +63,13 @@ class Loss:
     """Whether `with_options` checks the values of options. A user's function checks its own."""
 
     def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """Evaluates the loss on one micro-batch. The metrics are detached.
+        """Evaluates the loss on one micro-batch. The metrics are detached. The function sees no reported position.
 
         `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
         """
         self.check_inputs(inputs.arrays)
+        rows, inputs = inputs.counted()
+        scores, entropy = scores[rows], None if entropy is None else entropy[rows]
         function = partial(self.function, **self.options)
         if self.takes:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
@@ -163,6 +166,8 @@ def custom_loss(function: str | LossFunction) -> Loss:
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
         try:
             function = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from rl.types import REPORTED_WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,13 @@ class LossInputs:
     def weights(self) -> Tensor:
         """[S] the factor of each position's term in the loss."""
         return self.arrays["weights"]
+
+    def counted(self) -> tuple[Tensor, LossInputs]:
+        """[C] indices of the positions that are not only reported, and their inputs."""
+        size = self.weights.abs()
+        rows = ((size > REPORTED_WEIGHT) | (size == 0)).nonzero().squeeze(1)
+        arrays = {name: array[rows] for name, array in self.arrays.items()}
+        return rows, replace(self, arrays=arrays, datum_index=self.datum_index[rows])
 
     def mean_per_datum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without scored positions.

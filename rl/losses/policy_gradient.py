@@ -1,8 +1,8 @@
 """Policy-gradient losses: terms per token, summed.
 
 Legend: p = the trainer's log-prob of the sampled token; q = the generator's, the input `logprobs`; r = exp(p - q), the
-importance ratio; A = `advantages`; w = `weights`. Clip thresholds are absolute bounds on r, as in Tinker: PPO's
-epsilon = 0.2 is 0.8 and 1.2. The options that these losses share are in `shared.py`.
+importance ratio, bounded by `bounded_exp`; A = `advantages`; w = `weights`. Clip thresholds are absolute bounds on r,
+as in Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. The options that these losses share are in `shared.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl.losses.inputs import LossInputs, Metrics
+from rl.losses.shared import bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def importance_sampling(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """-sum w r A: the off-policy policy gradient. At r = 1 its gradient is that of REINFORCE."""
     del entropy
-    ratio = (logprobs - inputs["logprobs"]).exp()
+    ratio = bounded_exp(logprobs.double() - inputs["logprobs"])
     return -(inputs.weights * ratio * inputs["advantages"]).sum(), {}
 
 
@@ -38,7 +39,7 @@ def ppo(
     however large the ratio: dual-clip PPO (https://arxiv.org/abs/1912.09729), which uses c = 3.
     """
     del entropy
-    ratio = (logprobs - inputs["logprobs"]).exp()
+    ratio = bounded_exp(logprobs.double() - inputs["logprobs"])
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold, dual_clip_threshold)
 
 
@@ -55,7 +56,7 @@ def cispo(
     MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585.
     """
     del entropy
-    ratio = (logprobs - inputs["logprobs"]).exp().detach()
+    ratio = bounded_exp(logprobs.detach().double() - inputs["logprobs"])
     clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
     loss = -(inputs.weights * clipped * logprobs * inputs["advantages"]).sum()
     return loss, {"clipped_tokens": (clipped != ratio).sum()}
@@ -86,11 +87,11 @@ def gspo(
     paper's. With the input `sequence_ratio_mask`, only positions where it is not 0 enter the mean.
     """
     del entropy
-    log_ratio = logprobs.detach() - inputs["logprobs"]
+    log_ratio = logprobs.detach().double() - inputs["logprobs"]
     mask = inputs.arrays.get("sequence_ratio_mask")
-    sequence_ratio = inputs.mean_per_datum(log_ratio, mask).exp()[inputs.datum_index]
-    # The second factor is 1: it adds nothing but the gradient.
-    ratio = sequence_ratio * (logprobs - logprobs.detach()).exp()
+    of_sequence = inputs.mean_per_datum(log_ratio, mask)[inputs.datum_index]
+    # The difference is 0: it adds nothing but the gradient.
+    ratio = bounded_exp(of_sequence + (logprobs - logprobs.detach()))
     return _clipped(ratio, inputs, clip_low_threshold, clip_high_threshold)
 
 

@@ -4,9 +4,6 @@ Losses are sums, so the loop chooses the normaliser, and can do so after all rol
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from rl.checks import check_at_least
 from rl.types import Datum
@@ -41,9 +38,4 @@ def sequence_mean(batch: Sequence[Datum]) -> tuple[list[Datum], float]:
     """
     if len(batch) == 0:
         raise ValueError("sequence_mean was given an empty batch; there is nothing to average over")
-    return [_weights_divided(datum, max(datum.num_loss_tokens, 1)) for datum in batch], 1 / len(batch)
-
-
-def _weights_divided(datum: Datum, divisor: int) -> Datum:
-    weights = datum.weights / np.float32(divisor)
-    return replace(datum, loss_inputs={**datum.loss_inputs, "weights": weights})
+    return [datum.weighted(1 / max(datum.num_loss_tokens, 1)) for datum in batch], 1 / len(batch)

@@ -7,13 +7,15 @@ when the token was sampled, `old_logprobs`; f = a frozen reference model's, `ref
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
+
 from rl.checks import check_known
 from rl.losses.inputs import LossInputs, Metrics
-from rl.types import REPORTED_WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +25,8 @@ ImportanceMode = Literal["truncate", "mask"]
 KL_OPTIONS = ("kl_coef", "kl_estimator")
 ENTROPY_OPTIONS = ("entropy_coef",)
 IMPORTANCE_OPTIONS = ("importance_cap", "importance_mode")
+MAX_LOG_RATIO = math.log(np.finfo(np.float32).max)
+"""The bound of log-ratios that are exponentiated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +105,20 @@ class SharedOptions:
     def _corrected(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
         """The inputs with o in place of q and the multiplier in the weights; also the number of capped multipliers."""
         old = inputs.arrays.get("old_logprobs", logprobs)
-        ratio = (old - inputs["logprobs"]).exp()  # no gradient: `logprobs` is detached
+        ratio = bounded_exp(old.double() - inputs["logprobs"])  # no gradient: `logprobs` is detached
         capped = ratio > self.importance_cap
         multiplier = ratio.masked_fill(capped, self.importance_cap if self.importance_mode == "truncate" else 0.0)
         arrays = {**inputs.arrays, "logprobs": old, "weights": inputs.weights * multiplier}
         return replace(inputs, arrays=arrays), capped.sum()
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of float64 log-ratios, bounded by float32's largest number, beyond which the gradient is 0.
+
+    An infinite ratio would become NaN in the product with an advantage, a weight or a clip's gradient of 0. Products of
+    a bounded ratio are finite, too, because float64 holds numbers far beyond it.
+    """
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
@@ -117,20 +130,21 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Ten
     that of a reward of -(p - f) per token.
     k3 = exp(f - p) - (f - p) - 1 is unbiased, never negative and of low variance. It is GRPO's, eq. 4 of
     https://arxiv.org/abs/2402.03300. Its expected gradient is that of the other direction, KL(reference || policy).
+    f - p is bounded as in `bounded_exp`.
     """
-    log_ratio = logprobs - reference
+    log_ratio = logprobs.double() - reference
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio**2
-    return (-log_ratio).exp() + log_ratio - 1
+    bounded = (-log_ratio).clamp(max=MAX_LOG_RATIO)
+    return bounded.expm1() - bounded
 
 
 def _generator_metrics(logprobs: Tensor, inputs: LossInputs) -> Metrics:
     """How far the trainer's policy is from the generator's, at the tokens that the generator sampled."""
-    sampled = inputs.weights.abs() > REPORTED_WEIGHT  # the others, such as a prompt's, have no log-prob of its
-    generator = inputs["logprobs"].where(sampled, logprobs)
-    ratio = (logprobs - generator).exp() * sampled
+    generator = inputs["logprobs"]
+    ratio = bounded_exp(logprobs.double() - generator)
     largest = ratio.amax() if len(ratio) else logprobs.new_zeros(())
     # The generator sampled the tokens, so they estimate KL(generator || trainer) and not the other direction.
     return {"kl_generator": kl_terms(generator, logprobs, "k3").sum(), "ratio_max": largest}

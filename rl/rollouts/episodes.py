@@ -9,7 +9,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -130,12 +130,24 @@ class _Player:
             reward = checked_reward(reply)
             if isinstance(reply, Done):
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
-                return Rollout(turns=tuple(turns), reward=reward, metrics=metrics, environment_s=environment_s)
+                return Rollout(
+                    turns=tuple(turns),
+                    reward=reward,
+                    metrics=metrics,
+                    environment_s=environment_s,
+                    sampling=self.sampling,
+                )
             tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
             sequence += tokens
             room = self.room(len(sequence))
             if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
-                return Rollout(turns=tuple(turns), reward=reward, out_of_context=True, environment_s=environment_s)
+                return Rollout(
+                    turns=tuple(turns),
+                    reward=reward,
+                    out_of_context=True,
+                    environment_s=environment_s,
+                    sampling=self.sampling,
+                )
             sampling = replace(
                 self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
             )
@@ -218,13 +230,35 @@ def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
 
 
+def check_sampled_distribution(sampling: SamplingParams) -> None:
+    """Raises ValueError unless rollouts are sampled from the distribution whose log-probs the trainer computes.
+
+    The generator returns log-probs of the distribution that it sampled from. At another temperature, or with top_p or
+    top_k, the ratio of trainer to generator would be wrong from the first step.
+    """
+    whole: Mapping[str, tuple[float, float]] = {
+        "temperature": (sampling.temperature, 1.0),
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, -1),
+    }
+    for name, (value, accepted) in whole.items():
+        if value != accepted:
+            raise ValueError(
+                f"sampling.{name} is {value}; training rollouts need {accepted}, the distribution that is trained; to "
+                "learn from texts that were sampled otherwise, use text_to_datum and the loss 'cross_entropy'"
+            )
+
+
 def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) -> Datum:
     """The tokens of all turns as one sequence, shifted by one. The weight is 1 where the target token was sampled.
 
     `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
     which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
-    ValueError for a prompt without tokens and for a wrong number of advantages.
+    ValueError for a prompt without tokens, for a wrong number of advantages, and for a rollout that was sampled from
+    another distribution than the trainer's (`check_sampled_distribution`).
     """
+    if rollout.sampling is not None:
+        check_sampled_distribution(rollout.sampling)
     if not rollout.turns[0].prompt_tokens:
         raise ValueError("the rollout's prompt has no tokens; a first token has nothing to be predicted from")
     if np.shape(advantage) not in ((), (rollout.num_sampled_tokens,)):

@@ -65,14 +65,16 @@ class Evaluation:
 
         From n answers of which c are right, the unbiased estimate is 1 - C(n - c, k) / C(n, k), averaged over the
         problems: Chen et al. 2021, eq. 1 of https://arxiv.org/abs/2107.03374. Problems with fewer than k answers, after
-        failures, are left out. Raises ValueError unless k is between 1 and the number of answers per problem.
+        failures, are left out. A reward that misses `solved` by rounding counts.
+
+        Raises ValueError unless k is between 1 and the number of answers per problem.
         """
         if not 1 <= k <= self.num_samples:
             raise ValueError(
                 f"k is {k}; it must be between 1 and the number of answers per problem, {self.num_samples}"
             )
         solved = self.best_reward if solved is None else solved
-        rates = [_pass_at(k, group.rewards >= solved) for group in self.groups if len(group.rollouts) >= k]
+        rates = [_pass_at(k, _at_least(group.rewards, solved)) for group in self.groups if len(group.rollouts) >= k]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
     def gain_over(self, before: "Evaluation") -> Interval:
@@ -94,6 +96,10 @@ class Evaluation:
     @property
     def _scored(self) -> list[Group]:
         return [group for group in self.groups if group.rollouts]
+
+
+def _at_least(rewards: NDArray[np.float64], solved: float) -> NDArray[np.bool_]:
+    return (rewards >= solved) | np.isclose(rewards, solved, rtol=1e-9, atol=1e-12)
 
 
 async def evaluate(

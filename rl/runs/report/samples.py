@@ -62,7 +62,7 @@ class TokenSamples:
         if not all("logprobs" in datum.loss_inputs for datum in batch):
             return
         for datum, p in [*zip(batch, output.logprobs, strict=True)][:_PER_STEP]:
-            scored = np.flatnonzero(datum.weights)[:_MAX_TOKENS]
+            scored = np.flatnonzero(datum.counted)[:_MAX_TOKENS]
             columns = (datum.loss_inputs["target_tokens"], p, datum.loss_inputs["logprobs"])
             tokens, ours, theirs = (np.asarray(column)[scored] for column in columns)
             self._samples.append(

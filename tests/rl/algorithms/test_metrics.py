@@ -3,6 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl.advantages.gae import token_rewards
+from rl.advantages.kl import kl_estimates, kl_from_generator
+from rl.algorithms.actor_critic import PPOParams, ppo_advantages
+from rl.algorithms.distillation import reverse_kl_advantages
 from rl.algorithms.metrics import (
     PhaseClock,
     logprob_mismatch,
@@ -10,8 +14,9 @@ from rl.algorithms.metrics import (
     num_completion_tokens,
     rollout_metrics,
 )
+from rl.algorithms.preferences import weight_pairs
 from rl.rollouts.episodes import rollout_to_datum
-from rl.types import Datum, ForwardBackwardOutput, Group
+from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group
 from tests.rl.fakes import completion, single_turn
 
 
@@ -27,6 +32,42 @@ def test_the_mismatch_counts_scored_tokens_only() -> None:
     assert mismatch["logprob_mismatch_mean"] == pytest.approx(0.3)
     assert mismatch["logprob_mismatch_max"] == pytest.approx(0.5)
     assert mismatch["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
+
+
+def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -> None:
+    rng = np.random.default_rng(0)
+    found: list[object] = []
+    scores = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
+    logprobs = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
+    for unscored in (0.0, REPORTED_WEIGHT):
+        weights = np.array([unscored] * 5 + [1.0] * 3, dtype=np.float32)
+        data = {"target_tokens": np.arange(8), "weights": weights}
+        batch = [Datum(tokens=np.arange(8), loss_inputs={**data, "logprobs": q}) for q in logprobs]
+        output = ForwardBackwardOutput(logprobs=tuple(scores), entropy=None, metrics={})
+        ready, metrics = ppo_advantages(batch, [1.0, 0.0], scores, scores, PPOParams())
+        distilled = reverse_kl_advantages(batch, scores, discount=0.5)
+        inputs = [d.loss_inputs[name] for d in ready for name in ("advantages", "returns")]
+        inputs += [d.loss_inputs["advantages"] for d in distilled]
+        mismatch, kl = logprob_mismatch(batch, output), kl_from_generator(batch, scores)
+        weighed = [d.weights[5:].tolist() for d in weight_pairs(batch, np.array([4.0]))]
+        num_tokens = [d.num_loss_tokens for d in (*batch, *weight_pairs(batch, np.array([4.0])))]
+        found.append([np.concatenate(inputs).tolist(), metrics, mismatch, kl, weighed, num_tokens])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("difference", [-1000.0, -60.0, 0.0, 60.0, 88.7])
+def test_ratios_and_estimates_are_finite_for_every_difference(difference: float) -> None:
+    arrays = {"target_tokens": np.array([1]), "logprobs": np.array([-2000.0], dtype=np.float32)}
+    batch = [Datum(tokens=np.array([0]), loss_inputs=arrays)]
+    p = arrays["logprobs"] + np.float32(difference)
+    exact = float(p[0]) + 2000
+    output = ForwardBackwardOutput(logprobs=(p,), entropy=None, metrics={})
+    assert logprob_mismatch(batch, output)["ratio_mean"] == pytest.approx(np.exp(exact))
+    assert kl_from_generator(batch, [p]) == pytest.approx(np.exp(exact) - 1 - exact)
+    far = ForwardBackwardOutput(logprobs=(p + 1500,), entropy=None, metrics={})
+    assert logprob_mismatch(batch, far)["ratio_mean"] <= np.finfo(np.float32).max
+    (kl,) = kl_estimates(arrays["logprobs"], p + 1500, "k3")
+    assert token_rewards(1.0, np.array([kl]), 0.0).tolist() == [1.0]
 
 
 def test_rollout_metrics_count_groups_with_signal() -> None:

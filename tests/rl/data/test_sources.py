@@ -18,12 +18,14 @@ def _write(path: Path, *rows: object) -> Path:
     return path
 
 
-def _examples(path: Path, count: int = 60) -> Path:
-    return _write(path, *({"prompt": f"question {i}", "completion": f"answer {i}", "more": 1} for i in range(count)))
+def _examples(path: Path, count: int = 60, word: str = "question") -> Path:
+    return _write(path, *({"prompt": f"{word} {i}", "completion": f"answer {i}", "more": 1} for i in range(count)))
 
 
 def test_every_epoch_has_every_example_once_in_its_own_order(tmp_path: Path) -> None:
-    data = JsonlExamples(path=_examples(tmp_path / "data.jsonl"), eval_path=_examples(tmp_path / "eval.jsonl", 3))
+    data = JsonlExamples(
+        path=_examples(tmp_path / "data.jsonl"), eval_path=_examples(tmp_path / "eval.jsonl", 3, "held out")
+    )
     epochs = [[e.completion for e in data.train_examples(7, start, 60)] for start in (0, 60, 120)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(f"answer {i}" for i in range(60))
@@ -31,7 +33,7 @@ def test_every_epoch_has_every_example_once_in_its_own_order(tmp_path: Path) -> 
     assert [e.completion for e in data.train_examples(8, 0, 60)] != epochs[0]
     # A run resumed anywhere, also across the end of an epoch, sees the same examples.
     assert [e.completion for e in data.train_examples(7, 50, 20)] == epochs[0][50:] + epochs[1][:10]
-    assert [e.prompt for e in data.eval_examples(2)] == ["question 0", "question 1"]
+    assert [e.prompt for e in data.eval_examples(2)] == ["held out 0", "held out 1"]
     assert len(data.eval_examples(200)) == 3
 
 
@@ -44,6 +46,18 @@ def test_a_tenth_is_held_out_by_its_prompt(tmp_path: Path) -> None:
     assert len({e.completion for e in (*eval_examples, *train)}) == 300
     assert all(is_eval(e.id) for e in eval_examples)
     assert 0.03 < len(eval_examples) / 300 < 0.2
+
+
+def test_prompts_of_the_held_out_file_are_not_trained_on(tmp_path: Path) -> None:
+    held_out = [{"prompt": p, "completion": "x", "chosen": "x", "rejected": "y"} for p in ("a", MESSAGES, " b\n")]
+    known = [{**row, "completion": "another", "chosen": "z"} for row in (*held_out, {**held_out[0], "prompt": "b"})]
+    path, both = _write(tmp_path / "eval.jsonl", *held_out), _write(tmp_path / "train.jsonl", *known)
+    with pytest.raises(ValueError, match=r"train.jsonl has no prompt to train on that is not held out in eval_path"):
+        JsonlExamples(path=both, eval_path=path).train_examples(0, 0, 1)
+    new = _write(tmp_path / "more.jsonl", *known, {**held_out[0], "prompt": "new"})
+    assert {e.id for e in JsonlExamples(path=new, eval_path=path).train_examples(0, 0, 9)} == {"new"}
+    assert {p.id for p in JsonlPreferences(path=new, eval_path=path).train_preferences(0, 0, 9)} == {"new"}
+    assert len(JsonlExamples(path=new, eval_path=path).eval_examples(9)) == 3
 
 
 def test_prompts_may_be_chats(tmp_path: Path) -> None:
@@ -65,6 +79,9 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
         ('{"prompt": [], "completion": "b"}', r"data.jsonl:3: 'prompt' is \[\]; text, or messages"),
         ('{"prompt": [{"role": "user"}], "completion": "b"}', r"data.jsonl:3: 'prompt' holds .* needs 'role' and"),
         ('{"prompt": "a", ', r"data.jsonl:3 is not JSON"),
+        (r'{"prompt": "a", "completion": "see \ud800"}', r"data.jsonl:3 holds the lone surrogate '\\ud800' in .*see "),
+        (r'{"prompt": [{"role": "user", "content": "\udfff"}], "completion": "b"}', r"data.jsonl:3 .* '\\udfff'"),
+        (r'{"prompt": "a", "completion": "b", "meta": {"x": ["\ud83d"]}}', r"data.jsonl:3 .* '\\ud83d'"),
         ('["a", "b"]', r"data.jsonl:3 is a list; a JSON object with 'prompt', 'completion' is needed"),
     ],
 )
@@ -87,10 +104,10 @@ def test_files_with_nothing_to_learn_are_refused(tmp_path: Path) -> None:
 def test_preferences_are_lines_with_two_answers(tmp_path: Path) -> None:
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = _write(tmp_path / "good.jsonl", good)
-    data = JsonlPreferences(path=path, eval_path=path)
+    data = JsonlPreferences(path=path, eval_path=_write(tmp_path / "eval.jsonl", {**good, "prompt": "z"}))
     (pair,) = data.train_preferences(0, 5, 1)
     assert (pair.prompt, pair.chosen, pair.rejected) == ("a", "b", "c")
-    assert data.eval_preferences(3) == [pair]
+    assert [p.prompt for p in data.eval_preferences(3)] == ["z"]
     same = _write(tmp_path / "same.jsonl", good, {**good, "rejected": "b"})
     with pytest.raises(ValueError, match=r"same.jsonl:2: 'chosen' and 'rejected' are the same"):
         JsonlPreferences(path=same).eval_preferences(1)

@@ -1,3 +1,8 @@
+import os
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from rl.data.streams import is_eval
@@ -29,6 +34,29 @@ def test_a_stream_is_a_function_of_seed_and_number() -> None:
     ids = [p.id for p in ENV.train_problems(5, 0, 40)]
     assert [p.id for p in ENV.train_problems(5, 30, 10)] == ids[30:]
     assert [p.id for p in ENV.train_problems(6, 0, 40)] != ids
+
+
+@pytest.mark.seconds
+def test_problems_do_not_depend_on_the_order_of_sets() -> None:
+    code = (
+        "from rl.envs.reasoning import ReasoningGym\n"
+        "for task in ('polynomial_multiplication', 'ransom_note'):\n"
+        "    for p in ReasoningGym(task=task).train_problems(0, 0, 3): print(p.id, p.answer)"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True
+        ).stdout
+        for seed in ("0", "1")
+    ]
+    assert found[0].count(b"polynomial_multiplication: ") == 3
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
+def test_a_task_that_lists_its_entries_takes_little_memory(task: str) -> None:
+    assert len(ReasoningGym(task=task).train_problems(0, 0, 3)) == 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # KiB; a list of 2^31 entries takes 16 GB
 
 
 def test_reward_is_the_tasks_own() -> None:

@@ -1,7 +1,11 @@
 """Every loss against its formula in NumPy; gradients are checked by finite differences."""
 
+import itertools
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.losses import LOSSES, LossInputs, get_loss
+from rl.losses.base import option_defaults
+from rl.types import REPORTED_WEIGHT
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 
 
@@ -181,6 +187,13 @@ def test_a_users_function_and_its_import_path_are_the_same_loss() -> None:
     assert get_loss(_half_square, {"scale": -2.0})(torch.tensor(p), torch.zeros(len(p)), inputs)[0] < 0
 
 
+def test_a_loss_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert get_loss("my_own_losses:f").name == "f"
+
+
 def _half_square(
     logprobs: torch.Tensor, entropy: torch.Tensor, inputs: LossInputs, *, scale: float = 1.0
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -229,3 +242,131 @@ def test_a_metric_with_a_name_of_the_trainers_is_refused() -> None:
 
     with pytest.raises(ValueError, match="'proud' returned a metric 'loss', which the trainer reports; rename it"):
         get_loss(proud)(torch.tensor(p), None, inputs)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+DIFFERENCES = (-1000.0, -200.0, -88.0, -1.0, 0.0, 0.5, 60.0, 88.7, 89.0, 1000.0)
+
+
+def _exp(x: float) -> tuple[float, float]:
+    """Value and slope of the ratio, which is exact wherever float32 can hold it."""
+    return (math.exp(x), math.exp(x)) if x <= math.log(LARGEST) else (LARGEST, 0.0)
+
+
+def _token(name: str, p: float, q: float, a: float, dual: float) -> tuple[float, float]:
+    """Loss of one token, which is a sequence of its own, and its slope."""
+    r, slope = _exp(p - q)
+    low, high = (0.9997, 1.0004) if name == "gspo" else (0.8, 1.2)
+    if name == "cross_entropy":
+        return -p, -1.0
+    if name == "cispo":
+        return -min(r, 4.0) * p * a, -min(r, 4.0) * a
+    if name == "dro":
+        return -(p * a - 0.025 * (p - q) ** 2), -(a - 0.05 * (p - q))
+    if name == "importance_sampling" or low < r < high:
+        return -r * a, -slope * a
+    if a * (r - 1) > 0 or 0 < dual < r:
+        return -a * (high if a > 0 else low if r < 1 else dual), 0.0
+    return -r * a, -slope * a
+
+
+def _divergence(estimator: str, p: float, f: float) -> tuple[float, float]:
+    e, slope = _exp(f - p)
+    k3 = (e - 1 - min(f - p, math.log(LARGEST)), 1 - e if slope or f < p else 0.0)
+    return {"k1": (p - f, 1.0), "k2": ((p - f) ** 2 / 2, p - f), "k3": k3}[estimator]
+
+
+def _extreme(name: str, config: dict[str, Any], p: float, q: float, a: float, o: float, f: float) -> Array:
+    factor, cap = 1.0, config.get("importance_cap", 0.0)
+    if cap:
+        factor, q = _exp(o - q)[0], o
+        factor = factor if factor <= cap else cap if config["importance_mode"] == "truncate" else 0.0
+    found = factor * np.array(_token(name, p, q, a, config.get("dual_clip_threshold", 0.0)))
+    if kl_coef := config.get("kl_coef", 0.0):
+        found += kl_coef * np.array(_divergence(config["kl_estimator"], p, f))
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"dual_clip_threshold": 3.0},
+        {"importance_cap": 2.0, "importance_mode": "truncate"},
+        {"importance_cap": 2.0, "importance_mode": "mask"},
+        *({"kl_coef": 0.5, "kl_estimator": estimator} for estimator in ("k1", "k2", "k3")),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "value"])
+def test_no_difference_of_log_probs_makes_a_nan(name: str, config: dict[str, Any]) -> None:
+    if not config.keys() <= {*get_loss(name).takes, *option_defaults(LOSSES[name].function)}:
+        return
+    cases = np.array([*itertools.product(DIFFERENCES, DIFFERENCES, (-2.0, 0.0, 1.0))])
+    p = np.minimum(cases[:, 0], 0) - 0.5
+    o = p - cases[:, 0]
+    q = o - cases[:, 1] if "importance_cap" in config else o
+    columns = {"logprobs": q, "advantages": cases[:, 2], "old_logprobs": o, "reference_logprobs": p + cases[:, 1]}
+    arrays = {key: torch.tensor(values, dtype=torch.float32) for key, values in columns.items()}
+    arrays |= {"weights": torch.ones(len(p)), "target_tokens": torch.zeros(len(p), dtype=torch.long)}
+    inputs = LossInputs(arrays=arrays, datum_index=torch.arange(len(p)), num_datums=len(p))
+    logprobs, loss = torch.tensor(p, dtype=torch.float32, requires_grad=True), get_loss(name, config)
+    rounded = [values.double().tolist() for values in (logprobs, *list(arrays.values())[:4])]
+    expected = np.array([_extreme(name, config, *row) for row in zip(*rounded, strict=True)])
+    total, metrics = loss(logprobs, None, inputs)
+    total.backward()
+    assert logprobs.grad is not None
+    with np.errstate(over="ignore"):  # a gradient of twice the largest ratio is infinite by definition
+        np.testing.assert_allclose(logprobs.grad, expected[:, 1].astype(np.float32), rtol=1e-6, atol=1e-36)
+    assert total.item() == pytest.approx(expected[:, 0].sum(), rel=1e-6)
+    assert all(math.isfinite(value) for value in metrics.values())
+    for d in range(len(p)):
+        rows, alone = one_datum(inputs, d)
+        assert loss(logprobs[rows], None, alone)[0].item() == pytest.approx(expected[d, 0], rel=1e-6)
+
+
+def test_a_ratio_that_overflows_spoils_no_other_token() -> None:
+    def step(*advantages: float) -> tuple[float, list[float]]:
+        arrays = {"logprobs": [-100.0, -1.0], "advantages": advantages, "weights": [1.0, 1.0]}
+        tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+        inputs = LossInputs(arrays=tensors, datum_index=torch.zeros(2, dtype=torch.long), num_datums=1)
+        logprobs = torch.tensor([-0.5, -1.0], requires_grad=True)
+        loss = get_loss("ppo")(logprobs, None, inputs)[0]
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss.item(), logprobs.grad.tolist()
+
+    assert step(1.0, 1.0) == (pytest.approx(-2.2), [0, -1])
+    assert step(0.0, 1.0) == (-1, [0, -1])
+
+
+@pytest.mark.parametrize("config", [{}, {"kl_coef": 0.5, "entropy_coef": 0.1, "importance_cap": 1.5}])
+@pytest.mark.parametrize("name", [*LOSSES, "_half_square"])
+def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dict[str, Any]) -> None:
+    loss = get_loss(_half_square if name == "_half_square" else name)
+    loss = get_loss(loss, {option: value for option, value in config.items() if option in loss.takes})
+    p, inputs = random_case(lengths=(4, 3, 6))
+    reported = np.array([0, 1, 4, 8, 9, 12])
+    kept = np.setdiff1d(np.arange(len(p)), reported)
+    without = {key: array[kept] for key, array in inputs.arrays.items()}
+    fewer = LossInputs(arrays=without, datum_index=inputs.datum_index[kept], num_datums=3)
+    arrays = {key: array.clone() for key, array in inputs.arrays.items()}
+    for key, absurd in {"weights": REPORTED_WEIGHT, "logprobs": 0.0, "advantages": 9.0, "returns": 99.0}.items():
+        arrays[key][reported] = absurd
+    p[reported] = -700
+    logprobs, entropy = torch.tensor(p, requires_grad=True), torch.linspace(0, 1, len(p), dtype=torch.float64)
+    total, metrics = loss(logprobs, entropy, replace(inputs, arrays=arrays))
+    expected, expected_metrics = loss(logprobs[kept], entropy[kept], fewer)
+    assert total == expected
+    assert metrics == expected_metrics
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    assert not gradient[reported].any()
+    assert torch.equal(gradient, torch.autograd.grad(expected, logprobs)[0])
+
+
+def test_gspo_takes_no_mean_over_positions_that_are_only_reported() -> None:
+    weights, q = [REPORTED_WEIGHT] * 6 + [1.0] * 4, [0.0] * 6 + [-1.1] * 4
+    arrays = {"weights": weights, "logprobs": q, "advantages": [1.0] * 10}
+    tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+    inputs = LossInputs(arrays=tensors, datum_index=torch.zeros(10, dtype=torch.long), num_datums=1)
+    loss = get_loss("gspo", {"clip_low_threshold": 0.01, "clip_high_threshold": 100.0})
+    assert loss(torch.tensor([0.0] * 6 + [-1.0] * 4), None, inputs)[0].item() == pytest.approx(-4.4207, abs=1e-4)

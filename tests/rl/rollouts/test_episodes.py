@@ -137,6 +137,18 @@ def test_a_datum_scores_each_completion_token_where_it_is_predicted() -> None:
     assert datum.num_loss_tokens == 2
 
 
+@pytest.mark.parametrize("changed", [{"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}])
+def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, Any]) -> None:
+    def sampled(**fields: Any) -> Group:
+        generator = ScriptedGenerator(lambda prompt, i, seed: "yes" if i else "no")
+        problem = TextProblem(id="q", prompt="q", score=lambda answer: float(answer == "yes"))
+        return asyncio.run(rollout_group(generator, RENDERER, problem, SamplingParams(max_tokens=4, **fields), 2))
+
+    assert len(group_to_data(sampled(), group_mean)) == 2
+    with pytest.raises(ValueError, match=rf"sampling\.{next(iter(changed))} is .* use text_to_datum and the loss"):
+        group_to_data(sampled(**changed), group_mean)
+
+
 def test_a_group_without_signal_trains_nothing() -> None:
     assert group_to_data(_group(0.3, 0.3), group_mean) == []
     data = group_to_data(_group(1.0, 0.0), group_mean)

@@ -127,6 +127,13 @@ def test_pass_at_1_is_the_mean_reward_of_right_and_wrong() -> None:
             evaluation.pass_at(k)
 
 
+def test_a_reward_that_misses_the_best_one_by_rounding_is_right() -> None:
+    rollouts = tuple(single_turn((1,), completion("a"), reward=reward) for reward in [0.7 + 0.2 + 0.1] * 2 + [0.999])
+    group = Group(problem_id="p", prompt="p", rollouts=rollouts)
+    assert Evaluation(groups=(group,)).pass_at(1).mean == pytest.approx(2 / 3)
+    assert Evaluation(groups=(group,)).pass_at(1, solved=0.0).mean == 1
+
+
 def test_intervals_depend_on_the_number_of_answers() -> None:
     once, often = _answered([True], [False]), _answered([True, False, False, False, False, True], [False] * 6)
     assert list(once.intervals) == ["reward"]

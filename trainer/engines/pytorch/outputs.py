@@ -44,7 +44,7 @@ class OutputCollector:
         """Returns everything added so far. `change` replaces a row's scores and entropies by as many others."""
         if change is not None:
             self._rows = [_changed(change, *of_row) for of_row in self._rows]
-        num_loss_tokens = float(sum(len(row.pair_index) for row, _, _ in self._rows))
+        num_loss_tokens = float(sum(row.num_loss_tokens for row, _, _ in self._rows))
         parts = [{name: float(value) for name, value in metrics.items()} for metrics in self._metrics]
         scores = _unpack([(row, scores) for row, scores, _ in self._rows])
         of_training = (
