@@ -67,6 +67,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`."""
     options: dict[str, Any] = {
         "model": str(config.model),
+        "load_format": "safetensors",  # by default vLLM prefers consolidated*.safetensors, of other names
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,

@@ -5,11 +5,12 @@ directory is reported in milliseconds, before any process starts. Reads no weigh
 """
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from rl.model_files import check_head, weight_files
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -65,9 +66,10 @@ def inspect_model(path: Path) -> ModelInfo:
         raise ValueError(f"model directory {path} does not exist or is not a directory")
     config = read_config(path)
     architecture = _architecture(path, config)
-    weight_files = _weight_files(path)
+    files = weight_files(path)
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise ValueError(f"model directory {path} has no tokenizer; tokenizer.json or tokenizer.model is needed")
+    check_head(path, tied=is_tied(config))
     num_attention_heads = _positive(path, config, "num_attention_heads")
     return ModelInfo(
         path=path,
@@ -80,7 +82,7 @@ def inspect_model(path: Path) -> ModelInfo:
         num_attention_heads=num_attention_heads,
         num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
         eos_token_ids=end_token_ids(path, config),
-        weight_files=weight_files,
+        weight_files=files,
     )
 
 
@@ -118,18 +120,6 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)
-
-
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a model directory's safetensors files, without old checkpoints' buffers.
-
-    Raises ValueError for a file of another format.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        weights, _ = _read_header(file)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in weights.items()}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def check_architecture(path: Path) -> None:
@@ -175,55 +165,3 @@ def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | No
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
     return value
-
-
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    """Lists the directory's safetensors files after checking that each is present and complete."""
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        weight_map = _read_json(index, "").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map")
-        files = [path / name for name in sorted(set(cast("dict[str, str]", weight_map).values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ValueError(f"model directory {path} lacks {', '.join(missing)}, which {index.name} names")
-    else:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".gguf"})
-        found = f"; {', '.join(others)} cannot be used" if others else ""
-        raise ValueError(f"model directory {path} has no weights; model.safetensors or {index.name} is needed{found}")
-    for file in files:
-        _check_complete(file)
-    return tuple(files)
-
-
-def _check_complete(file: Path) -> None:
-    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy."""
-    size = file.stat().st_size
-    weights, data_start = _read_header(file)
-    expected = data_start + max((entry["data_offsets"][1] for entry in weights.values()), default=0)
-    if size != expected:
-        raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its weights, and the byte at which its data begin.
-
-    Format: https://huggingface.co/docs/safetensors/index#format
-    """
-    try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > file.stat().st_size:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(header_size))
-        weights = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        malformed = next((name for name, entry in weights.items() if not {"shape", "data_offsets"} <= set(entry)), "")
-        if malformed:
-            raise ValueError(f"it gives no shape and place of {malformed!r}")
-    except (struct.error, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    return weights, 8 + header_size
