@@ -142,7 +142,7 @@ class GeneratorConfig:
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
                 f" which vLLM has no code of its own for; proven are {', '.join(PROVEN_ARCHITECTURES)}"
             )
-        heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
+        heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads") or model["num_attention_heads"]
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
         accepted = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         if self.tensor_parallel not in accepted:

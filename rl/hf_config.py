@@ -4,8 +4,12 @@ Looks at `config.json`, the headers of the safetensors files and the names of th
 directory is reported in milliseconds, before any process starts. Reads no weights and does not import transformers.
 """
 
+import ast
+import functools
+import importlib.util
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +31,9 @@ PROVEN_ARCHITECTURES = (
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
 
+_STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Sizes without which a file describes no model, although transformers has values for them."""
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
@@ -52,9 +59,93 @@ class ModelInfo:
     """The safetensors files, in the order of their names."""
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
+def read_config_file(path: Path) -> Mapping[str, Any]:
     """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
     return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The settings of a model directory, as transformers understands its `config.json`.
+
+    Absent keys have the values of the family's configuration class, except sizes that every file states. Rotary
+    embeddings are in `rope_parameters` only. Raises ValueError as `read_config_file`, and for null where transformers
+    takes none.
+    """
+    stated = read_config_file(path)
+    fields = dict(config_fields(str(stated.get("model_type") or "")))
+    if "num_local_experts" in stated and "num_experts" in fields:  # two spellings in Qwen3-MoE; this one goes first
+        fields["num_local_experts"] = fields.pop("num_experts")
+    for key, field in fields.items():
+        if key in stated and stated[key] is None and not field.optional:
+            accepted = "" if key in _STATED else f", or leave it out for {field.default!r}"
+            raise ValueError(f"model directory {path}: {key} is null in config.json; give a value{accepted}")
+    defaults = {key: field.default for key, field in fields.items() if key not in _STATED and key not in stated}
+    settings = {key: value for key, value in {**defaults, **stated}.items() if key not in _ROPE}
+    if settings.get("quantization_config", True) is None:
+        del settings["quantization_config"]
+    if settings.get("num_key_value_heads", 0) is None:
+        settings["num_key_value_heads"] = settings.get("num_attention_heads")
+    rope = rope_parameters(stated)
+    return {**settings, "rope_parameters": rope} if rope or "rope_parameters" in fields else settings
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotary embeddings under the names of transformers 5, of a config in any spelling.
+
+    `rope_scaling` goes before `rope_parameters`, whose base is then not used either, as in transformers'
+    `RotaryEmbeddingConfigMixin`. Gemma 3 has a set for each of two kinds of layers, and `rope_scaling` changes the one
+    for full attention.
+    """
+    new: Mapping[str, Any] = config.get("rope_parameters") or {}
+    old: Mapping[str, Any] = config.get("rope_scaling") or {}
+    if str(config.get("model_type")) == "gemma3_text":
+        full = {**(new.get("full_attention") or {}), **old}
+        return {**new, "full_attention": full} if full else dict(new)
+    rope = dict(old or new)
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return rope
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """A key of a family's configuration, as transformers declares it."""
+
+    default: Any
+    optional: bool
+    """Whether it may be null."""
+
+
+@functools.cache
+def config_fields(model_type: str) -> Mapping[str, ConfigField]:
+    """The keys that transformers' configuration class of a model type declares with a constant; empty for others.
+
+    The class is read as source: importing transformers takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    name = model_type.replace("-", "_").removesuffix("_text")
+    if spec is None or spec.origin is None or not name.isidentifier():
+        return {}
+    file = Path(spec.origin).parent / "models" / name / f"configuration_{name}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        plain = [each for each in node.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)]
+        if any(ast.unparse(each.targets[0]) == "model_type" and each.value.value == model_type for each in plain):  # pyright: ignore[reportAttributeAccessIssue]
+            return dict(_fields(node))
+    return {}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ConfigField]]:
+    """The fields of a class whose defaults are constants, or products of constants."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+            factors = [each.value.left, each.value.right] if isinstance(each.value, ast.BinOp) else [each.value]
+            if all(isinstance(factor, ast.Constant) for factor in factors):
+                values = [ast.literal_eval(factor) for factor in factors]
+                default = values[0] if len(values) == 1 else math.prod(values)
+                yield each.target.id, ConfigField(default, optional="None" in ast.unparse(each.annotation))
 
 
 def inspect_model(path: Path) -> ModelInfo:
@@ -87,10 +178,8 @@ def inspect_model(path: Path) -> ModelInfo:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output layer is the embedding matrix."""
-    # Gemma's files leave the key out because its models are always tied; elsewhere its absence means untied.
-    always = any(name.startswith("Gemma") for name in config.get("architectures") or ())
-    return bool(config.get("tie_word_embeddings", always))
+    """Whether the output layer is the embedding matrix, by the settings that `read_config` returns."""
+    return bool(config.get("tie_word_embeddings", False))
 
 
 def longest_context(config: Mapping[str, Any]) -> int:
@@ -101,8 +190,8 @@ def longest_context(config: Mapping[str, Any]) -> int:
     """
     # A model that states no limit takes sequences as long as fit into memory.
     longest: int = config.get("max_position_embeddings") or config.get("n_positions") or 1 << 20
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su", "dynamic"):
+    rope = rope_parameters(config)
+    if rope.get("rope_type") not in ("longrope", "su", "dynamic"):
         return longest
     name = "original_max_position_embeddings"
     return min(longest, rope.get(name) or config.get(name) or longest)
@@ -152,7 +241,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
             f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
             f"model; proven are {', '.join(PROVEN_ARCHITECTURES)}"
         )
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
     return language_models[0]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rl.hf_config import read_config
+from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
 from rl.types import Head
 from trainer.checkpoint import on_rank_0
@@ -129,7 +129,7 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: H
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
             shutil.copy(file, directory / file.name)
-    config = dict(read_config(source))
+    config = dict(read_config_file(source))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":

@@ -23,7 +23,7 @@ class _Listed(FileSystem):
         self._files = [str(file) for file in files]
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        """The files, whatever the directory."""
+        """The files; `path` is not looked at."""
         del path
         return self._files
 
