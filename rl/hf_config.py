@@ -74,12 +74,14 @@ def read_config(path: Path) -> Mapping[str, Any]:
     stated = read_config_file(path)
     fields = dict(config_fields(str(stated.get("model_type") or "")))
     if "num_local_experts" in stated and "num_experts" in fields:  # two spellings in Qwen3-MoE; this one goes first
-        fields["num_local_experts"] = fields.pop("num_experts")
+        fields["num_local_experts"] = fields["num_experts"]
     for key, field in fields.items():
         if key in stated and stated[key] is None and not field.optional:
             accepted = "" if key in _STATED else f", or leave it out for {field.default!r}"
             raise ValueError(f"model directory {path}: {key} is null in config.json; give a value{accepted}")
     defaults = {key: field.default for key, field in fields.items() if key not in _STATED and key not in stated}
+    if "num_local_experts" in stated:
+        defaults.pop("num_experts", None)
     settings = {key: value for key, value in {**defaults, **stated}.items() if key not in _ROPE}
     if settings.get("quantization_config", True) is None:
         del settings["quantization_config"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.config import GeneratorConfig
 from rl.hf_config import inspect_model
@@ -21,6 +21,7 @@ from trainer.base_identity import base_identity
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
 from trainer.engines.pytorch.hf_weights import load_hf_weights
+from trainer.export import write_hf_directory
 
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -136,3 +137,14 @@ def test_a_head_that_contradicts_the_configuration_is_refused(
     ):
         with pytest.raises(ValueError, match=rf"model directory {model}: tie_word_embeddings .*{message}"):
             check()
+
+
+def test_an_export_keeps_every_chat_template(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model)
+    (tmp_path / "export").mkdir()
+    write_hf_directory(tmp_path / "export", model, load_file(model / SINGLE).items(), torch.float32, "lm")
+    exported: Any = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert exported.chat_template == AutoTokenizer.from_pretrained(model).chat_template == tokenizer.chat_template
