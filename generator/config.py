@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
 from rl.deadlines import Deadlines
-from rl.hf_config import PROVEN_ARCHITECTURES, longest_context, read_config
+from rl.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config
 from rl.lora import LivePolicy, Policy
+from rl.model_files import check_head, check_no_stray_weights
 from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
 
@@ -132,16 +133,16 @@ class GeneratorConfig:
         """Raises ValueError if this generator cannot serve the model in its directory."""
         if not (self.model / "config.json").is_file():
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
-        if not any(self.model.glob("*.safetensors")):
-            raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no *.safetensors weights")
         model = read_config(self.model)
+        check_no_stray_weights(self.model)
+        check_head(self.model, tied=is_tied(model))
         architectures = model.get("architectures") or []
         if not set(architectures) & set(PROVEN_ARCHITECTURES) and not set(architectures) & _vllm_architectures():
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
                 f" which vLLM has no code of its own for; proven are {', '.join(PROVEN_ARCHITECTURES)}"
             )
-        heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads", model["num_attention_heads"])
+        heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads") or model["num_attention_heads"]
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.
         accepted = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         if self.tensor_parallel not in accepted:

@@ -67,6 +67,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`."""
     options: dict[str, Any] = {
         "model": str(config.model),
+        "load_format": "safetensors",  # by default vLLM prefers consolidated*.safetensors, of other names
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": config.max_model_len,
@@ -114,7 +115,7 @@ def _adaptable_modules(config: GeneratorConfig) -> list[str]:
     """The last parts of the names of the projections that vLLM makes adaptable."""
     # The projections of experts have the names of those of an MLP. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
-    has_experts = "num_experts_per_tok" in read_config(config.model)
+    has_experts = read_config(config.model).get("num_experts_per_tok") is not None
     return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]
 
 
@@ -136,7 +137,7 @@ def _kv_cache_bytes(config: GeneratorConfig) -> int:
 
     model = read_config(config.model)
     num_heads = model["num_attention_heads"]
-    kv_heads = -(-model.get("num_key_value_heads", num_heads) // config.tensor_parallel)
+    kv_heads = -(-(model.get("num_key_value_heads") or num_heads) // config.tensor_parallel)
     itemsize = getattr(torch, config.dtype).itemsize
     block_size = cpu_block_size(config.dtype)
     blocks_per_sequence = -(-config.max_model_len // block_size) + 1

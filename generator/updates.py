@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,6 +27,12 @@ from rl.weights.version_index import Store
 _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 
 
+def _is_tied(config: ModelConfig) -> bool:
+    """Whether the output layer is the embedding matrix, which `GeneratorConfig.check_model` has compared."""
+    # Where the files repeat the matrix, vLLM loads the model as untied and ties it afterwards.
+    return config.hf_text_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint
+
+
 def _nothing() -> None:
     pass
 
@@ -41,7 +48,7 @@ class WeightUpdates:
         self._loader = WeightLoader(
             engine.model_executor.driver_worker.get_model(),
             config.model,
-            tied_embeddings=engine.model_config.hf_text_config.tie_word_embeddings,
+            tied_embeddings=_is_tied(engine.model_config),
         )
         self._num_updates = 0
         self.model = ServedPolicy(None, version=0, update=0)

@@ -4,12 +4,17 @@ Looks at `config.json`, the headers of the safetensors files and the names of th
 directory is reported in milliseconds, before any process starts. Reads no weights and does not import transformers.
 """
 
+import ast
+import functools
+import importlib.util
 import json
-import struct
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from rl.model_files import check_head, weight_files
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -26,6 +31,9 @@ PROVEN_ARCHITECTURES = (
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
 
+_STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Sizes without which a file describes no model, although transformers has values for them."""
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
@@ -51,9 +59,95 @@ class ModelInfo:
     """The safetensors files, in the order of their names."""
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
+def read_config_file(path: Path) -> Mapping[str, Any]:
     """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
     return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The settings of a model directory, as transformers understands its `config.json`.
+
+    Absent keys have the values of the family's configuration class, except sizes that every file states. Rotary
+    embeddings are in `rope_parameters` only. Raises ValueError as `read_config_file`, and for null where transformers
+    takes none.
+    """
+    stated = read_config_file(path)
+    fields = dict(config_fields(str(stated.get("model_type") or "")))
+    if "num_local_experts" in stated and "num_experts" in fields:  # two spellings in Qwen3-MoE; this one goes first
+        fields["num_local_experts"] = fields["num_experts"]
+    for key, field in fields.items():
+        if key in stated and stated[key] is None and not field.optional:
+            accepted = "" if key in _STATED else f", or leave it out for {field.default!r}"
+            raise ValueError(f"model directory {path}: {key} is null in config.json; give a value{accepted}")
+    defaults = {key: field.default for key, field in fields.items() if key not in _STATED and key not in stated}
+    if "num_local_experts" in stated:
+        defaults.pop("num_experts", None)
+    settings = {key: value for key, value in {**defaults, **stated}.items() if key not in _ROPE}
+    if settings.get("quantization_config", True) is None:
+        del settings["quantization_config"]
+    if settings.get("num_key_value_heads", 0) is None:
+        settings["num_key_value_heads"] = settings.get("num_attention_heads")
+    rope = rope_parameters(stated)
+    return {**settings, "rope_parameters": rope} if rope or "rope_parameters" in fields else settings
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotary embeddings under the names of transformers 5, of a config in any spelling.
+
+    `rope_scaling` goes before `rope_parameters`, whose base is then not used either, as in transformers'
+    `RotaryEmbeddingConfigMixin`. Gemma 3 has a set for each of two kinds of layers, and `rope_scaling` changes the one
+    for full attention.
+    """
+    new: Mapping[str, Any] = config.get("rope_parameters") or {}
+    old: Mapping[str, Any] = config.get("rope_scaling") or {}
+    if str(config.get("model_type")) == "gemma3_text":
+        full = {**(new.get("full_attention") or {}), **old}
+        return {**new, "full_attention": full} if full else dict(new)
+    rope = dict(old or new)
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return rope
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """A key of a family's configuration, as transformers declares it."""
+
+    default: Any
+    optional: bool
+    """Whether it may be null."""
+
+
+@functools.cache
+def config_fields(model_type: str) -> Mapping[str, ConfigField]:
+    """The keys that transformers' configuration class of a model type declares with a constant; empty for others.
+
+    The class is read as source: importing transformers takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    name = model_type.replace("-", "_").removesuffix("_text")
+    if spec is None or spec.origin is None or not name.isidentifier():
+        return {}
+    file = Path(spec.origin).parent / "models" / name / f"configuration_{name}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        plain = [each for each in node.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)]
+        if any(ast.unparse(each.targets[0]) == "model_type" and each.value.value == model_type for each in plain):  # pyright: ignore[reportAttributeAccessIssue]
+            return dict(_fields(node))
+    return {}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ConfigField]]:
+    """The fields of a class whose defaults are constants, or products of constants."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+            factors = [each.value.left, each.value.right] if isinstance(each.value, ast.BinOp) else [each.value]
+            if all(isinstance(factor, ast.Constant) for factor in factors):
+                values = [ast.literal_eval(factor) for factor in factors]
+                default = values[0] if len(values) == 1 else math.prod(values)
+                yield each.target.id, ConfigField(default, optional="None" in ast.unparse(each.annotation))
 
 
 def inspect_model(path: Path) -> ModelInfo:
@@ -65,9 +159,10 @@ def inspect_model(path: Path) -> ModelInfo:
         raise ValueError(f"model directory {path} does not exist or is not a directory")
     config = read_config(path)
     architecture = _architecture(path, config)
-    weight_files = _weight_files(path)
+    files = weight_files(path)
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise ValueError(f"model directory {path} has no tokenizer; tokenizer.json or tokenizer.model is needed")
+    check_head(path, tied=is_tied(config))
     num_attention_heads = _positive(path, config, "num_attention_heads")
     return ModelInfo(
         path=path,
@@ -80,15 +175,13 @@ def inspect_model(path: Path) -> ModelInfo:
         num_attention_heads=num_attention_heads,
         num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
         eos_token_ids=end_token_ids(path, config),
-        weight_files=weight_files,
+        weight_files=files,
     )
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output layer is the embedding matrix."""
-    # Gemma's files leave the key out because its models are always tied; elsewhere its absence means untied.
-    always = any(name.startswith("Gemma") for name in config.get("architectures") or ())
-    return bool(config.get("tie_word_embeddings", always))
+    """Whether the output layer is the embedding matrix, by the settings that `read_config` returns."""
+    return bool(config.get("tie_word_embeddings", False))
 
 
 def longest_context(config: Mapping[str, Any]) -> int:
@@ -99,8 +192,8 @@ def longest_context(config: Mapping[str, Any]) -> int:
     """
     # A model that states no limit takes sequences as long as fit into memory.
     longest: int = config.get("max_position_embeddings") or config.get("n_positions") or 1 << 20
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su", "dynamic"):
+    rope = rope_parameters(config)
+    if rope.get("rope_type") not in ("longrope", "su", "dynamic"):
         return longest
     name = "original_max_position_embeddings"
     return min(longest, rope.get(name) or config.get(name) or longest)
@@ -118,18 +211,6 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)
-
-
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a model directory's safetensors files, without old checkpoints' buffers.
-
-    Raises ValueError for a file of another format.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        weights, _ = _read_header(file)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in weights.items()}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def check_architecture(path: Path) -> None:
@@ -162,7 +243,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
             f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
             f"model; proven are {', '.join(PROVEN_ARCHITECTURES)}"
         )
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
     return language_models[0]
 
@@ -175,55 +256,3 @@ def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | No
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
     return value
-
-
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    """Lists the directory's safetensors files after checking that each is present and complete."""
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
-        weight_map = _read_json(index, "").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map")
-        files = [path / name for name in sorted(set(cast("dict[str, str]", weight_map).values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ValueError(f"model directory {path} lacks {', '.join(missing)}, which {index.name} names")
-    else:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".gguf"})
-        found = f"; {', '.join(others)} cannot be used" if others else ""
-        raise ValueError(f"model directory {path} has no weights; model.safetensors or {index.name} is needed{found}")
-    for file in files:
-        _check_complete(file)
-    return tuple(files)
-
-
-def _check_complete(file: Path) -> None:
-    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy."""
-    size = file.stat().st_size
-    weights, data_start = _read_header(file)
-    expected = data_start + max((entry["data_offsets"][1] for entry in weights.values()), default=0)
-    if size != expected:
-        raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its weights, and the byte at which its data begin.
-
-    Format: https://huggingface.co/docs/safetensors/index#format
-    """
-    try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > file.stat().st_size:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(header_size))
-        weights = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        malformed = next((name for name, entry in weights.items() if not {"shape", "data_offsets"} <= set(entry)), "")
-        if malformed:
-            raise ValueError(f"it gives no shape and place of {malformed!r}")
-    except (struct.error, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    return weights, 8 + header_size

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from rl.model_files import weight_files
 from trainer.checkpoint import on_rank_0
 
 
@@ -33,7 +34,7 @@ def base_identity(path: Path) -> Mapping[str, str]:
 
 def _hash(path: Path) -> str:
     samples: dict[str, bytes] = {}
-    for file in path.glob("*.safetensors"):
+    for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                 part = tensors.get_slice(name)

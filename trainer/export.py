@@ -10,8 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rl.hf_config import read_config
+from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
+from rl.model_files import other_files
 from rl.types import Head
 from trainer.checkpoint import on_rank_0
 
@@ -125,11 +126,11 @@ def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
 
 
 def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head, *, untied: bool) -> None:
-    """Copies configuration, tokenizer and chat template, but no weights, and records dtype and head in config.json."""
-    for file in source.iterdir():
-        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
-            shutil.copy(file, directory / file.name)
-    config = dict(read_config(source))
+    """Copies configuration, tokenizer and chat templates, but no weights, and records dtype and head in config.json."""
+    for file in other_files(source):
+        (directory / file).parent.mkdir(exist_ok=True)
+        shutil.copy(source / file, directory / file)
+    config = dict(read_config_file(source))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.hosts.files import removed_at_end
+from rl.model_files import all_files
 
 _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32
@@ -29,7 +30,7 @@ def model_files(model: Path) -> Mapping[str, str]:
     """The files of a model's directory: their sizes, and of small ones what is in them. Empty if there is none."""
     if not model.is_dir():
         return {}
-    return {file.name: _print_of(file) for file in sorted(model.iterdir()) if file.is_file()}
+    return {str(file): _print_of(model / file) for file in all_files(model)}
 
 
 def check_same_model(model: Path, expected: Mapping[str, str]) -> None:
@@ -63,7 +64,8 @@ class ModelServer:
         A client has `token_s` to send the token of the offer.
         """
         self._token_s = token_s
-        self._files = [(file, file.stat().st_size) for file in sorted(model.iterdir()) if file.is_file()]
+        self._model = model
+        self._files = [(file, (model / file).stat().st_size) for file in all_files(model)]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family)
         num_bytes, port = sum(size for _, size in self._files), int(self._server.getsockname()[1])
@@ -90,10 +92,10 @@ class ModelServer:
             if not self._knows_token(connection):
                 return False
             connection.settimeout(_STALLED_S)
-            table = [(file.name, size) for file, size in self._files]
+            table = [(str(file), size) for file, size in self._files]
             connection.sendall(json.dumps(table).encode() + b"\n")
             for path, size in self._files:
-                with path.open("rb") as file:
+                with (self._model / path).open("rb") as file:
                     for start in range(0, size, _BLOCK):
                         self.sent_bytes += connection.sendfile(file, start, min(_BLOCK, size - start))
         return True
@@ -134,7 +136,11 @@ def _receive(offer: ModelOffer, folder: Path) -> None:
             if not (table := stream.readline()):
                 raise ConnectionError("the controller closed the connection")
             for name, size in json.loads(table):
-                with (folder / Path(name).name).open("wb") as file:
+                target = folder / name
+                if not target.resolve().is_relative_to(folder.resolve()):
+                    raise ConnectionError(f"the controller sent {name!r}, which is outside the model")
+                target.parent.mkdir(exist_ok=True)
+                with target.open("wb") as file:
                     _copy(stream.read, file.write, size)
 
 

@@ -6,20 +6,18 @@ known to be of a model that can be trained.
 """
 
 import io
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rl.hf_config import check_architecture
+from rl.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
 
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_INDEX = "model.safetensors.index.json"
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_NOT_NEEDED = ("*/*", "trainer_state.json")  # files in folders: other formats of the same weights
+_LEFT_OUT = ("*/*", "trainer_state.json")  # files in folders: other formats of the same weights
 _TOLD_EVERY = 0.1  # of a download
 
 
@@ -55,15 +53,15 @@ def fetch(model: HubName, tell: Callable[[str], None]) -> Path:
     if there is no such model, if its terms must be accepted first, if it has no safetensors or an architecture that
     cannot be trained, and if neither the hub can be reached nor the cache has it.
     """
-    directory = _download(model, _SMALL_FILES, tell)
+    directory = _download(model, OTHER_PATTERNS, tell, left_out=_LEFT_OUT)
     check_architecture(directory)
     pinned = HubName(repository=model.repository, revision=directory.name)
-    index = directory / _INDEX
-    weights = {"model.safetensors"}
-    if index.is_file():
-        weights = set(cast("dict[str, str]", json.loads(index.read_text(encoding="utf-8"))["weight_map"]).values())
-    _download(pinned, sorted(weights), tell)
-    if missing := [name for name in sorted(weights) if not (directory / name).is_file()]:
+    _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
+    weights = (SINGLE_FILE,)
+    if not (directory / SINGLE_FILE).is_file() and (directory / INDEX_FILE).is_file():
+        weights = indexed_names(directory / INDEX_FILE)
+        _download(pinned, weights, tell)
+    if missing := [name for name in weights if not (directory / name).is_file()]:
         raise ValueError(
             f"model {model} has no {missing[0]} on the hub: ownloop reads safetensors only; convert the weights with "
             "transformers' save_pretrained and name that directory"
@@ -71,7 +69,7 @@ def fetch(model: HubName, tell: Callable[[str], None]) -> Path:
     return directory
 
 
-def _download(model: HubName, files: Sequence[str], tell: Callable[[str], None]) -> Path:
+def _download(model: HubName, files: Sequence[str], tell: Callable[[str], None], left_out: Sequence[str] = ()) -> Path:
     """`snapshot_download` of the files that match these patterns, with its errors in one sentence."""
     from httpx import HTTPError
     from huggingface_hub import constants, snapshot_download
@@ -83,7 +81,7 @@ def _download(model: HubName, files: Sequence[str], tell: Callable[[str], None])
             model.repository,
             revision=model.revision,
             allow_patterns=[*files],
-            ignore_patterns=[*_NOT_NEEDED],
+            ignore_patterns=[*left_out],
             tqdm_class=_progress(model, tell),
         )
     except GatedRepoError:

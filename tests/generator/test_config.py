@@ -51,7 +51,7 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_model_len is 4096; this model's context is 128"):
         GeneratorConfig(model=model, max_model_len=4096).check_model()
     (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no \*\.safetensors weights"):
+    with pytest.raises(ValueError, match=r"has no weights"):
         GeneratorConfig(model=model, max_model_len=128).check_model()
 
 

@@ -80,6 +80,27 @@ def test_pulled_weights_equal_a_fresh_engines(
     asyncio.run(main())
 
 
+def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: EngineFactory) -> None:
+    plain = served_qwen3(tmp_path / "plain", tied=True)
+    weights = load_file(plain / "model.safetensors")
+    repeated = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    directory = export(plain, repeated, torch.float32, tmp_path / "model")
+    engine, store = build_engine(directory, "float32"), FakeStore()
+    publisher = WeightPublisher(torch.float32, store=store)
+
+    async def main() -> None:
+        assert [c.logprobs for c in await greedy(engine)] == [
+            c.logprobs for c in await greedy(build_engine(plain, "float32"))
+        ]
+        for version in (1, 2):
+            await publisher.publish(version, moved(plain, version).items())
+            await pull(engine, store, version)
+        fresh = build_engine(export(plain, moved(plain, 2), torch.float32, tmp_path / "exported"), "float32")
+        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
+
+    asyncio.run(main())
+
+
 def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
     # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
     engine, store = build_engine(smollm2, "bfloat16"), FakeStore()

@@ -26,6 +26,10 @@ def model(tmp_path: Path) -> Path:
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
     (folder / "config.json").write_text("{}")
     (folder / "empty.txt").touch()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"other")
     return folder
 
 
@@ -50,7 +54,9 @@ def test_a_copy_is_the_model(model: Path, tmp_path: Path) -> None:
     assert (there / "model.safetensors").read_bytes() == (tmp_path / "blob").read_bytes()
     assert not (there / "model.safetensors").is_symlink()
     assert [path.name for path in there.parent.iterdir()] == ["model"]
-    assert server.sent_bytes == server.offer.num_bytes == 256 * 80_000 + 2
+    assert server.sent_bytes == server.offer.num_bytes == 256 * 80_000 + 2 + len("{{ tools }}")
+    assert (there / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert not (there / "original").exists()
 
 
 def test_a_stranger_gets_nothing_and_the_host_its_copy(model: Path, tmp_path: Path) -> None:

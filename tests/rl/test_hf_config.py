@@ -1,12 +1,18 @@
+import contextlib
+import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from rl.hf_config import inspect_model, stored_shapes
-from rl.tiny_models import VOCAB_SIZE, tiny_llama, tiny_qwen3
+from rl.hf_config import inspect_model, is_tied, read_config
+from rl.model_files import stored_shapes
+from rl.tiny_models import TINY_SHAPE, VOCAB_SIZE, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from trainer.engines.decoder_config import parse_decoder_config
 
 
 @pytest.fixture
@@ -122,9 +128,9 @@ def test_scaling_by_length_ends_the_context_before_it(model: Path, spelling: str
 def test_gemma_is_tied_without_saying_so(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     del config["tie_word_embeddings"]
-    for architecture, tied in (("Gemma3ForCausalLM", True), ("LlamaForCausalLM", False)):
-        (model / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
-        assert inspect_model(model).tied == tied
+    for family, tied in (("gemma3_text", True), ("gemma2", True), ("llama", False)):
+        (model / "config.json").write_text(json.dumps({**config, "model_type": family}))
+        assert is_tied(read_config(model)) == tied
 
 
 def test_quantised_weights(model: Path) -> None:
@@ -145,3 +151,62 @@ def test_config_that_is_no_object(model: Path, text: str) -> None:
     (model / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         inspect_model(model)
+
+
+SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+OTHERS = ("attention_bias", "mlp_bias", "hidden_act", "attention_dropout", "eos_token_id", "quantization_config")
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window", "num_experts")
+FAMILIES = [tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe]
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_absent_and_null_keys_mean_what_transformers_takes_them_for(make: Any, tmp_path: Path) -> None:
+    model = make(tmp_path)
+    stated = json.loads((model / "config.json").read_text())
+    for key, value in itertools.product((*SIZES, *EXPERTS, *OTHERS, *ROPE), ("absent", None)):
+        changed = {name: value for name, value in stated.items() if name != key} | ({} if value else {key: None})
+        (model / "config.json").write_text(json.dumps(changed))
+        expected: Any = None
+        with contextlib.suppress(StrictDataclassError):
+            expected = AutoConfig.from_pretrained(model)
+        if expected is None or (make is tiny_qwen3_moe and expected.num_experts is None):
+            with pytest.raises(ValueError, match=rf"model directory .*: {key} is null in"):
+                read_config(model)
+            continue
+        found = read_config(model)
+        for name in (*SIZES, *EXPERTS, *OTHERS):
+            if name != "head_dim":  # compared below
+                stated_as = "num_experts" if name == "num_local_experts" and name not in found else name
+                assert found.get(stated_as) == getattr(expected, name, None), (key, value, name)
+        # torchtitan trains no model with a window, nor one with fewer experts than a token needs (the default is 8).
+        if getattr(expected, "sliding_window", None) is None and key != "num_experts_per_tok":
+            decoder = parse_decoder_config(found)
+            assert decoder.head_dim == (getattr(expected, "head_dim", None) or 8)
+            assert decoder.rope_theta == expected.rope_parameters["rope_theta"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+BASE = {"rope_type": "default", "rope_theta": 7.0}
+
+
+@pytest.mark.parametrize("new", [None, {}, BASE, LLAMA3, {**LLAMA3, "rope_theta": 7.0}, YARN])
+@pytest.mark.parametrize("old", ["absent", None, {}, {"type": "default"}, LLAMA3, YARN, {**BASE, "rope_theta": 9.0}])
+@pytest.mark.parametrize("theta", ["absent", 11.0])
+def test_the_scaling_is_the_one_that_transformers_takes(tmp_path: Path, new: Any, old: Any, theta: Any) -> None:
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **TINY_SHAPE, "rope_parameters": new}
+    config |= {key: v for key, v in (("rope_scaling", old), ("rope_theta", theta)) if v != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    found = read_config(tmp_path)
+    if expected["rope_type"] == "yarn":
+        with pytest.raises(ValueError, match="rope_type is 'yarn'"):
+            parse_decoder_config(found)
+        return
+    decoder = parse_decoder_config(found)
+    assert decoder.rope_theta == expected["rope_theta"]
+    scaling = decoder.rope_scaling
+    assert (scaling is not None) == (expected["rope_type"] == "llama3")
+    if scaling is not None:
+        assert asdict(scaling) == {name: expected[name] for name in asdict(scaling)}

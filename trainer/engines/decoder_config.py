@@ -5,12 +5,13 @@ rotary embeddings are read: `rope_parameters` of transformers 5, and the older `
 keys get the defaults of transformers' own configuration classes.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.hf_config import read_config
+from rl.hf_config import read_config, rope_parameters
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
@@ -157,12 +158,21 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
 
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope = rope_parameters(config)
+    theta = float(rope.get("rope_theta", 10000.0))
+    rope_type = rope.get("rope_type", "default")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    if part != 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported")
     if rope_type == "default":
         return theta, None
     if rope_type == "llama3":
+        # transformers takes the context for the length before scaling where a file does not state that.
+        length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        rope.setdefault("original_max_position_embeddings", length)
+        fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
+        if lacking := [name for name in fields if not isinstance(rope.get(name), int | float)]:
+            raise ValueError(f"config.json: rope_type is 'llama3' and {lacking[0]} is {rope.get(lacking[0])!r}")
         return theta, Llama3RopeScaling(
             factor=float(rope["factor"]),
             low_freq_factor=float(rope["low_freq_factor"]),

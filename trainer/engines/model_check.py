@@ -11,7 +11,8 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from rl.checks import how_to_install
-from rl.hf_config import read_config
+from rl.hf_config import is_tied, read_config, read_config_file
+from rl.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engine_table import ENGINES, find_engine
@@ -52,6 +53,8 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
+    if config.head == "lm":
+        check_head(config.model, tied=is_tied(hf_config))
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r}, which needs a package that is not installed: "
@@ -71,7 +74,8 @@ def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
     except ValueError:
         # Only transformers knows this architecture, so keep every key of its config.json that concerns the weights.
         ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
-        return {**{key: value for key, value in hf_config.items() if not key.startswith(ignored)}, "head": head}
+        stated = read_config_file(path)
+        return {**{key: value for key, value in stated.items() if not key.startswith(ignored)}, "head": head}
 
 
 def _check_lora(config: TrainerConfig) -> None:

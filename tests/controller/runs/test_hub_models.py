@@ -19,6 +19,7 @@ pytestmark = pytest.mark.seconds
 
 ROOT = Path(__file__).parents[3]
 NAME = "lab/Tiny-1.5B"
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 FETCH = """
 import sys
 from controller.runs.models import pinned, resolve_model
@@ -36,6 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A repository as they are on the hub: weights in other formats beside those that are needed."""
     path = tiny_llama(tmp_path_factory.mktemp("hub") / "model", hidden_size=256, intermediate_size=512)
     others = {"pytorch_model.bin": b"pickle", "original/model.safetensors": b"other", "README.md": b"# Tiny"}
+    others |= {TEMPLATE: b"{{ tools }}", "onnx/config.json.txt": b"other"}
     return {file.name: file.read_bytes() for file in path.iterdir()} | others
 
 
@@ -68,7 +70,7 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub, tmp_path: Path, 
     assert inspect_model(Path(path)).hidden_size == 256
     assert Path(path).name == commit
     assert hub.tokens == {"hf_secret"}
-    assert set(hub.fetched) == {file for file in files if file.endswith(".json")} | {"model.safetensors"}
+    assert set(hub.fetched) == {file for file in files if file.endswith(".json")} | {"model.safetensors", TEMPLATE}
     assert set(hub.fetched.values()) == {1}
 
     # A later commit is fetched by the name, and the earlier one is still there by its own, without the hub.
