@@ -11,6 +11,7 @@ hosts, and a file system that they share. Every process in a host ends with the 
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORT = 26600
+_LIMIT_S = 120.0  # for what the kernel does at once on a machine that is not busy
 _TOOLS = ("ip", "unshare", "nsenter", "mount")
 
 # The first process of a host. It collects the orphans, and ends, with everything in the host, when its input does.
@@ -131,7 +133,7 @@ class Hosts:
         assert pids, f"no worker runs on {host}"
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        self._workers.pop(host).wait(timeout=10)
+        self._workers.pop(host).wait(timeout=_LIMIT_S)
 
     def cut(self, host: str) -> None:
         """Takes a host off the bridge: from now on, packets in either direction are lost without a word."""
@@ -169,7 +171,7 @@ class Hosts:
     def end_processes(self) -> None:
         """Waits for the processes that were started here, which have ended with their hosts."""
         for process in self._processes:
-            process.wait(timeout=10)
+            process.wait(timeout=_LIMIT_S)
             if process.stdout is not None:
                 process.stdout.close()
 
@@ -225,6 +227,7 @@ def _namespaces(kinds: Sequence[str], command: Sequence[str]) -> Generator[int]:
     with subprocess.Popen(["unshare", *kinds, *command], stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert select.select([process.stdout], [], [], _LIMIT_S)[0], f"no namespace was made within {_LIMIT_S:g} s"
         assert process.stdout.readline() == b"ready\n", "a namespace was not made"
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         yield int(children[0]) if "--fork" in kinds else process.pid

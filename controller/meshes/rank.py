@@ -155,7 +155,7 @@ class Rank:
             if error is None:
                 answer.set_result(result)
             else:
-                answer.set_exception(error)
+                _fail(answer, error)
 
     async def _watch(self, opened: Awaitable[None]) -> None:
         await opened

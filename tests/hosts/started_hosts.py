@@ -13,6 +13,7 @@ from tests.docs.commands import commands_of
 from tests.docs.pages import ROOT, blocks_of
 from tests.hosts import slurm_stand_in
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
+from tests.waiting import wait_for_line
 
 HOSTS = ("n1", "n2", "n3")
 PAGES = ("ssh.md", "slurm.md")
@@ -30,8 +31,7 @@ def hosts_of_pages(*own_folders: Path) -> Generator[Hosts]:
         (net.folder / "pending").write_text("2")
         for host in HOSTS:
             server = net.popen(host, [sys.executable, "-m", "tests.hosts.node_server", host])
-            assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n"
+            assert wait_for_line(server.stdout, f"the server of {host}") == "ready"
         yield net
 
 

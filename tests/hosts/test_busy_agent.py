@@ -16,6 +16,7 @@ from controller.hosts.host_agent import HostAgent
 from controller.hosts.lifeline import Lifeline
 from controller.hosts.model_copies import ModelOffer
 from controller.meshes.mesh import ignore_unhandled_faults
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,7 @@ async def running_agent(tmp_path: Path) -> AsyncGenerator[Any]:
     ignore_unhandled_faults(tmp_path / "controller.log")
     procs: Any = this_host().spawn_procs(per_host={"gpus": 1}, name="agent")
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             yield procs.spawn("agent", HostAgent, "a controller of this test", 20.0)
     finally:
         with contextlib.suppress(Exception):  # it may have ended
@@ -80,7 +81,7 @@ def test_an_agent_that_receives_a_model_answers_and_removes_what_is_not_whole_wh
                 assert [path.name[:7] for path in folder.iterdir()] == [".model-"]
                 assert not received.done()
                 lifeline.cut()
-                while folder.exists():  # empty, so it goes with what was in it
-                    await asyncio.sleep(0.05)
+                # It is empty then, so it goes with what was in it.
+                await until(lambda: not folder.exists(), "the end of a folder with a model that is not whole")
 
     asyncio.run(main())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.hosts.controllers import LOST_AFTER_S
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
+from tests.waiting import LIMIT_S, wait_for_line, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -35,24 +36,22 @@ def controller(net: Hosts, what: str, logs: Path, *groups: str) -> subprocess.Po
 
 def line(process: subprocess.Popen[bytes], word: str) -> str:
     """The next line of a controller that begins with a word, without it."""
-    assert process.stdout is not None
     seen: list[str] = []
-    while text := process.stdout.readline().decode():
+    while True:
+        text = wait_for_line(process.stdout, f"{word!r} from a controller that said {seen}")
         seen.append(text)
-        if text.startswith(f"{word} ") or text == f"{word}\n":
+        if text.startswith(f"{word} ") or text == word:
             return text.removeprefix(word).strip()
-    raise AssertionError("".join(seen))
 
 
-def gone_within(net: Hosts, host: str, seconds: float) -> bool:
-    """Whether everything on a host but its worker ends within some seconds."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def wait_until_gone(net: Hosts, host: str) -> None:
+    """Waits until everything on a host but its worker has ended."""
+
+    def gone() -> bool:
         workers = {*net.processes(host, " worker --listen "), *net.processes(host, WORKER)}
-        if set(net.processes(host)) <= workers:
-            return True
-        time.sleep(0.2)
-    return False
+        return set(net.processes(host)) <= workers
+
+    wait_until(gone, f"the end of everything on {host} but its worker", every_s=0.2)
 
 
 def test_ranks_on_two_hosts_find_each_other_and_a_death_names_its_host(net: Hosts, tmp_path: Path) -> None:
@@ -60,11 +59,11 @@ def test_ranks_on_two_hosts_find_each_other_and_a_death_names_its_host(net: Host
     assert line(run, "added") == "5 6 7 8"
     assert line(run, "reduced") == "6.0 6.0 6.0 6.0"
     assert re.match(r"3 trainer: rank 3 \(process \d+ on h2\) died in die", line(run, "error"))
-    assert run.wait(timeout=30) == 0
+    assert run.wait(LIMIT_S) == 0
     assert (tmp_path / "trainer-2.log").read_text().startswith("[on host h2: ")
     assert "toy rank 2 of 4 says hello" in (tmp_path / "trainer-2.log").read_text()
-    assert gone_within(net, "h1", 5)
-    assert gone_within(net, "h2", 5)
+    wait_until_gone(net, "h1")
+    wait_until_gone(net, "h2")
 
 
 def test_a_cut_a_killed_worker_and_a_stopped_host_are_named_and_can_come_back(net: Hosts, tmp_path: Path) -> None:
@@ -75,17 +74,19 @@ def test_a_cut_a_killed_worker_and_a_stopped_host_are_named_and_can_come_back(ne
     net.signal("h3", signal.SIGSTOP)
     errors = dict(line(run, "error").split(" ", 1) for _ in HOSTS)
     for host, how in (("h1", "has not answered"), ("h2", "its worker has ended"), ("h3", "has not answered")):
-        kind, seconds, message = errors[host].split(" ", 2)
+        kind, message = errors[host].split(" ", 1)
         assert kind == "HostLostError"
-        assert float(seconds) < LOST_AFTER_S + 5
+        if silent := re.search(r"has not answered for (\d+) s", message):
+            # A look adds at most three seconds to the silence that is counted, however busy the machine is.
+            assert LOST_AFTER_S <= int(silent[1]) <= LOST_AFTER_S + 3
         assert f"host {host} is lost: {how}" in message.replace("it has", "has")
-    assert float(line(run, "stopped")) < 10  # nothing waits for hosts that do not answer
-    assert gone_within(net, "h1", 2 * LOST_AFTER_S)  # the agent there has noticed too
+    line(run, "stopped")  # nothing waits for hosts that do not answer
+    wait_until_gone(net, "h1")  # the agent there has noticed too
     net.heal("h1")
     net.start_worker("h2")
     net.signal("h3", signal.SIGCONT)
     assert line(run, "again") == "6 6 6"
-    assert run.wait(timeout=30) == 0
+    assert run.wait(LIMIT_S) == 0
     assert "tcp://h2:26601" in net.log("h2").read_text()
 
 
@@ -93,9 +94,9 @@ def test_a_blip_costs_nothing_and_nothing_outlives_a_killed_controller(net: Host
     run = controller(net, "blip", tmp_path, "trainer=tcp://h1")
     line(run, "hanging")
     net.cut("h1")
-    time.sleep(LOST_AFTER_S / 4)  # TCP may need as long again, and the next sign of life is asked for after a second
+    time.sleep(2)  # more than the second after which the next sign of life is asked for, and far less than the limit
     net.heal("h1")
     assert line(run, "survived") == "6"
     net.signal("ctl", signal.SIGKILL)
-    assert gone_within(net, "h1", LOST_AFTER_S + 6)
+    wait_until_gone(net, "h1")
     assert net.processes("h1", WORKER)

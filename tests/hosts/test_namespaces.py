@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.namespaces import hosts_on_one_machine
+from tests.waiting import LIMIT_S, wait_for_line
 
 pytestmark = pytest.mark.seconds
 
@@ -16,7 +17,7 @@ with socket.create_server(("0.0.0.0", 700)) as server:
     for _ in range(2):
         server.accept()[0].close()
 """
-ASK = "import socket; socket.create_connection(('h1', 700), timeout=0.5)"
+ASK = "import socket, sys; socket.create_connection(('h1', 700), timeout=float(sys.argv[1]))"
 WHO = "import socket; from rl.weights.host import host_identity; print(socket.gethostname(), host_identity())"
 
 
@@ -29,14 +30,13 @@ def test_hosts_are_apart_and_a_cut_is_silent(tmp_path: Path) -> None:
         assert net.run("h2", ["ls", str(tmp_path)]) == ""
 
         server = net.popen("h1", [sys.executable, "-c", ANSWER])
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n"
+        assert wait_for_line(server.stdout, "a server in a host") == "ready"
         ask = [sys.executable, "-c", ASK]
-        net.run("h2", ask)
+        net.run("h2", [*ask, "60"], timeout_s=LIMIT_S)
         net.cut("h1")
         with pytest.raises(AssertionError, match="TimeoutError"):
-            net.run("h2", ask)
+            net.run("h2", [*ask, "0.5"], timeout_s=LIMIT_S)
         net.heal("h1")
-        net.run("h2", ask)
+        net.run("h2", [*ask, "60"], timeout_s=LIMIT_S)
         left = net.popen("h2", ["sleep", "1000"])
     assert left.returncode != 0  # it has ended with its host

@@ -6,7 +6,6 @@ Their options are those of `docs/ssh.md` and `docs/slurm.md`: two trainer ranks 
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rl.runs.folder import read_metrics
 from tests.e2e.cli_runs import ROOT, metric_rows, model_hash
 from tests.hosts.namespaces import Hosts
 from tests.hosts.started_hosts import HOSTS, PAGES, command_line, environment, hosts_of_pages, run_options
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -52,11 +52,14 @@ def start(net: Hosts, models: Path, folder: Path, options: Sequence[str], steps:
 
 def wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     """Waits until a run has recorded a step."""
-    end = time.monotonic() + 200
-    while not any(row["step"] >= step for row in read_metrics(folder / "run" / "metrics.jsonl")):
+
+    def recorded() -> bool:
+        if any(row["step"] >= step for row in read_metrics(folder / "run" / "metrics.jsonl")):
+            return True
         assert run.poll() is None, (folder / "run.txt").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.05)
+        return False
+
+    wait_until(recorded, f"step {step}", limit_s=200, every_s=0.05)
 
 
 def kill_workers(net: Hosts, *hosts: str) -> None:
@@ -108,8 +111,8 @@ def test_nothing_outlives_a_controller_that_is_killed(page: str, net: Hosts, mod
     wait_for_step(run, tmp_path, 1)
     for pid in net.processes("ctl", "controller.commands.cli run"):
         os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    while any(net.processes(host, "python") != net.processes(host, "node_server") for host in HOSTS):
-        assert time.monotonic() < killed + 30, [net.processes(host) for host in HOSTS]
-        time.sleep(0.1)
-    print(f"{page}: everything has ended {time.monotonic() - killed:.1f} s after the controller")
+
+    def ended() -> bool:
+        return all(net.processes(host, "python") == net.processes(host, "node_server") for host in HOSTS)
+
+    wait_until(ended, "the end of everything that the controller had started", every_s=0.1)

@@ -1,6 +1,7 @@
 """Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real."""
 
 import asyncio
+import gc
 import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -109,6 +110,18 @@ def test_answers_find_their_calls() -> None:
         await asyncio.sleep(0.1)  # the answer to the call that was given up comes
         assert await rank.add.call_one(3) == 8
         assert not rank._waiting  # pyright: ignore[reportPrivateUsage]
+
+    _with_rank(test, 5)
+
+
+def test_asyncio_says_nothing_of_an_error_that_nobody_awaits() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        said: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        rank.complain.call_one(3)  # neither awaited nor cancelled
+        assert await rank.add.call_one(2) == 7
+        gc.collect()  # asyncio speaks when a future goes
+        assert said == []
 
     _with_rank(test, 5)
 
