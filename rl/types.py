@@ -1,15 +1,16 @@
 """The values that flow through a loop, in the order in which a step produces them.
 
-prompt -> Completion -> Turn -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
+prompt -> Completion -> Answer -> Turn -> Rollout -> Group -> Datum -> ForwardBackwardOutput -> OptimStepOutput
 
 All are frozen and picklable. Arrays are NumPy, because a pickled view of a torch tensor carries the whole storage.
 Legend: T tokens of one sequence, N tokens of one completion, P tokens of one prompt.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +111,68 @@ class Completion:
     def truncated(self) -> bool:
         """Whether the token limit ended the completion."""
         return self.finish_reason == "length"
+
+
+REASONING: Mapping[str, str] = {
+    "<think>": "</think>",  # Qwen3, DeepSeek-R1, SmolLM3
+    "<thinking>": "</thinking>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",  # Magistral
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+"""What opens reasoning -> what closes it. Reasoning in any other spelling is content."""
+_DELIMITERS = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
+
+
+class Answer(str):
+    """What the model said in one turn: the whole text, which knows its reasoning, its content, and whether it ends.
+
+    An environment that wants the text alone uses it as the `str` that it is. Reasoning begins and ends with a pair of
+    `REASONING`. A second opening within reasoning is part of it. A closing delimiter without an opening ends reasoning
+    that began with the text. Reasoning that nothing closes leaves no content.
+    """
+
+    __slots__ = ("content", "is_cut_off", "reasoning")
+    reasoning: str
+    """What the model reasoned, without the delimiters."""
+    content: str
+    """What it answered: everything but the reasoning."""
+    is_cut_off: bool
+    """Whether a token limit ended the text."""
+
+    def __new__(cls, text: str, reasoning: str = "", content: str = "", is_cut_off: bool = False) -> Self:
+        """An answer of known parts; `read` finds them."""
+        self = super().__new__(cls, text)
+        self.reasoning, self.content, self.is_cut_off = reasoning, content, is_cut_off
+        return self
+
+    @classmethod
+    def read(cls, text: str, *, opening: str = "", is_cut_off: bool = False) -> "Answer":
+        """The parts of a text; of an `Answer`, the parts that it has.
+
+        `opening` is the delimiter of `REASONING` with which the prompt ends, if it ends with one: the text then begins
+        inside reasoning.
+        """
+        if isinstance(text, Answer):
+            return text
+        reasoning, content = list[str](), list[str]()
+        closing, start = REASONING.get(opening, ""), 0
+        for found in _DELIMITERS.finditer(text):
+            before, closes = text[start : found.start()], found[0] not in REASONING
+            if closing and found[0] != closing:
+                continue  # another delimiter within the reasoning
+            if closes and not closing:  # the opening is missing
+                reasoning += [*content, before]
+                content = []
+            else:
+                (reasoning if closing else content).append(before)
+            closing, start = "" if closes else REASONING[found[0]], found.end()
+        (reasoning if closing else content).append(text[start:])
+        return cls(str(text), "".join(reasoning), "".join(content), is_cut_off)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the parts."""
+        return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

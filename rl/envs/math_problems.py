@@ -21,6 +21,7 @@ from rl.data.tables import read_columns
 from rl.envs.math_answers import math_comparer
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
+from rl.types import Answer
 
 AnswerForm = Literal["anywhere", "boxed"]
 _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(\.\d+)?")
@@ -115,9 +116,9 @@ class MathProblem:
         return self
 
     def reply(self, completion: str) -> Done:
-        """Compares the answer and ends the episode."""
-        boxed = self.answer_form == "boxed"
-        result = math_comparer().compare(self.expected, completion, boxed=boxed, time_limit_s=self.time_limit_s)
+        """Compares the answer, without its reasoning, and ends the episode."""
+        boxed, said = self.answer_form == "boxed", Answer.read(completion).content
+        result = math_comparer().compare(self.expected, said, boxed=boxed, time_limit_s=self.time_limit_s)
         return Done(
             reward=float(result.right),
             metrics={"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)},

@@ -54,15 +54,12 @@ def _parse(math_verify: Any, text: str) -> list[Any]:
 
 
 def _last_boxed(text: str) -> str:
-    """The last complete `\\boxed{...}` with its content; empty if there is none."""
-    start = text.rfind(_BOXED)
-    while start >= 0:
-        depth = 0
-        for end in range(start + len(_BOXED) - 1, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start : end + 1]
-        start = text.rfind(_BOXED, 0, start)
+    """The last `\\boxed{...}` with its content; empty if there is none, and if that one is not closed."""
+    start, depth = text.rfind(_BOXED), 0
+    for end in range(start + len(_BOXED) - 1, len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start : end + 1]
     return ""
 
 

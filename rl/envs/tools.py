@@ -4,7 +4,8 @@
 
 The functions' type hints and docstrings become JSON schemas, which the model's chat template shows. A message with tool
 calls is answered with their results, one without is the answer, which the environment scores. A call that is malformed,
-raises or takes too long is answered with the error, so that the model can learn from it. The calls of a message run at
+raises or takes too long is answered with the error, so that the model can learn from it. Calls in
+reasoning (`rl.types.Answer`) are not made. The calls of a message run at
 the same time; those after the first MAX_CALLS are answered with an error.
 
 A tool runs in a thread of this process. One that runs code of the model's belongs in a sandbox (`rl.envs.sandbox`).
@@ -24,6 +25,7 @@ from rl.envs.mcp_server import MCPServer, Tool
 from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
+from rl.types import Answer
 
 ShowTools = Literal["template", "system"]
 MAX_CALLS = 8
@@ -154,14 +156,15 @@ class ToolEpisode:
         Raises TypeError if the environment asks for another turn itself.
         """
         self._num_turns += 1
-        calls = parse_tool_calls(completion, self._settings.tool_format)
+        answer = Answer.read(completion)
+        calls = parse_tool_calls(answer.content, self._settings.tool_format)
         if calls and self._num_turns < self._settings.max_turns:
             too_many = ToolCall(fault=f"A message may hold {MAX_CALLS} tool calls. This one was not made.")
             calls[MAX_CALLS:] = [too_many] * (len(calls) - MAX_CALLS)
             results = await asyncio.gather(*map(self._result, calls))
             return Observation(messages=[{"role": "tool", "content": result} for result in results])
         limit_s = time_limit_of(self._settings.env)
-        done = await call_environment(self._episode.reply, completion, time_limit_s=limit_s)
+        done = await call_environment(self._episode.reply, answer, time_limit_s=limit_s)
         if not isinstance(done, Done):
             raise TypeError(f"{self._settings.env.name} asks for several turns; ToolEnv.env needs single-turn problems")
         return Done(

@@ -60,6 +60,7 @@ def _compare(answer: str, completion: str, *, boxed: bool = False) -> Comparison
         ("3", "\\boxed{3}, no, \\boxed{\\frac{2}{4}}", True, True, False),
         ("72", "The answer is 72.", True, False, False),
         ("72", "\\boxed{72", True, False, False),
+        ("4", "first \\boxed{4}, no: \\boxed{5", True, False, False),
         ("72", "", False, False, False),
     ],
 )

@@ -105,6 +105,15 @@ def test_tools_are_called_until_there_is_an_answer() -> None:
     assert check_env(env) == []
 
 
+def test_calls_in_reasoning_are_not_made() -> None:
+    env, one = ToolEnv(env=Sums(), tools=(f"{HERE}:double",)), call("double", number=1)
+    for said in (f"<think>I could write {one} but no need.</think>\n42", f"{one}</think>42", f"<think>{one}"):
+        (done,) = _play(env, said)
+        assert isinstance(done, Done)
+        assert done.metrics == {"tool_calls": 0, "tool_errors": 0}
+    assert _results(env, f"<think>{one}</think>{call('double', number=4)}") == ['{"doubled": 8}']
+
+
 def test_the_calls_of_a_message_run_at_the_same_time() -> None:
     env = ToolEnv(env=Sums(), tools=(f"{HERE}:meet",), tool_time_limit_s=20)
     assert _results(env, "".join(call("meet", who=who) for who in "abc")) == ["a", "b", "c"]
