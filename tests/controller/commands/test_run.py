@@ -179,7 +179,7 @@ def test_a_damaged_file_of_a_run_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate("ab"):
+    for seed, name in enumerate("abc"):
         folder = RunFolder(Path("runs") / name, {"seed": seed})
         folder.log_metrics({"step": 1.0, "eval_reward": 0.5})
         folder.close()
@@ -188,10 +188,10 @@ def test_a_damaged_file_of_a_run_is_named(
     for damage in (b"\0\n", b"[1]\n", b"{\n", b"\xff\n"):
         Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
         assert "error: runs/a/metrics.jsonl, line 2, is damaged: " in refused_after(capfd, "compare", "a", "b")
-        Path("runs/b/config.json").write_bytes(damage)
+        Path("runs/c/config.json").write_bytes(damage)
         main_prints = listed(capfd)
         assert "runs/a/metrics.jsonl, line 2, is damaged" in main_prints
-        assert "runs/b/config.json is damaged" in main_prints
+        assert "runs/c/config.json is damaged" in main_prints
 
 
 def refused_after(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
