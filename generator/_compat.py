@@ -98,11 +98,11 @@ class _ExpertsWithoutAdapters:
         return self.original(replace(moe_config, is_lora_enabled=False))
 
 
-@staticmethod
 def _no() -> bool:
     return False
 
 
+@staticmethod
 def _blocks_of_16(kv_cache_spec: object = None) -> list[int | MultipleOf]:
     """The sizes of blocks of keys and values that vLLM's attention on the CPU can do.
 

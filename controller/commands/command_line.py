@@ -62,11 +62,10 @@ def run_command(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a file or a folder that the caller named
-        named = f"{error.filename}: " if error.filename else ""
-        print(f"error: {named}{error.strerror or error}", file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:  # not of a file or a folder that the caller named
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return USAGE
 
 

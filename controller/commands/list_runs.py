@@ -46,13 +46,13 @@ def _row(run: Path) -> tuple[str, ...]:
     from rl.runs.state import state_of
 
     try:
-        config, rows = read_json(run / CONFIG_FILE), read_metrics(run / METRICS)
+        config, rows, state = read_json(run / CONFIG_FILE), read_metrics(run / METRICS), state_of(run)
     except ValueError as error:
         return (run.name, str(error), "-", "-", "-", "-")
     done, total = int(max((row["step"] for row in rows), default=0)), config.get("num_steps", "?")
     begun = rows[0].get("time") if rows else None
     when = strftime("%Y-%m-%d %H:%M", localtime(begun or (run / CONFIG_FILE).stat().st_mtime))
-    return (run.name, state_of(run), f"{done}/{total}", _last(rows, _TRAINING), _last(rows, _HELD_OUT), when)
+    return (run.name, state, f"{done}/{total}", _last(rows, _TRAINING), _last(rows, _HELD_OUT), when)
 
 
 def _last(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str:

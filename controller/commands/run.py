@@ -184,9 +184,7 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
         finally:
             console.close()
             end_descendants(grace_s=0.5)
-        if code == 0 and stop.received is None:
-            folder.mark_finished()
-        if code == 0 and (error := _unwritten(folder)) is not None:
+        if code == 0 and (error := _unwritten(folder, finished=stop.received is None)) is not None:
             code = _explain(error, folder, output)
         if code == 0 and stop.received is None:
             add_model_card(folder.path, name_of_data(config))
@@ -196,12 +194,16 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
     return code
 
 
-def _unwritten(folder: "RunFolder") -> Exception | None:
+def _unwritten(folder: "RunFolder", *, finished: bool) -> Exception | None:
     """Waits until everything that the run recorded is on disk. Returns why it is not, if it is not.
+
+    `finished` says whether to record that the run came to its end.
 
     A process that a signal ends does not come to the end of its other threads.
     """
     try:
+        if finished:
+            folder.mark_finished()
         folder.flush()
     except Exception as error:
         return error

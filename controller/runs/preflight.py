@@ -6,7 +6,6 @@ from pathlib import Path
 from generator.config import GeneratorConfig
 from rl.hf_config import inspect_model
 from rl.protocols import Problem
-from rl.rollouts.episodes import check_sampled_distribution as check_sampled_distribution
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum, SamplingParams
 

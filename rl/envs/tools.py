@@ -4,9 +4,9 @@
 
 The functions' type hints and docstrings become JSON schemas, which the model's chat template shows. A message with tool
 calls is answered with their results, one without is the answer, which the environment scores. A call that is malformed,
-raises or takes too long is answered with the error, so that the model can learn from it. Calls in
-reasoning (`rl.types.Answer`) are not made. The calls of a message run at
-the same time; those after the first MAX_CALLS are answered with an error.
+raises or takes too long is answered with the error, so that the model can learn from it. Calls in reasoning
+(`rl.types.Answer`) are not made. The calls of a message run at the same time; those after the first MAX_CALLS are
+answered with an error.
 
 A tool runs in a thread of this process. One that runs code of the model's belongs in a sandbox (`rl.envs.sandbox`).
 """

@@ -130,30 +130,21 @@ class _Player:
             reward = checked_reward(reply)
             if isinstance(reply, Done):
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
-                return Rollout(
-                    turns=tuple(turns),
-                    reward=reward,
-                    metrics=metrics,
-                    environment_s=environment_s,
-                    sampling=self.sampling,
-                )
+                return self._rollout(turns, reward, environment_s, metrics=metrics)
             tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
             sequence += tokens
             room = self.room(len(sequence))
             if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
-                return Rollout(
-                    turns=tuple(turns),
-                    reward=reward,
-                    out_of_context=True,
-                    environment_s=environment_s,
-                    sampling=self.sampling,
-                )
+                return self._rollout(turns, reward, environment_s, out_of_context=True)
             sampling = replace(
                 self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
             )
             (completion,) = await self.generator.generate(sequence, sampling, 1)
             turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(reply.messages)))
             sequence += completion.tokens
+
+    def _rollout(self, turns: Sequence[Turn], reward: float, environment_s: float, **more: Any) -> Rollout:
+        return Rollout(turns=tuple(turns), reward=reward, environment_s=environment_s, sampling=self.sampling, **more)
 
     def _encode_reply(self, reply: Observation, answer: Completion, *, chat: bool) -> tuple[int, ...]:
         """The tokens of an observation. Raises `EnvironmentFailedError` if it cannot be rendered."""

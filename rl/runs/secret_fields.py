@@ -7,6 +7,7 @@ Three things make a value secret: its field is declared as `Secret`; its field's
 
 import copy
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -55,8 +56,8 @@ _TEXTS = tuple(
         r"(?<=\bBearer )[\w.~+/=-]{4,}|(?i:(?<=\bbearer ))(?=[a-z]*[^a-z\s])[\w.~+/=-]{8,}",
         r"(?i:(?<=\bbasic ))(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{8,}={0,2}",
         r"(?i)(?<=\btoken )(?=[\w-]*\d)[\w-]{16,}",
-        r"\b(?:sk|pk|rk|sess)[-_](?:live[-_]|test[-_]|ant[-_]|proj[-_]|or[-_])*[\w-]{12,}",
-        r"\bhf_[A-Za-z0-9]{8,}|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{12,}|\bnpm_\w{20,}",
+        r"(?<![/\w-])(?:sk|pk|rk|sess)[-_](?=[\w-]*\d)[\w-]{12,}(?!/)",
+        r"(?<![/\w-])hf_[A-Za-z0-9]{8,}(?!/)|\bgh[pousr]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w-]{12,}|\bnpm_\w{20,}",
         r"\bpypi-[\w-]{16,}|\bxox[abeoprs]-[\w-]{8,}|\bxapp-[\w-]{8,}|\bAIza[\w-]{20,}|\bya29\.[\w-]{10,}",
         r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bgsk_\w{16,}|\br8_\w{16,}|\bnvapi-[\w-]{16,}|\btml-[\w-]{8,}|\bolk_\w{8,}",
         r"\beyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*",  # a JSON Web Token
@@ -64,10 +65,8 @@ _TEXTS = tuple(
         r"(?i)(?<=hooks\.slack\.com/services/)[\w/]+",
     )
 )
-_OPTION = re.compile(r"(?P<name>--[\w.-]+)(?P<between>\s+)(?P<value>(?!--)[^\s\"']+)")
-_NAMED = re.compile(
-    r"(?P<name>[\w.-]*[A-Za-z][\w.-]*)(?P<between>[\"']?\s*[=:](?!//)\s*[\"']?)(?P<value>[^\s\"'&;,#]+)"
-)
+_OPTION = re.compile(r"(?<![\w.-])(?P<name>--[\w.-]++)(?P<between>\s+)(?P<value>(?!--)[^\s\"']+)")
+_NAMED = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)(?P<between>[\"']?\s*[=:](?!//)\s*[\"']?)(?P<value>[^\s\"'&;,#]+)")
 
 
 def hide_secrets(value: Any) -> Any:
@@ -103,6 +102,7 @@ def is_secret(field: str) -> bool:
     return words == ["token"] or (len(words) > 1 and words[-1] in _LAST_WORDS and words[-2] not in _PLAIN_OWNERS)
 
 
+@functools.cache
 def is_declared(owner: type, field: str) -> bool:
     """Whether a dataclass declares this field as `Secret`, or as an optional one."""
     try:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from controller.runs.console import Console
-from controller.runs.preflight import check_prompts_fit, check_sampled_distribution
+from controller.runs.preflight import check_prompts_fit
 from controller.runs.report import Report
 from generator.config import GeneratorConfig
 from rl.algorithms.metrics import PhaseClock
 from rl.envs.procedural import TextProblem
-from rl.rollouts.episodes import group_to_data
+from rl.rollouts.episodes import check_sampled_distribution, group_to_data
 from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
