@@ -80,6 +80,7 @@ def test_pulled_weights_equal_a_fresh_engines(
     asyncio.run(main())
 
 
+@pytest.mark.stranger("A1")
 def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: EngineFactory) -> None:
     plain = served_qwen3(tmp_path / "plain", tied=True)
     weights = load_file(plain / "model.safetensors")

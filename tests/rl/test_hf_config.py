@@ -160,6 +160,7 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_
 FAMILIES = [tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe]
 
 
+@pytest.mark.stranger("A5")
 @pytest.mark.parametrize("make", FAMILIES)
 def test_absent_and_null_keys_mean_what_transformers_takes_them_for(make: Any, tmp_path: Path) -> None:
     model = make(tmp_path)
@@ -191,6 +192,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 BASE = {"rope_type": "default", "rope_theta": 7.0}
 
 
+@pytest.mark.stranger("A4")
 @pytest.mark.parametrize("new", [None, {}, BASE, LLAMA3, {**LLAMA3, "rope_theta": 7.0}, YARN])
 @pytest.mark.parametrize("old", ["absent", None, {}, {"type": "default"}, LLAMA3, YARN, {**BASE, "rope_theta": 9.0}])
 @pytest.mark.parametrize("theta", ["absent", 11.0])

@@ -52,6 +52,7 @@ def reference(model: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
 
 
+@pytest.mark.stranger("A3")
 @pytest.mark.parametrize("stray", ["zz_best", "aa", "consolidated", "adapter_model", "model-00001-of-00002"])
 def test_a_stray_file_is_not_read(tmp_path: Path, stray: str) -> None:
     model = tiny_llama(tmp_path / "model", tied=False)
@@ -67,6 +68,7 @@ def test_a_stray_file_is_not_read(tmp_path: Path, stray: str) -> None:
         GeneratorConfig(model=model).check_model()
 
 
+@pytest.mark.stranger("A3")
 @settings(deadline=None, max_examples=25)
 @given(
     names=st.lists(st.sampled_from(["a", "pytorch-1", "model-00002-of-00002", "z"]), min_size=1, unique=True),
@@ -95,6 +97,7 @@ def test_any_split_is_read_as_transformers_reads_it(
         check_no_stray_weights(model)
 
 
+@pytest.mark.stranger("A3")
 def test_an_index_names_files_of_its_directory(tmp_path: Path) -> None:
     for content in ('{"weight_map": {"a": "../b.safetensors"}}', '{"weight_map": {}}', "{", "[]", '{"weight_map": 3}'):
         (tmp_path / f"{SINGLE}.index.json").write_text(content)
@@ -102,6 +105,7 @@ def test_an_index_names_files_of_its_directory(tmp_path: Path) -> None:
             weight_files(tmp_path)
 
 
+@pytest.mark.stranger("A1")
 def test_files_of_a_tied_model_may_repeat_the_head(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model")
     edit_weights(model, lambda weights: weights.update({HEAD: weights[EMBEDDING].clone()}))
@@ -114,6 +118,7 @@ def _other(weights: dict[str, torch.Tensor]) -> None:
     weights[HEAD][-1, -1] += 1
 
 
+@pytest.mark.stranger("A2")
 @pytest.mark.parametrize(
     ("tied", "edit", "message"),
     [
@@ -139,6 +144,7 @@ def test_a_head_that_contradicts_the_configuration_is_refused(
             check()
 
 
+@pytest.mark.stranger("A6")
 def test_an_export_keeps_every_chat_template(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -146,6 +146,7 @@ def recipe():
 """
 
 
+@pytest.mark.stranger("F1")
 def test_no_secret_is_in_a_page_a_help_text_or_a_file_that_others_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(SOWN)

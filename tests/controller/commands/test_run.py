@@ -143,6 +143,7 @@ def test_after_a_recipe_help_lists_its_fields(capfd: pytest.CaptureFixture[str])
         assert "--optimizer.learning-rate" in output.out
 
 
+@pytest.mark.stranger("F4")
 @pytest.mark.parametrize("name", ["../../x", "a/b", "..", ".", "", "/tmp/x", "a\nb", "a/"])
 def test_a_name_stays_within_the_folder_of_runs(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -153,6 +154,7 @@ def test_a_name_stays_within_the_folder_of_runs(
     assert not contents(tmp_path)
 
 
+@pytest.mark.stranger("F4")
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -175,6 +177,7 @@ def test_a_faulty_recipe_is_one_sentence(
         assert re.fullmatch(message, refused(capfd, command, "mine.py"))
 
 
+@pytest.mark.stranger("F4")
 def test_a_damaged_file_of_a_run_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +213,7 @@ def listed(capfd: pytest.CaptureFixture[str]) -> str:
     return capfd.readouterr().out
 
 
+@pytest.mark.stranger("F3")
 def test_a_finished_run_is_not_begun_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_the_mismatch_counts_scored_tokens_only() -> None:
     assert mismatch["ratio_mean"] == pytest.approx((np.exp(-0.5) + np.exp(0.1)) / 2)
 
 
+@pytest.mark.stranger("B2")
 def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -> None:
     rng = np.random.default_rng(0)
     found: list[object] = []
@@ -55,6 +56,7 @@ def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -
     assert found[0] == found[1]
 
 
+@pytest.mark.stranger("B1")
 @pytest.mark.parametrize("difference", [-1000.0, -60.0, 0.0, 60.0, 88.7])
 def test_ratios_and_estimates_are_finite_for_every_difference(difference: float) -> None:
     arrays = {"target_tokens": np.array([1]), "logprobs": np.array([-2000.0], dtype=np.float32)}

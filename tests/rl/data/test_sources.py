@@ -48,6 +48,7 @@ def test_a_tenth_is_held_out_by_its_prompt(tmp_path: Path) -> None:
     assert 0.03 < len(eval_examples) / 300 < 0.2
 
 
+@pytest.mark.stranger("D2")
 def test_prompts_of_the_held_out_file_are_not_trained_on(tmp_path: Path) -> None:
     held_out = [{"prompt": p, "completion": "x", "chosen": "x", "rejected": "y"} for p in ("a", MESSAGES, " b\n")]
     known = [{**row, "completion": "another", "chosen": "z"} for row in (*held_out, {**held_out[0], "prompt": "b"})]
@@ -68,6 +69,7 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
     assert example.id == "hello"
 
 
+@pytest.mark.stranger("D1")
 @pytest.mark.parametrize(
     ("line", "message"),
     [

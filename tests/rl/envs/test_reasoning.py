@@ -36,6 +36,7 @@ def test_a_stream_is_a_function_of_seed_and_number() -> None:
     assert [p.id for p in ENV.train_problems(6, 0, 40)] != ids
 
 
+@pytest.mark.stranger("D3")
 @pytest.mark.seconds
 def test_problems_do_not_depend_on_the_order_of_sets() -> None:
     code = (
@@ -53,6 +54,7 @@ def test_problems_do_not_depend_on_the_order_of_sets() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.stranger("D3")
 @pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
 def test_a_task_that_lists_its_entries_takes_little_memory(task: str) -> None:
     assert len(ReasoningGym(task=task).train_problems(0, 0, 3)) == 3

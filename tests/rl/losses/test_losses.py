@@ -187,6 +187,7 @@ def test_a_users_function_and_its_import_path_are_the_same_loss() -> None:
     assert get_loss(_half_square, {"scale": -2.0})(torch.tensor(p), torch.zeros(len(p)), inputs)[0] < 0
 
 
+@pytest.mark.stranger("B3")
 def test_a_loss_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
     monkeypatch.chdir(tmp_path)
@@ -287,6 +288,7 @@ def _extreme(name: str, config: dict[str, Any], p: float, q: float, a: float, o:
     return found
 
 
+@pytest.mark.stranger("B1")
 @pytest.mark.parametrize(
     "config",
     [
@@ -324,6 +326,7 @@ def test_no_difference_of_log_probs_makes_a_nan(name: str, config: dict[str, Any
         assert loss(logprobs[rows], None, alone)[0].item() == pytest.approx(expected[d, 0], rel=1e-6)
 
 
+@pytest.mark.stranger("B1")
 def test_a_ratio_that_overflows_spoils_no_other_token() -> None:
     def step(*advantages: float) -> tuple[float, list[float]]:
         arrays = {"logprobs": [-100.0, -1.0], "advantages": advantages, "weights": [1.0, 1.0]}
@@ -339,6 +342,7 @@ def test_a_ratio_that_overflows_spoils_no_other_token() -> None:
     assert step(0.0, 1.0) == (-1, [0, -1])
 
 
+@pytest.mark.stranger("B2")
 @pytest.mark.parametrize("config", [{}, {"kl_coef": 0.5, "entropy_coef": 0.1, "importance_cap": 1.5}])
 @pytest.mark.parametrize("name", [*LOSSES, "_half_square"])
 def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dict[str, Any]) -> None:
@@ -363,6 +367,7 @@ def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dic
     assert torch.equal(gradient, torch.autograd.grad(expected, logprobs)[0])
 
 
+@pytest.mark.stranger("B2")
 def test_gspo_takes_no_mean_over_positions_that_are_only_reported() -> None:
     weights, q = [REPORTED_WEIGHT] * 6 + [1.0] * 4, [0.0] * 6 + [-1.1] * 4
     arrays = {"weights": weights, "logprobs": q, "advantages": [1.0] * 10}

@@ -32,6 +32,7 @@ def test_sequence_mean_weights_every_completion_equally() -> None:
     assert BATCH[0].weights.tolist() == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.stranger("B2")
 def test_positions_that_are_only_reported_are_not_counted() -> None:
     reported = _datum(*[REPORTED_WEIGHT] * 6, *[1.0] * 4)
     assert token_mean([reported]) == 0.25

@@ -137,6 +137,7 @@ def test_a_datum_scores_each_completion_token_where_it_is_predicted() -> None:
     assert datum.num_loss_tokens == 2
 
 
+@pytest.mark.stranger("B4")
 @pytest.mark.parametrize("changed", [{"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}])
 def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, Any]) -> None:
     def sampled(**fields: Any) -> Group:

@@ -127,6 +127,7 @@ def test_pass_at_1_is_the_mean_reward_of_right_and_wrong() -> None:
             evaluation.pass_at(k)
 
 
+@pytest.mark.stranger("D4")
 def test_a_reward_that_misses_the_best_one_by_rounding_is_right() -> None:
     rollouts = tuple(single_turn((1,), completion("a"), reward=reward) for reward in [0.7 + 0.2 + 0.1] * 2 + [0.999])
     group = Group(problem_id="p", prompt="p", rollouts=rollouts)

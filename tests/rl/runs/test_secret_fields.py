@@ -5,6 +5,7 @@ import pytest
 from rl.runs.secret_fields import hide_in_text, hide_secrets, is_secret
 
 
+@pytest.mark.stranger("F1")
 @pytest.mark.parametrize(
     "field",
     ["api_key", "apiKey", "APIKEY", "OPENAI_API_KEY", "password", "dbPassword", "HF_TOKEN", "token", "client_secret",
@@ -15,6 +16,7 @@ def test_names_of_secrets(field: str) -> None:
     assert is_secret(field)
 
 
+@pytest.mark.stranger("F1")
 @pytest.mark.parametrize(
     "field",
     [
@@ -46,6 +48,7 @@ def test_names_of_other_fields(field: str) -> None:
     assert not is_secret(field)
 
 
+@pytest.mark.stranger("F1")
 def test_texts_of_secrets_are_hidden_wherever_they_are() -> None:
     config: Any = {
         "env": {
@@ -63,6 +66,7 @@ def test_texts_of_secrets_are_hidden_wherever_they_are() -> None:
     }
 
 
+@pytest.mark.stranger("F1")
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
