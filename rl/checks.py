@@ -47,12 +47,17 @@ def check_known(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"{name} is {value!r}, which is not known{did_you_mean(value, known)}")
 
 
-def did_you_mean(value: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known name, or all of them if none is near."""
+def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error message about an unknown name: the nearest known name, or if none is near, all of them.
+
+    `otherwise` stands for all of them where they are too many to read.
+    """
     known = sorted(known)
     close = difflib.get_close_matches(value, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
+    if otherwise:
+        return f"; {otherwise}"
     return f"; known: {', '.join(known)}" if known else "; there are none"
 
 

@@ -1,7 +1,8 @@
 """How the ranks of a trainer divide the work among them."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 
@@ -66,3 +67,19 @@ class LayoutConfig:
         if self.pipeline_parallel == 1:
             return 1
         return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)
+
+
+def parse_layout(text: str) -> Mapping[str, Any]:
+    """`tensor_parallel=2,sequence_parallel=False` as fields. Raises ValueError, naming those there are."""
+    values: dict[str, Any] = {}
+    types = {field.name: type(field.default) for field in fields(LayoutConfig)}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name not in types:
+            raise ValueError(f"layout is {text!r}; it must be like tensor_parallel=2, with fields {', '.join(types)}")
+        try:
+            values[name] = {"True": True, "False": False}[value] if types[name] is bool else types[name](value)
+        except (ValueError, KeyError):
+            needed = "True or False" if types[name] is bool else "a whole number"
+            raise ValueError(f"layout {name} is {value!r}; it must be {needed}") from None
+    return values

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from controller.commands.command import FAILED, Commands, refuse
 from controller.commands.output import CapturedOutput
+from trainer.engine_table import find_engine
+from trainer.layout import parse_layout
 
 if TYPE_CHECKING:
     from trainer.engines.contract.kit import Finding
@@ -34,7 +36,11 @@ def add_parser(commands: Commands) -> None:
 def check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints one line per check. Returns 1 if one failed; a layout that the engine refuses is none."""
     refuse(overrides)
+    if ":" not in options.engine:
+        find_engine(options.engine)
     layouts = () if options.one_rank else tuple(options.layout or _LAYOUTS)
+    for layout in layouts:
+        parse_layout(layout)
     with CapturedOutput() as output, tempfile.TemporaryDirectory() as scratch:
         from trainer.engines.contract.kit import check_engine  # takes seconds
 

@@ -53,6 +53,7 @@ def run_command(arguments: Sequence[str]) -> int:
             commands[arguments[0]].print_help()
             return 0
         options, overrides = parser.parse_known_args(arguments)
+        _check_order(arguments, overrides)
         return options.command(options, overrides)
     except SystemExit as stop:  # argparse has printed the help or a mistake
         return int(stop.code or 0)
@@ -67,6 +68,18 @@ def run_command(arguments: Sequence[str]) -> int:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return USAGE
+
+
+def _check_order(arguments: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raises ValueError if the parser has taken the value of an option that it does not know for an argument."""
+    left = list(overrides)
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if not left or word != left[0]:
+            continue
+        del left[0]
+        is_option = word.startswith("--") and "=" not in word
+        if is_option and following and not following.startswith("--") and left[:1] != [following]:
+            raise ValueError(f"{word} comes too early, or is not known: see ownloop {arguments[0]} --help")
 
 
 def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:

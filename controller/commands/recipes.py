@@ -127,7 +127,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
         for option in options:
             name = option.partition("=")[0].replace("_", "-")
             if option.startswith("--") and name not in known:
-                raise ValueError(f"unknown option {name}{did_you_mean(name, known)}")
+                raise ValueError(f"unknown option {name}{did_you_mean(name, known, 'see --help')}")
     else:
         config = with_hidden_secrets(config)
     import tyro
@@ -257,8 +257,23 @@ def _registry() -> "ConstructorRegistry":
     return registry
 
 
+_WORDS = (
+    (r"Error parsing (--[\w.-]+): invalid literal for int\(\).*?: (.*)", r"\1 is \2; it must be a whole number"),
+    (r"Error parsing (--[\w.-]+): could not convert string to float: (.*)", r"\1 is \2; it must be a number"),
+    (
+        r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)\.",
+        r"\2 is \1, which is not known; known: \3",
+    ),
+    (r"Missing value for argument '(.*)'\..*", r"\1 needs a value"),
+    (r"Unrecognized options: (--[\w.-]+).*", r"\1 takes no value; --help lists the options that do"),
+    (r"Unrecognized options: (.*)", r"unexpected argument \1"),
+    (r"Error parsing (?:--hosts|[\w.]+): (.*)", r"\1"),  # a dataclass's own message names the field already
+)
+"""What tyro says of an option, as a pattern, and what the user reads. Anything else is passed on as it is."""
+
+
 def _first_message(text: str) -> str:
-    """The text between the title and the first rule of the box that tyro draws, as one line."""
+    """The text between the title and the first rule of the box that tyro draws, as one line in our words."""
     lines: list[str] = []
     for line in text.splitlines()[1:]:
         content = line.strip("│╰╯ ")
@@ -268,6 +283,5 @@ def _first_message(text: str) -> str:
         else:
             lines.append(content)
     message = " ".join(lines) or text.strip()
-    return re.sub(
-        r"^Error parsing (--hosts|[\w.]+): ", "", message
-    )  # a dataclass's own message already names the field
+    matches = ((re.fullmatch(pattern, message), words) for pattern, words in _WORDS)
+    return next((match.expand(words) for match, words in matches if match), message)

@@ -62,6 +62,7 @@ def assert_scores_equal(reference: ReferencePolicy, engine: Engine) -> None:
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.stranger("A7")
 def test_a_merged_export_scores_as_the_adapter_does(trained: tuple[Path, Engine], tmp_path: Path) -> None:
     model, adapter = trained
     adapter.export_hf(tmp_path / "export", torch.float32)
@@ -79,6 +80,7 @@ def test_a_model_whose_head_is_not_adapted_stays_tied(llama: Path, tmp_path: Pat
     assert_scores_equal(ReferencePolicy(tmp_path / "export"), adapter)
 
 
+@pytest.mark.stranger("A7")
 def test_peft_loads_an_export_and_scores_as_the_adapter_does(trained: tuple[Path, Engine], tmp_path: Path) -> None:
     model, adapter = trained
     adapter.export_peft(tmp_path / "export", torch.float32)

@@ -18,10 +18,11 @@ from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.contract.comparisons import ContractError
-from trainer.engines.contract.kit import Finding, check_engine, parse_layout
+from trainer.engines.contract.kit import Finding, check_engine
 from trainer.engines.contract.one_rank import MODEL_CHECKS, Subject
 from trainer.engines.contract.one_rank_state import STATE_CHECKS
 from trainer.engines.hf.fsdp2 import Fsdp2Engine
+from trainer.layout import parse_layout
 
 
 class Averages(Fsdp2Engine):

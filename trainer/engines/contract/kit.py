@@ -5,8 +5,8 @@ One rank of two tiny models in this process, then two ranks in each layout as pr
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,7 +29,7 @@ from trainer.engines.contract.several_ranks import (
     run_layout,
 )
 from trainer.engines.model_check import check_model
-from trainer.layout import LayoutConfig
+from trainer.layout import parse_layout
 
 Outcome = Literal["passed", "failed", "refused"]
 _REFUSED = "refused"
@@ -87,18 +87,6 @@ def builder(name: str) -> Build:
         sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
     _engine_class(name)
     return partial(_build_class, name)
-
-
-def parse_layout(text: str) -> Mapping[str, Any]:
-    """`tensor_parallel=2,sequence_parallel=False` as fields. Raises ValueError, naming those there are."""
-    values: dict[str, Any] = {}
-    types = {field.name: type(field.default) for field in fields(LayoutConfig)}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals or name not in types:
-            raise ValueError(f"layout is {text!r}; it must be like tensor_parallel=2, with fields {', '.join(types)}")
-        values[name] = value == "True" if types[name] is bool else types[name](value)
-    return values
 
 
 def _engine_class(name: str) -> type[Engine]:
