@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rl.model_files import check_head, weight_files
+from rl.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -245,6 +245,11 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
         )
     if config.get("quantization_config") is not None:
         raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
+    if named_file := config.get("transformers_weights"):  # vLLM does not look at it
+        raise ValueError(
+            f"model directory {path}: transformers_weights is {named_file!r} in config.json; leave it out and name the "
+            f"weights {SINGLE_FILE}, or {INDEX_FILE} and what it names"
+        )
     return language_models[0]
 
 

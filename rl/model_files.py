@@ -90,6 +90,8 @@ def stored_weights(path: Path) -> Mapping[str, StoredWeight]:
         entries, data_start = _read_header(file)
         for name, entry in entries.items():
             start, end = entry["data_offsets"]
+            if name in found:
+                raise ValueError(f"both {found[name].file} and {file.name} hold {name}; keep one of them")
             found[name] = StoredWeight(
                 file, str(entry.get("dtype")), tuple(entry["shape"]), data_start + start, end - start
             )

@@ -17,7 +17,7 @@ from rl.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FO
 
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LEFT_OUT = ("*/*", "trainer_state.json")  # files in folders: other formats of the same weights
+_LEFT_OUT = ("*/*", INDEX_FILE, "trainer_state.json")  # files in folders: other formats of the same weights
 _TOLD_EVERY = 0.1  # of a download
 
 
@@ -58,9 +58,14 @@ def fetch(model: HubName, tell: Callable[[str], None]) -> Path:
     pinned = HubName(repository=model.repository, revision=directory.name)
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
     weights = (SINGLE_FILE,)
-    if not (directory / SINGLE_FILE).is_file() and (directory / INDEX_FILE).is_file():
-        weights = indexed_names(directory / INDEX_FILE)
-        _download(pinned, weights, tell)
+    if not (directory / SINGLE_FILE).is_file():  # an index beside it would lead vLLM to other files
+        _download(pinned, [INDEX_FILE], tell)
+        if (directory / INDEX_FILE).is_file():
+            try:
+                weights = indexed_names(directory / INDEX_FILE)
+            except ValueError as error:
+                raise ValueError(f"model {model}: {error}") from None
+            _download(pinned, weights, tell)
     if missing := [name for name in weights if not (directory / name).is_file()]:
         raise ValueError(
             f"model {model} has no {missing[0]} on the hub: ownloop reads safetensors only; convert the weights with "

@@ -105,6 +105,22 @@ def test_an_index_names_files_of_its_directory(tmp_path: Path) -> None:
             weight_files(tmp_path)
 
 
+@pytest.mark.stranger("A3")
+def test_a_weight_in_two_files_and_weights_of_another_name_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", tied=False)
+    edit_config(model, transformers_weights=SINGLE)
+    with pytest.raises(ValueError, match=r"transformers_weights is 'model\.safetensors' in config\.json; leave it out"):
+        inspect_model(model)
+    edit_config(model, transformers_weights=None)
+    weights = load_file(model / SINGLE)
+    save_file({HEAD: weights[HEAD] + 1}, model / "b.safetensors", {"format": "pt"})
+    (model / SINGLE).rename(model / "a.safetensors")
+    weight_map = dict.fromkeys(weights, "a.safetensors") | {HEAD: "b.safetensors"}
+    (model / f"{SINGLE}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"a\.safetensors and b\.safetensors hold lm_head\.weight; keep one"):
+        inspect_model(model)
+
+
 @pytest.mark.stranger("A1")
 def test_files_of_a_tied_model_may_repeat_the_head(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model")

@@ -11,6 +11,7 @@ import pytest
 
 from controller.runs.hub_models import HubName
 from rl.hf_config import inspect_model
+from rl.model_files import INDEX_FILE
 from rl.tiny_models import tiny_llama
 from tests.controller.runs.hub import Hub, running_hub
 from tests.waiting import LIMIT_S, wait_for_end
@@ -37,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A repository as they are on the hub: weights in other formats beside those that are needed."""
     path = tiny_llama(tmp_path_factory.mktemp("hub") / "model", hidden_size=256, intermediate_size=512)
     others = {"pytorch_model.bin": b"pickle", "original/model.safetensors": b"other", "README.md": b"# Tiny"}
-    others |= {TEMPLATE: b"{{ tools }}", "onnx/config.json.txt": b"other"}
+    others |= {TEMPLATE: b"{{ tools }}", "onnx/config.json.txt": b"other", INDEX_FILE: b"{}"}
     return {file.name: file.read_bytes() for file in path.iterdir()} | others
 
 
@@ -70,7 +71,10 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub: Hub, tmp_path: Path, 
     assert inspect_model(Path(path)).hidden_size == 256
     assert Path(path).name == commit
     assert hub.tokens == {"hf_secret"}
-    assert set(hub.fetched) == {file for file in files if file.endswith(".json")} | {"model.safetensors", TEMPLATE}
+    assert set(hub.fetched) == {f for f in files if f.endswith(".json") and f != INDEX_FILE} | {
+        "model.safetensors",
+        TEMPLATE,
+    }
     assert set(hub.fetched.values()) == {1}
 
     # A later commit is fetched by the name, and the earlier one is still there by its own, without the hub.
@@ -102,7 +106,9 @@ def test_an_interrupted_download_is_completed(hub: Hub, tmp_path: Path, files: d
 def test_names_that_cannot_be_had(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> None:
     hub.add("lab/gated", files)
     hub.gated.add("lab/gated")
-    hub.add("lab/pickle", {file: content for file, content in files.items() if file != "model.safetensors"})
+    no_weights = {file: content for file, content in files.items() if file != "model.safetensors"}
+    hub.add("lab/damaged", no_weights)
+    hub.add("lab/pickle", {file: content for file, content in no_weights.items() if file != INDEX_FILE})
     other = {**json.loads(files["config.json"]), "architectures": ["BertModel"]}
     hub.add("lab/other", {**files, "config.json": json.dumps(other).encode()})
     url = hub.url
@@ -111,6 +117,7 @@ def test_names_that_cannot_be_had(hub: Hub, tmp_path: Path, files: dict[str, byt
         f"{NAME}@v9": f"has no revision 'v9'; {url}/{NAME} names those it has",
         "lab/gated": f"is gated: accept its terms at {url}/lab/gated, then log in with `hf auth login` or set HF_TOKEN",
         "lab/pickle": "has no model.safetensors on the hub: ownloop reads safetensors only",
+        "lab/damaged": "model.safetensors.index.json has no weight_map",
         "lab/other": "is of architecture BertModel, which is no language model",
     }
     lines = fetch(hub.url, tmp_path, *said)
