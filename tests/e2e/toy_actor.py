@@ -57,7 +57,8 @@ class Toy(Actor):
 
     @endpoint
     async def hang(self, seconds: float) -> None:
-        """Blocks the process."""
+        """Says so in its log, and blocks the process."""
+        print(f"hangs for {seconds:g} s", flush=True)
         time.sleep(seconds)
 
     @endpoint

@@ -20,6 +20,7 @@ from controller.hosts.cluster import Cluster  # noqa: E402
 from controller.meshes.errors import MeshError  # noqa: E402
 from controller.meshes.mesh import Mesh  # noqa: E402
 from tests.e2e.toy_actor import Toy  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 LOST_AFTER_S = 10.0
 """In `lose`. Where no host may be lost it is longer."""
@@ -40,6 +41,11 @@ async def toys(cluster: Cluster, group: str, num_ranks: int, logs: Path) -> Mesh
     """A mesh of toys on a group of hosts."""
     place, env = cluster.place(group, cluster.groups[group], num_ranks), {"TOY_GREETING": "hello"}
     return await Mesh.spawn(group, Toy, 5, num_ranks=num_ranks, env=env, log_dir=logs, hosts=place)
+
+
+async def hangs(log: Path) -> None:
+    """Waits until a toy has said in its log that it hangs."""
+    await until(lambda: log.is_file() and "hangs for" in log.read_text(), f"a hanging toy in {log.name}")
 
 
 def say(*words: object) -> None:
@@ -67,7 +73,8 @@ async def lose(logs: Path, groups: list[str]) -> None:
         meshes = await asyncio.gather(*(toys(cluster, group, 1, logs) for group in cluster.groups))
         calls = [mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0) for mesh in meshes]
         waiting = [asyncio.create_task(call) for call in calls]
-        await asyncio.sleep(1)
+        for group in cluster.groups:
+            await hangs(logs / f"{group}-0.log")
         say("hanging")
 
         async def ended(group: str, call: asyncio.Task[None]) -> None:
@@ -97,7 +104,7 @@ async def blip(logs: Path, groups: list[str]) -> None:
     async with connected(groups) as cluster:
         mesh = await toys(cluster, "trainer", 1, logs)
         call = asyncio.create_task(mesh.answer(mesh.rank(0).hang.call_one(5), "hang", rank=0))
-        await asyncio.sleep(0.5)
+        await hangs(logs / "trainer-0.log")
         say("hanging")
         await call
         say("survived", await mesh.answer(mesh.rank(0).add.call_one(1), "add"))

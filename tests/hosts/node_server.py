@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 
+from tests.waiting import LIMIT_S
+
 PORT = 26590
 _STATUS = re.compile(rb"\0(\d+)\Z")
 
@@ -44,7 +46,7 @@ def _run(connection: socket.socket) -> None:
 def client(host: str, command: str) -> int:
     """Runs a command there. Returns its status."""
     try:
-        connection = socket.create_connection((host, PORT), timeout=10)
+        connection = socket.create_connection((host, PORT), timeout=LIMIT_S)
     except OSError as error:
         print(f"ssh: connect to host {host} port 22: {error.strerror}", file=sys.stderr)
         return 255

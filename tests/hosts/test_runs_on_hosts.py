@@ -12,6 +12,7 @@ import pytest
 from rl.runs.folder import read_metrics
 from tests.e2e.cli_runs import ROOT, metric_rows, model_hash
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -118,7 +119,7 @@ def test_a_run_without_a_shared_folder_collects_its_checkpoints_and_resumes(on_o
         run = start(net, tmp_path, "apart", options)
         wait_for_step(run, folder, 3, tmp_path / "apart.txt")
         net.signal("ctl", signal.SIGKILL, "controller.commands.cli")
-        run.wait(timeout=30)
+        run.wait(timeout=LIMIT_S)
         saved = sorted((folder / "checkpoints").glob("step-*/policy"))[-1]
         assert {file.name for file in saved.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
         assert ownloop_run(net, tmp_path, "again", "--resume", str(runs / "apart")).wait(timeout=300) == 0

@@ -1,7 +1,7 @@
 """What runs in the simulated hosts of `test_weights_between_hosts`: receiving processes, and a trainer's rank.
 
-    python -m tests.hosts.weight_processes receive SOCKET
-    python -m tests.hosts.weight_processes push SOCKET h2=10.77.0.2=SOCKET ...
+    python -m tests.hosts.weight_processes receive SOCKET LINK_TIMEOUT
+    python -m tests.hosts.weight_processes push SOCKET LINK_TIMEOUT h2=10.77.0.2=SOCKET ...
 
 Calls go over Unix sockets, which simulated hosts share as they share their files.
 """
@@ -24,9 +24,8 @@ from rl.weights.receivers import RECEIVERS_KEY, ReceivingHost
 from rl.weights.receiving_process import ReceivingProcess
 from tests.rl.weights.receiving_hosts import RemoteControl, answer_calls
 from tests.stores import FakeStore
+from tests.waiting import wait_until
 from trainer.push import WeightPublisher
-
-LINK_TIMEOUT_S = 4.0
 
 
 def shapes(megabytes: float) -> dict[str, tuple[int, ...]]:
@@ -51,8 +50,8 @@ def _memory(data: torch.Tensor) -> memoryview:
 class Host(ReceivingProcess):
     """A receiving process, and a generator's rank that reads what it holds."""
 
-    def __init__(self) -> None:
-        super().__init__(LINK_TIMEOUT_S)
+    def __init__(self, link_timeout_s: float) -> None:
+        super().__init__(link_timeout_s)
         self._receiver = NetworkReceiver()
         self._weights: dict[str, torch.Tensor] = {}
 
@@ -90,7 +89,7 @@ class Host(ReceivingProcess):
 class Trainer:
     """A trainer's rank that pushes to hosts."""
 
-    def __init__(self, hosts: list[str]) -> None:
+    def __init__(self, link_timeout_s: float, hosts: list[str]) -> None:
         """`hosts` are "name=address=socket"."""
         self._entries: dict[str, ReceivingHost] = {}
         self._store = FakeStore()
@@ -103,7 +102,7 @@ class Trainer:
                 identity=identity,
                 address=address,
                 port=port,
-                link_timeout_s=LINK_TIMEOUT_S,
+                link_timeout_s=link_timeout_s,
                 process=f"{name}/{port}",
                 control=RemoteControl(Client(path, "AF_UNIX")),
             )
@@ -134,10 +133,7 @@ class Process:
 
     def __init__(self, path: str | Path) -> None:
         """Waits until the process listens at `path`."""
-        end = time.monotonic() + 60
-        while not Path(path).exists():
-            assert time.monotonic() < end, f"nothing listens at {path}"
-            time.sleep(0.02)
+        wait_until(Path(path).exists, f"a process that listens at {path}")
         self._pipe = Client(str(path), "AF_UNIX")
         self._numbers = itertools.count()
 
@@ -153,8 +149,8 @@ class Process:
 def main() -> None:
     """Answers calls until it is ended."""
     torch.set_num_threads(1)
-    kind, path, *hosts = sys.argv[1:]
-    target: Any = Host() if kind == "receive" else Trainer(hosts)
+    kind, path, link_timeout_s, *hosts = sys.argv[1:]
+    target: Any = Host(float(link_timeout_s)) if kind == "receive" else Trainer(float(link_timeout_s), hosts)
     with Listener(path, "AF_UNIX") as listener:
         while True:
             threading.Thread(target=answer_calls, args=(listener.accept(), target), daemon=True).start()
