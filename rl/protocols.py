@@ -175,6 +175,8 @@ class Episode(Protocol):
     def reply(self, completion: str) -> Reply | Awaitable[Reply]:
         """Answers the model's completion with another observation or with the final reward.
 
+        `completion` is the text as a `rl.types.Answer`, which also knows its reasoning, its content, and whether it was
+        cut off. `rl.types.Answer.read` makes one of a plain text.
         A plain function runs in a thread, at the same time as those of other episodes, so it may compute or block. An
         `async def` runs on the event loop and must not block it. A call that raises, takes longer than its limit
         (see `Env`), or returns a reward that is not finite costs this rollout; the failure is reported and the step

@@ -116,8 +116,15 @@ class Completion:
 REASONING: Mapping[str, str] = {
     "<think>": "</think>",  # Qwen3, DeepSeek-R1, SmolLM3
     "<thinking>": "</thinking>",
+    "<thought>": "</thought>",  # EXAONE Deep
     "<reasoning>": "</reasoning>",
     "[THINK]": "[/THINK]",  # Magistral
+    "<seed:think>": "</seed:think>",  # Seed-OSS
+    "<mm:think>": "</mm:think>",  # MiniMax-M3
+    "<|START_THINKING|>": "<|END_THINKING|>",  # Command A
+    "<|begin_of_thought|>": "<|end_of_thought|>",  # OpenThinker
+    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
+    "<|channel>": "<channel|>",  # Gemma 4
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
 }
 """What opens reasoning -> what closes it. Reasoning in any other spelling is content."""
@@ -129,7 +136,7 @@ class Answer(str):
 
     An environment that wants the text alone uses it as the `str` that it is. Reasoning begins and ends with a pair of
     `REASONING`. A second opening within reasoning is part of it. A closing delimiter without an opening ends reasoning
-    that began with the text. Reasoning that nothing closes leaves no content.
+    that began with the text. Reasoning that nothing closes leaves no content. An answer is immutable.
     """
 
     __slots__ = ("content", "is_cut_off", "reasoning")
@@ -143,36 +150,56 @@ class Answer(str):
     def __new__(cls, text: str, reasoning: str = "", content: str = "", is_cut_off: bool = False) -> Self:
         """An answer of known parts; `read` finds them."""
         self = super().__new__(cls, text)
-        self.reasoning, self.content, self.is_cut_off = reasoning, content, is_cut_off
+        for name, value in (("reasoning", reasoning), ("content", content), ("is_cut_off", is_cut_off)):
+            object.__setattr__(self, name, value)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError."""
+        raise AttributeError(f"{name} of an Answer cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        """Raises AttributeError."""
+        raise AttributeError(f"{name} of an Answer cannot be deleted")
 
     @classmethod
     def read(cls, text: str, *, opening: str = "", is_cut_off: bool = False) -> "Answer":
         """The parts of a text; of an `Answer`, the parts that it has.
 
-        `opening` is the delimiter of `REASONING` with which the prompt ends, if it ends with one: the text then begins
+        `opening` is the delimiter of `REASONING` that the prompt leaves open, if there is one: the text then begins
         inside reasoning.
         """
         if isinstance(text, Answer):
             return text
-        reasoning, content = list[str](), list[str]()
-        closing, start = REASONING.get(opening, ""), 0
-        for found in _DELIMITERS.finditer(text):
-            before, closes = text[start : found.start()], found[0] not in REASONING
-            if closing and found[0] != closing:
-                continue  # another delimiter within the reasoning
-            if closes and not closing:  # the opening is missing
-                reasoning += [*content, before]
-                content = []
-            else:
-                (reasoning if closing else content).append(before)
-            closing, start = "" if closes else REASONING[found[0]], found.end()
-        (reasoning if closing else content).append(text[start:])
-        return cls(str(text), "".join(reasoning), "".join(content), is_cut_off)
+        reasoning, content, _ = _parts(text, opening)
+        return cls(str(text), reasoning, content, is_cut_off)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the parts."""
         return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
+
+
+def open_reasoning(text: str) -> str:
+    """The delimiter of `REASONING` that a text leaves open; empty if there is none."""
+    return _parts(text, "")[2]
+
+
+def _parts(text: str, opening: str) -> tuple[str, str, str]:
+    """Reasoning, content, and the delimiter that is left open, of a text before which `opening` is open."""
+    reasoning, content = list[str](), list[str]()
+    start = 0
+    for found in _DELIMITERS.finditer(text):
+        before, delimiter = text[start : found.start()], found[0]
+        if opening and delimiter != REASONING[opening]:
+            continue  # another delimiter within the reasoning
+        if not opening and delimiter not in REASONING:  # the opening is missing
+            reasoning += [*content, before]
+            content = []
+        else:
+            (reasoning if opening else content).append(before)
+        opening, start = delimiter if delimiter in REASONING else "", found.end()
+    (reasoning if opening else content).append(text[start:])
+    return "".join(reasoning), "".join(content), opening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from generator.config import GeneratorConfig
 from rl.hf_config import inspect_model
 from rl.protocols import Problem
+from rl.rollouts.guard import words_of
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum, SamplingParams
 
@@ -13,10 +14,15 @@ from rl.types import Datum, SamplingParams
 def check_prompts_fit(
     renderer: Renderer, problems: Iterable[Problem], generator: GeneratorConfig, sampling: SamplingParams
 ) -> None:
-    """Raises ValueError for the first prompt that leaves no room for its completion in the generator's context."""
+    """Raises ValueError for the first prompt that cannot be rendered or leaves no room for its completion."""
     room = generator.max_model_len - sampling.max_tokens
     for problem in problems:
-        length = len(renderer.encode_problem(problem))
+        try:
+            length = len(renderer.encode_problem(problem))
+        except Exception as error:  # of the environment's prompt, the model's template or its tokenizer
+            said = f"{type(error).__name__}: {words_of(error)}" if type(error) is not ValueError else words_of(error)
+            name = getattr(problem, "id", None)
+            raise ValueError(f"the prompt of problem {name!r} cannot be rendered: {said}") from error
         if length > room:
             raise ValueError(
                 f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "

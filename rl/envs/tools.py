@@ -24,7 +24,7 @@ from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
-from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of, words_of
 from rl.types import Answer
 
 ShowTools = Literal["template", "system"]
@@ -157,7 +157,7 @@ class ToolEpisode:
         """
         self._num_turns += 1
         answer = Answer.read(completion)
-        calls = parse_tool_calls(answer.content, self._settings.tool_format)
+        calls = parse_tool_calls(answer.content, self._settings.tool_format, is_cut_off=answer.is_cut_off)
         if calls and self._num_turns < self._settings.max_turns:
             too_many = ToolCall(fault=f"A message may hold {MAX_CALLS} tool calls. This one was not made.")
             calls[MAX_CALLS:] = [too_many] * (len(calls) - MAX_CALLS)
@@ -184,13 +184,11 @@ class ToolEpisode:
             function = functools.partial(self._functions[call.name], **call.arguments)
             try:
                 value: Any = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
+                return _in_words(value)
             except EnvironmentFailedError as error:
                 fault = str(error)
-            else:
-                text = value if isinstance(value, str) else json.dumps(value, default=str)
-                return text[:_MAX_RESULT_CHARACTERS]
         self._num_errors += 1
-        return f"Error: {fault}"[:_MAX_RESULT_CHARACTERS]
+        return _readable(f"Error: {fault}")
 
     def _fault(self, call: ToolCall) -> str:
         """What is wrong with a call, in words for the model."""
@@ -201,6 +199,20 @@ class ToolEpisode:
         except TypeError as error:
             return f"{call.name}: {error}"
         return ""
+
+
+def _in_words(value: Any) -> str:
+    """What a tool returned, as text. Raises `EnvironmentFailedError` for what is no JSON."""
+    try:
+        return _readable(value if isinstance(value, str) else json.dumps(value, default=str))
+    except Exception as error:  # the methods of the value may raise anything
+        kind = type(value).__name__
+        raise EnvironmentFailedError(f"it returned a {kind}, which is no JSON: {words_of(error)}") from error
+
+
+def _readable(text: str) -> str:
+    """The first characters of a text, each of which a tokenizer can read: halves of surrogate pairs become "?"."""
+    return text[:_MAX_RESULT_CHARACTERS].encode(errors="replace").decode()
 
 
 def find_tools(tools: Sequence[str | MCPServer]) -> list[Tool]:

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.protocols import Done, Episode, Generator, Observation, Problem
+from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import Renderer, prompt_text
-from rl.types import Completion, Datum, Group, Rollout, SamplingParams, Turn
+from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -119,13 +119,14 @@ class _Player:
         return sys.maxsize if context is None else context - num_tokens
 
     async def _play(self, problem: Problem, sample: int, first: Turn) -> Rollout:
-        turns, environment_s = [first], 0.0
+        turns, prompt, environment_s = [first], problem.prompt, 0.0
         sequence = [*first.prompt_tokens, *first.completion.tokens]
         chat = not isinstance(problem.prompt, str)
         episode: Episode = await call_environment(problem.start, time_limit_s=self.time_limit_s)
         while True:
             start = time.perf_counter()
-            reply = await call_environment(episode.reply, turns[-1].completion.text, time_limit_s=self.time_limit_s)
+            answer = self._answer(prompt, turns[-1])
+            reply = await call_environment(episode.reply, answer, time_limit_s=self.time_limit_s)
             environment_s += time.perf_counter() - start
             reward = checked_reward(reply)
             if isinstance(reply, Done):
@@ -139,9 +140,17 @@ class _Player:
             sampling = replace(
                 self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
             )
+            prompt = reply.messages
             (completion,) = await self.generator.generate(sequence, sampling, 1)
-            turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(reply.messages)))
+            turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(prompt)))
             sequence += completion.tokens
+
+    def _answer(self, prompt: Prompt, turn: Turn) -> Answer:
+        """What the model said. It begins inside reasoning if its prompt ends there."""
+        last = {} if isinstance(prompt, str) else prompt[-1]
+        begun = last.get("content", "") if last.get("role") == "assistant" else ""
+        opening = open_reasoning(begun) or self.renderer.opening(turn.prompt_tokens)
+        return Answer.read(turn.completion.text, opening=opening, is_cut_off=turn.completion.truncated)
 
     def _rollout(self, turns: Sequence[Turn], reward: float, environment_s: float, **more: Any) -> Rollout:
         return Rollout(turns=tuple(turns), reward=reward, environment_s=environment_s, sampling=self.sampling, **more)

@@ -44,11 +44,35 @@ async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments
             async with _semaphores.setdefault(loop, asyncio.Semaphore(MAX_THREADS)):
                 limit.reschedule(loop.time() + time_limit_s)
                 result = await _in_thread(function, arguments, loop)
-            return await cast("Awaitable[T]", result) if inspect.isawaitable(result) else cast("T", result)
+            return await _contained(cast("Awaitable[T]", result)) if inspect.isawaitable(result) else cast("T", result)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():  # the function may raise a TimeoutError of its own
             raise EnvironmentFailedError(f"it did not answer within {time_limit_s:g} s") from None
-        raise EnvironmentFailedError(f"{type(error).__name__}: {error}") from error
+        raise EnvironmentFailedError(f"{type(error).__name__}: {words_of(error)}") from error
+
+
+def words_of(error: BaseException) -> str:
+    """The message of an error that anybody's code raised; empty if making it raises in turn."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+async def _contained(awaitable: Awaitable[T]) -> T:
+    """Awaits it. Raises RuntimeError for errors that would end the event loop or cancel the caller.
+
+    A KeyboardInterrupt is the user's, and passes.
+    """
+    try:
+        return await awaitable
+    except (Exception, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from error
 
 
 def _in_thread(
@@ -65,7 +89,7 @@ def _in_thread(
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             answer.set_exception(error)
         else:  # SystemExit in an environment must not end the run, and a future refuses StopIteration
-            answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            answer.set_exception(RuntimeError(f"{type(error).__name__}: {words_of(error)}"))
 
     def work() -> None:
         result, failure = None, None

@@ -8,8 +8,10 @@ from typing import Any
 from rl.hf_config import end_token_ids, read_config
 from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import load_tokenizer
+from rl.types import REASONING
 
 _MARK = "ownloop-marks-an-answer"  # stands for the model's answer in a rendered chat
+_LONGEST_OPENING = 64  # tokens that surely hold a delimiter of reasoning and the blanks after it
 
 
 class Renderer:
@@ -48,6 +50,14 @@ class Renderer:
         """The tokens of a problem's prompt, with its tools if it has any."""
         tools: Sequence[Mapping[str, Any]] = getattr(problem, "tools", ())
         return self.encode(problem.prompt, tools)
+
+    def opening(self, tokens: Sequence[int]) -> str:
+        """The delimiter of `rl.types.REASONING` with which an encoded prompt ends, apart from blanks, or "" for none.
+
+        Templates of models that always reason open the reasoning themselves.
+        """
+        end = str(self._tokenizer.decode([*tokens[-_LONGEST_OPENING:]], skip_special_tokens=False)).rstrip()
+        return next((opening for opening in REASONING if end.endswith(opening)), "")
 
     def encode_reply(self, reply: Prompt, answer_tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the model's answer, which ends in `answer_tokens`, and its next answer.

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Problem
-from rl.types import Completion, PullMode, Rollout, SamplingParams, Turn
+from rl.types import Completion, FinishReason, PullMode, Rollout, SamplingParams, Turn
 
 
 class WordRenderer:
@@ -23,6 +24,11 @@ class WordRenderer:
         """One token per word of the prompt."""
         return self.encode(problem.prompt)
 
+    def opening(self, tokens: Sequence[int]) -> str:
+        """A prompt opens no reasoning."""
+        del tokens
+        return ""
+
     def encode_reply(self, reply: object, answer_tokens: Sequence[int]) -> tuple[int, ...]:
         """One token per word."""
         del answer_tokens
@@ -32,9 +38,12 @@ class WordRenderer:
 class ScriptedGenerator:
     """Answers with `answer(prompt_tokens, sample, seed)`, one token per character. Calls finish out of order."""
 
-    def __init__(self, answer: Callable[[tuple[int, ...], int, int | None], str]) -> None:
+    def __init__(
+        self, answer: Callable[[tuple[int, ...], int, int | None], str], finish_reason: FinishReason = "stop"
+    ) -> None:
         """`answer` returns the text of a completion."""
         self._answer = answer
+        self._finish_reason: FinishReason = finish_reason
         self.calls: list[tuple[tuple[int, ...], SamplingParams, int]] = []
 
     async def generate(
@@ -45,7 +54,8 @@ class ScriptedGenerator:
         self.calls.append((prompt, sampling, num_samples))
         for _ in range(10 * (5 - len(self.calls) % 5)):
             await asyncio.sleep(0)
-        return [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
+        said = [completion(self._answer(prompt, i, sampling.seed)) for i in range(num_samples)]
+        return [replace(each, finish_reason=self._finish_reason) for each in said]
 
     async def pull_model_state_dict(
         self,

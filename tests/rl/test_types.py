@@ -1,9 +1,11 @@
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl.types import AdamParams, Completion, Datum, SamplingParams
+from rl.types import REASONING, AdamParams, Answer, Completion, Datum, SamplingParams, open_reasoning
 
 
 def test_a_completion_without_tokens_is_one() -> None:
@@ -53,3 +55,47 @@ def test_weights_are_one_where_none_are_given() -> None:
 def test_mistakes_are_named(make: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+@pytest.mark.stranger("C2")
+@pytest.mark.parametrize(("opens", "closes"), REASONING.items())
+def test_every_spelling_of_reasoning_is_found(opens: str, closes: str) -> None:
+    answer = Answer.read(f"{opens}why{closes}so")
+    assert (answer.reasoning, answer.content, answer.is_cut_off) == ("why", "so", False)
+    assert Answer.read(f"why{closes}so", opening=opens).content == "so"
+    assert Answer.read("why", opening=opens).content == ""
+    assert [open_reasoning(text) for text in (f"a{opens}b", f"{opens}a{closes}", "")] == [opens, "", ""]
+
+
+@pytest.mark.stranger("C2")
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("", "", ""),
+        ("so", "", "so"),
+        ("why</think>so", "why", "so"),
+        ("<think>why", "why", ""),
+        ("<think>a<think>b</think>so", "a<think>b", "so"),
+        ("<think>a</think>b</think>so", "ab", "so"),
+        ("<think>a</thinking>b</think>so", "a</thinking>b", "so"),
+        ("<think>a[THINK]b[/THINK]c</think>so", "a[THINK]b[/THINK]c", "so"),
+        ("so <think>a</think>it<thinking>b</thinking> is", "ab", "so it is"),
+        ("so<think>a", "a", "so"),
+        ("<think></think>", "", ""),
+    ],
+)
+def test_an_answer_is_what_follows_the_reasoning(text: str, reasoning: str, content: str) -> None:
+    answer = Answer.read(text, is_cut_off=True)
+    assert (answer, answer.reasoning, answer.content, answer.is_cut_off) == (text, reasoning, content, True)
+    assert Answer.read(answer) is answer
+
+
+def test_an_answer_is_a_text_that_nothing_changes() -> None:
+    answer = Answer.read("<think>why</think>so", is_cut_off=True)
+    assert (answer, hash(answer), answer.upper()) == (str(answer), hash(str(answer)), "<THINK>WHY</THINK>SO")
+    for same in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
+        assert (same, same.reasoning, same.content, same.is_cut_off) == (answer, "why", "so", True)
+    with pytest.raises(AttributeError, match="content of an Answer cannot be set"):
+        answer.content = "paid"
+    with pytest.raises(AttributeError, match="reasoning of an Answer cannot be deleted"):
+        del answer.reasoning

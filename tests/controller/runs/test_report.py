@@ -16,6 +16,7 @@ from rl.rollouts.episodes import check_sampled_distribution, group_to_data
 from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
 from rl.runs.folder import RunFolder
+from rl.tiny_models import tiny_llama
 from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
 from tests.rl.fakes import WordRenderer, completion, single_turn
 from tests.rl.recordings import recorded_rows
@@ -168,6 +169,18 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
         ValueError, match=r"'30 words' has 30 tokens; with max_tokens 3 .* 32 tokens .* has room for 29"
     ):
         check_prompts_fit(cast(Renderer, renderer), problems, generator, SamplingParams(max_tokens=3))
+
+
+@pytest.mark.stranger("C3")
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content | upper }}", "{{ raise_exception('no') }}", "{% x"])
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "\ud800"}], [{}], [], [7], None, 7])
+def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path, prompt: Any, template: str | None) -> None:
+    model = tiny_llama(tmp_path)
+    if template:
+        (model / "chat_template.jinja").write_text(template)
+    problem = TextProblem(id="odd", prompt=prompt, score=len)
+    with pytest.raises(ValueError, match="the prompt of problem 'odd' cannot be rendered: "):
+        check_prompts_fit(Renderer(model), [problem], GeneratorConfig(max_model_len=32), SamplingParams(max_tokens=2))
 
 
 @pytest.mark.parametrize("field", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 50}])

@@ -1,20 +1,25 @@
 """Tools that a model calls in its own format. That calls are found as vLLM finds them is in tests/generator."""
 
 import asyncio
+import functools
 import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl.envs.calculator import calculate
 from rl.envs.check import check_env
 from rl.envs.procedural import TextProblem, eval_set, train_stream
+from rl.envs.tool_calls import ToolFormat, parse_tool_calls
 from rl.envs.tools import MAX_CALLS, ToolEnv
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
+from rl.types import Answer
 from tests.waiting import LIMIT_S
 
 CALCULATE = "rl.envs.calculator:calculate"
@@ -51,6 +56,62 @@ def meet(who: str) -> str:
     """
     _MEETING.wait(LIMIT_S)
     return who
+
+
+class UnspeakableError(Exception):
+    """An error whose words cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class QuitsError(BaseException):
+    """An error that no `except Exception` sees."""
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+DEEP: list[Any] = functools.reduce(lambda inner, _: [inner], range(5000), [])
+ODD: dict[str, Any] = {
+    "tuple keys": {("a", "b"): 3},
+    "a cycle": CYCLE,
+    "depth": DEEP,
+    "words": UnspeakableError(),
+    "SystemExit": SystemExit(3),
+    "Quits": QuitsError(),
+    "CancelledError": asyncio.CancelledError(),
+    "StopIteration": StopIteration(),
+    "Unspeakable": UnspeakableError(),
+}
+
+
+def odd(kind: str) -> Any:
+    """Returns or raises something odd.
+
+    Args:
+        kind: What.
+    """
+    if isinstance(ODD[kind], BaseException) and kind != "words":
+        raise ODD[kind]
+    return ODD[kind]
+
+
+async def odd_later(kind: str) -> Any:
+    """Returns or raises something odd.
+
+    Args:
+        kind: What.
+    """
+    return odd(kind)
+
+
+def echo(value: Any) -> Any:
+    """Returns what it was given.
+
+    Args:
+        value: Anything.
+    """
+    return value
 
 
 def undocumented(number: int) -> int:
@@ -105,6 +166,7 @@ def test_tools_are_called_until_there_is_an_answer() -> None:
     assert check_env(env) == []
 
 
+@pytest.mark.stranger("C1")
 def test_calls_in_reasoning_are_not_made() -> None:
     env, one = ToolEnv(env=Sums(), tools=(f"{HERE}:double",)), call("double", number=1)
     for said in (f"<think>I could write {one} but no need.</think>\n42", f"{one}</think>42", f"<think>{one}"):
@@ -165,6 +227,95 @@ def test_errors_go_back_to_the_model(said: str, error: str) -> None:
     assert result.startswith(error)
     *_, done = _play(env, said, "42")
     assert done == Done(reward=1.0, metrics={"tool_calls": 1, "tool_errors": 1})
+
+
+@pytest.mark.stranger("C3")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("tool", ["odd", "odd_later"])
+def test_an_odd_tool_costs_its_own_call_alone(tool: str, kind: str) -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:{tool}", f"{HERE}:double"))
+    result, good = _results(env, call(tool, kind=kind) + call("double", number=1))
+    assert result.startswith("Error: ")
+    assert good == '{"doubled": 2}'
+
+
+@pytest.mark.stranger("C3")
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"value": ' + "[" * 20000, "Error: The tool call is not valid JSON: "),
+        ('{"value": ' + '{"a":' * 20000, "Error: The tool call is not valid JSON: "),
+        ('{"value": ' + "[" * 200 + "]" * 200 + "}", "Error: The tool call is nested more than 100 deep."),
+        ('{"value": ' + "9" * 5000 + "}", "Error: The tool call is not valid JSON: "),
+        ('{"value": ' + "9" * 4000 + "}", "9" * 4000),
+        ('{"value": NaN}', "Error: The tool call is not valid JSON: "),
+        ('{"value": 1e999}', "Error: The tool call is not valid JSON: "),
+        ('{"value": "\\ud800"}', "Error: The tool call is not valid JSON: it holds half of a surrogate pair"),
+        ('{"value": "\\ud83d\\ude00"}', "\U0001f600"),
+        ('{"value": "\\u0000"}', "\0"),
+        ('{"value": null}', "null"),
+    ],
+)
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3_json"])
+def test_odd_arguments_are_answered(tool_format: ToolFormat, arguments: str, result: str) -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:echo",), tool_format=tool_format)
+    said = f'{{"name": "echo", "arguments": {arguments}}}'
+    if tool_format == "llama3_json" and "9" * 5000 in said:
+        assert isinstance(_play(env, said)[0], Done)  # no object at all
+    else:
+        (told,) = _results(env, f"<tool_call>{said}</tool_call>" if tool_format == "hermes" else said)
+        assert told.startswith(result)
+
+
+@pytest.mark.stranger("C1")
+@pytest.mark.parametrize(
+    ("tool_format", "said", "results"),
+    [
+        ("hermes", f"{call('double', number=1)}<tool_call>{{", ['{"doubled": 2}', "Error: The tool call was cut off"]),
+        ("hermes", call("double", number=1).removesuffix("</tool_call>"), ["Error: The tool call was cut off"]),
+        ("llama3_json", '{"name": "double", "parameters": {"number": 1}', ["Error: The tool call was cut off"]),
+        (
+            "llama3_json",
+            '{"name": "echo", "parameters": {"value": {"name": "double", "parameters": {"number": 1}}',
+            ["Error: The tool call was cut off"],
+        ),
+    ],
+)
+def test_a_call_that_is_cut_off_is_not_made(tool_format: ToolFormat, said: str, results: list[str]) -> None:
+    env = ToolEnv(env=Sums(), tools=(f"{HERE}:double", f"{HERE}:echo"), tool_format=tool_format)
+    told = _results(env, Answer.read(said, is_cut_off=True))
+    assert [t.startswith(result) for t, result in zip(told, results, strict=True)] == [True] * len(results)
+
+
+@pytest.mark.stranger("C3")
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                '{"name": "f"',
+                '"parameters": {}',
+                "{",
+                "}",
+                "[",
+                ",",
+                '"',
+                "\\",
+                "<tool_call>",
+                "</tool_call>",
+                "\ud800",
+                "NaN",
+                "9",
+            ]
+        )
+    )
+    | st.lists(st.characters(exclude_categories=())),
+    st.sampled_from(["hermes", "llama3_json"]),
+    st.booleans(),
+)
+def test_any_text_has_calls_or_faults(parts: list[str], tool_format: ToolFormat, is_cut_off: bool) -> None:
+    for each in parse_tool_calls("".join(parts), tool_format, is_cut_off=is_cut_off):
+        assert bool(each.name) != bool(each.fault) or (each.name == "" and not each.fault)
 
 
 def test_llama_calls_are_bare_objects() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -77,6 +77,44 @@ def test_the_model_reads_its_own_turns_and_the_replies() -> None:
     assert rollout.num_sampled_tokens == 3
     assert rollout.text == "a\nturn 0 is over\nb\nturn 1 is over\nc"
     assert not rollout.truncated
+
+
+class _Opens(WordRenderer):
+    """A renderer whose template begins every answer with reasoning."""
+
+    def opening(self, tokens: Sequence[int]) -> str:
+        del tokens
+        return "<think>"
+
+
+@pytest.mark.stranger("C2")
+@pytest.mark.parametrize(
+    ("opens", "prompt", "content"),
+    [
+        (True, "it begins", ["b", "d"]),
+        (False, "it begins", ["b", "d"]),
+        (False, [{"role": "assistant", "content": "I <think> that"}], ["b", "d"]),
+    ],
+)
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_an_episode_gets_answers_in_parts(opens: bool, prompt: Any, content: list[str], is_cut_off: bool) -> None:
+    heard = list[Any]()
+
+    def answer(turn: int, completion: str) -> Reply:
+        heard.append(completion)
+        messages = "on" if isinstance(prompt, str) else [{"role": "user", "content": "on"}]
+        return Observation(messages=messages) if turn == 0 else Done(reward=1)
+
+    said = iter(["a</think>b", "<think>c</think>d"])
+    generator = ScriptedGenerator(lambda prompt, i, seed: next(said), "length" if is_cut_off else "stop")
+    problem, renderer = Scripted(answer), cast(Renderer, (_Opens if opens else WordRenderer)())
+    problem.prompt = prompt
+    (rollout,) = asyncio.run(rollout_group(generator, renderer, problem, SamplingParams(max_tokens=9), 1)).rollouts
+    assert rollout.reward == 1
+    assert [(a.reasoning, a.content, a.is_cut_off) for a in heard] == [
+        ("a", "b", is_cut_off),
+        ("<think>c" if opens else "c", "d", is_cut_off),
+    ]
 
 
 def test_only_sampled_tokens_are_scored() -> None:

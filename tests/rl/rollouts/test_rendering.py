@@ -10,7 +10,7 @@ from rl.protocols import Done, Episode, Observation, Prompt, Reply
 from rl.rollouts.episodes import rollout_group, rollout_to_datum
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
-from rl.types import Completion, SamplingParams
+from rl.types import REASONING, Completion, SamplingParams
 
 FIRST = [{"role": "user", "content": "Guess a number."}]
 SECOND = [{"role": "user", "content": "Too low.\nAgain!"}]
@@ -37,6 +37,14 @@ def test_a_prefilled_answer_is_left_open(renderer: Renderer) -> None:
     opened, asked = renderer.encode_reply(begun, []), renderer.encode_reply(SECOND, [])
     assert opened[: len(asked)] == asked
     assert opened[len(asked) :] == renderer.encode("My next guess is ")
+
+
+@pytest.mark.stranger("C2")
+@pytest.mark.parametrize("opens", REASONING)
+def test_a_prompt_that_opens_reasoning_is_known(renderer: Renderer, opens: str) -> None:
+    for end, found in (("", opens), ("\n\n ", opens), (" a", ""), (REASONING[opens], "")):
+        assert renderer.opening(renderer.encode(f"Say why in {opens}, then answer. " + opens + end)) == found
+    assert renderer.opening(()) == ""
 
 
 def test_text_is_encoded_as_it_is(renderer: Renderer) -> None:
