@@ -1,8 +1,12 @@
 """Columns of a dataset, from the Hugging Face Hub or from disk, through the package `datasets`."""
 
+import math
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rl.data.rows import surrogate_fault
 
@@ -12,7 +16,7 @@ _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv
 def read_columns(
     dataset: str, *, columns: Sequence[str], split: str, subset: str | None, revision: str | None, field: str
 ) -> list[tuple[str, ...]]:
-    """The texts of these columns, row by row. Numbers become text.
+    """The texts of these columns, row by row. Numbers become decimals, never powers of ten: 0.00001, not 1e-05.
 
     `dataset` is a file (JSON lines, JSON, Parquet, CSV), a folder of such files or one that `save_to_disk` wrote, or
     `ORG/NAME` of the Hub. Raises ValueError, naming `field`, if it cannot be loaded, lacks a column (with the names of
@@ -25,17 +29,35 @@ def read_columns(
             f"{field} is {dataset!r}, whose split {split!r} has no column {missing[0]!r}; it has the columns "
             f"{', '.join(map(repr, table.column_names))}"
         )
-    texts = [_texts(table[name], f"{field} {dataset!r}, split {split!r}, column {name!r}") for name in columns]
+    kinds = [_float_type(table.features[name]) for name in columns]
+    texts = [
+        _texts(table[name], kind, f"{field} {dataset!r}, split {split!r}, column {name!r}")
+        for name, kind in zip(columns, kinds, strict=True)
+    ]
     return list(zip(*texts, strict=True))
 
 
-def _texts(values: Sequence[Any], where: str) -> list[str]:
+def _float_type(feature: Any) -> type[np.floating]:
+    """The type of a column of floats, which decides how many digits a number has."""
+    return {"float16": np.float16, "float32": np.float32}.get(getattr(feature, "dtype", ""), np.float64)
+
+
+def _texts(values: Sequence[Any], float_type: type[np.floating], where: str) -> list[str]:
+    texts = list[str]()
     for number, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or _is_no_number(value):
             raise ValueError(f"{where}: row {number} is {value!r:.80}; text or a number is needed")
-        if fault := surrogate_fault(value):
+        if fault := isinstance(value, str) and surrogate_fault(value):
             raise ValueError(f"{where}: row {number} {fault}")
-    return [str(value) for value in values]
+        if isinstance(value, float):
+            texts.append(np.format_float_positional(float_type(value), trim="0"))
+        else:
+            texts.append(format(value, "f") if isinstance(value, Decimal) else str(value))
+    return texts
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float | Decimal) and not math.isfinite(value)
 
 
 def _load(dataset: str, *, split: str, subset: str | None, revision: str | None, field: str) -> Any:

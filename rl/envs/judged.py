@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from rl.checks import check_above_zero, check_at_least
 from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply
-from rl.rollouts.guard import call_environment, time_limit_of
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 
 _TEMPLATE = """Rate the answer to the question below from {lowest} (useless) to {highest} (excellent).
@@ -29,7 +29,6 @@ Answer:
 {answer}
 
 Reply with the number alone."""
-_LONGEST_WAIT_S = 3600.0  # in which the judgements that wait for their turn count too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ class JudgedEnv:
     @property
     def call_time_limit_s(self) -> float:
         """See `rl.protocols.Env`. The judge and the environment have their own, shorter limits."""
-        return _LONGEST_WAIT_S + self.judge.time_limit_s + time_limit_of(self.env)
+        return DEFAULT_TIME_LIMIT_S + self.judge.time_limit_s + time_limit_of(self.env)
 
     def train_problems(self, seed: int, start: int, count: int) -> list["JudgedProblem"]:
         """The environment's."""
@@ -237,11 +236,16 @@ def _reward(judge: Judge, said: str) -> float:
 async def _ask(judge: Judge, question: str) -> _Judgement:
     """What the judge says, not yet read."""
     client, turns = _connection(judge)
-    async with turns, asyncio.timeout(judge.time_limit_s):
-        raw = await client.chat.completions.with_raw_response.create(
-            model=judge.model, messages=[{"role": "user", "content": question}], **judge.options
-        )
-        answer = raw.parse()
+    with waiting():
+        await turns.acquire()
+    try:
+        async with asyncio.timeout(judge.time_limit_s):
+            raw = await client.chat.completions.with_raw_response.create(
+                model=judge.model, messages=[{"role": "user", "content": question}], **judge.options
+            )
+            answer = raw.parse()
+    finally:
+        turns.release()
     return _Judgement(
         said=answer.choices[0].message.content or "",
         num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,

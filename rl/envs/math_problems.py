@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from rl.checks import check_at_least, check_known
 from rl.data.streams import content_id, python_order, split, stream, without_held_out
 from rl.data.tables import read_columns
-from rl.envs.math_answers import math_comparer
+from rl.envs.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer
@@ -46,7 +46,8 @@ class MathProblems:
     """Name of the column of questions."""
     answer: str = "answer"
     """Name of the column of answers. Of a worked solution, the part after `answer_marker` or the last `\\boxed{...}`
-    is the answer."""
+    is the answer, or several boxes between which is only a comma, "and" or "or". A solution with other boxes that hold
+    something else counts as unreadable."""
     answer_marker: str = "####"
     """What stands before the answer in the answer column, as in GSM8K. Answers without it are taken whole."""
     template: str = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -78,8 +79,8 @@ class MathProblems:
 
     @property
     def call_time_limit_s(self) -> float:
-        """See `rl.protocols.Env`. An answer may have to wait for other comparisons."""
-        return DEFAULT_TIME_LIMIT_S + self.comparison_time_limit_s
+        """See `rl.protocols.Env`. A comparison on a busy machine takes longer than its CPU time."""
+        return DEFAULT_TIME_LIMIT_S + WAITING_FACTOR * self.comparison_time_limit_s
 
     def train_problems(self, seed: int, start: int, count: int) -> list["MathProblem"]:
         """See `rl.protocols.Env`. Every epoch has every problem once, in an order of its own."""
@@ -116,9 +117,15 @@ class MathProblem:
         return self
 
     def reply(self, completion: str) -> Done:
-        """Compares the answer, without its reasoning, and ends the episode."""
-        boxed, said = self.answer_form == "boxed", Answer.read(completion).content
-        result = math_comparer().compare(self.expected, said, boxed=boxed, time_limit_s=self.time_limit_s)
+        """Compares the answer, without its reasoning, and ends the episode. Of a cut-off text, only a box counts."""
+        said = Answer.read(completion)
+        result = math_comparer().compare(
+            self.expected,
+            said.content,
+            boxed=self.answer_form == "boxed" or said.is_cut_off,
+            time_limit_s=self.time_limit_s,
+            is_cut_off=said.is_cut_off,
+        )
         return Done(
             reward=float(result.right),
             metrics={"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)},
@@ -126,18 +133,13 @@ class MathProblem:
 
 
 def final_answer(text: str, marker: str) -> str:
-    """The answer in a text of the answer column: after the last marker, in the last `\\boxed{...}`, or all of it."""
-    if marker and marker in text:
-        return text.rpartition(marker)[2].strip()
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return text.strip()
-    depth, begin = 0, start + len("\\boxed{")
-    for end in range(begin, len(text)):
-        if text[end] == "}" and depth == 0:
-            return text[begin:end].strip()
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-    return text.strip()
+    """The answer in a text of the answer column: after the last marker, in the last box, or all of it."""
+    text = _after(text, marker)
+    return (last_boxes(text) or text).strip()
+
+
+def _after(text: str, marker: str) -> str:
+    return text.rpartition(marker)[2] if marker else text
 
 
 @lru_cache(maxsize=8)  # a loop asks for problems at every step
@@ -161,11 +163,11 @@ def _load(env: MathProblems) -> tuple[list[MathProblem], list[MathProblem]]:
 
 def _problems(env: MathProblems, rows: Sequence[tuple[str, ...]]) -> list[MathProblem]:
     """The readable problems, without duplicates. Raises ValueError for others, unless they are to be skipped."""
-    distinct: dict[str, MathProblem] = {}
+    distinct, unclear = dict[str, MathProblem](), dict[str, str]()
     for question, text in rows:
         asked = env.template.replace("{question}", question.strip())
         expected = final_answer(text, env.answer_marker)
-        has_form = env.answer_form == "anywhere" or "\\boxed{" in text
+        has_form = env.answer_form == "anywhere" or last_boxes(text) == expected
         problem = MathProblem(
             id=content_id(question.strip()),
             prompt=[{"role": "user", "content": asked}] if env.chat else asked,
@@ -174,11 +176,12 @@ def _problems(env: MathProblems, rows: Sequence[tuple[str, ...]]) -> list[MathPr
             answer_form=env.answer_form,
             time_limit_s=env.comparison_time_limit_s,
         )
-        distinct.setdefault(problem.id, problem)
+        if distinct.setdefault(problem.id, problem) is problem and not is_one_answer(_after(text, env.answer_marker)):
+            unclear[problem.id] = text
     problems = list(distinct.values())
     with ThreadPoolExecutor(8) as threads:  # each waits for one of the comparer's processes
-        readable = list(threads.map(_is_readable, problems))
-    unreadable = [problem.expected for problem, good in zip(problems, readable, strict=True) if not good]
+        readable = list(threads.map(lambda problem: problem.id not in unclear and _is_readable(problem), problems))
+    unreadable = [unclear.get(p.id, p.expected) for p, good in zip(problems, readable, strict=True) if not good]
     if unreadable:
         quoted = ", ".join(f"{answer!r:.80}" for answer in unreadable[:_NUM_NAMED])
         found = f"math-verify cannot read {len(unreadable)} of {len(problems)} answers of {env.name}, such as {quoted}"

@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _MAX_MEMORY_BYTES = 4 << 30  # of address space: powers of powers would take all there is
-_BOXED = "\\boxed{"
 
 
 def main() -> None:
-    """Serves requests `(answer, completion, boxed, time_limit_s)` with `(found, right)`."""
+    """Serves requests `(answer, text, time_limit_s)`, of texts with answers, with `(found, right)`."""
     pipe: Any = Connection(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     sys.set_int_max_str_digits(100_000)
@@ -32,7 +31,7 @@ def main() -> None:
     answers: dict[str, Any] = {}
     while True:
         try:
-            answer, completion, boxed, time_limit_s = pipe.recv()
+            answer, text, time_limit_s = pipe.recv()
         except EOFError:
             return
         # Whoever asked ends this process at the limit. If it was killed itself, the kernel does, even in the middle of
@@ -41,26 +40,12 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         try:
             if answer not in answers:
-                answers[answer] = _parse(math_verify, f"{_BOXED}{answer}}}")
-            given = _parse(math_verify, _last_boxed(completion) if boxed else completion)
+                answers[answer] = math_verify.parse(answer, parsing_timeout=None)
+            given = math_verify.parse(text, parsing_timeout=None)
             right = math_verify.verify(answers[answer], given, timeout_seconds=None)
             pipe.send((bool(given), bool(right)))
         except Exception:  # SymPy raises anything for what a model writes; such an answer is not right
             pipe.send((False, False))
-
-
-def _parse(math_verify: Any, text: str) -> list[Any]:
-    return math_verify.parse(text, parsing_timeout=None)
-
-
-def _last_boxed(text: str) -> str:
-    """The last `\\boxed{...}` with its content; empty if there is none, and if that one is not closed."""
-    start, depth = text.rfind(_BOXED), 0
-    for end in range(start + len(_BOXED) - 1, len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start : end + 1]
-    return ""
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ endless backtracking, stops everything whatever the limit; it belongs in a proce
 """
 
 import asyncio
+import contextvars
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -32,23 +33,88 @@ def time_limit_of(env: object) -> float:
     return limit
 
 
+class _Limit:
+    """The time limit of a running call."""
+
+    def __init__(self, seconds: float, outer: "_Limit | None") -> None:
+        """`outer` is the limit of the call that makes this one, if there is one."""
+        self.outer, self.timeout = outer, asyncio.timeout(None)
+        self._loop, self._left_s, self._num_waiting = asyncio.get_running_loop(), seconds, 0
+
+    def begin(self) -> None:
+        """Starts the clock."""
+        self.timeout.reschedule(self._loop.time() + self._left_s)
+
+    def tell(self, change: int) -> None:
+        """Says, from any thread, that one more or one less (-1) waits within the call."""
+        with suppress(RuntimeError):  # the loop has been closed in the meantime
+            self._loop.call_soon_threadsafe(self._tell, change)
+
+    def _tell(self, change: int) -> None:
+        self._num_waiting += change
+        due = self.timeout.when()
+        with suppress(RuntimeError):  # the call has ended
+            if due is not None and self._num_waiting > 0:
+                self._left_s = due - self._loop.time()
+                self.timeout.reschedule(None)
+            elif due is None and self._num_waiting == 0:
+                self.begin()
+
+
+_limits: contextvars.ContextVar[_Limit | None] = contextvars.ContextVar("limit", default=None)
+
+
+@contextmanager
+def waiting() -> Generator[None]:
+    """Time within does not count towards the limits of the calls of an environment that are running here.
+
+    It is for turns in a queue, not for work. Threads and coroutines of the environment may use it.
+    """
+    limits, limit = list[_Limit](), _limits.get()
+    while limit is not None:
+        limits.append(limit)
+        limit = limit.outer
+    for each in limits:
+        each.tell(1)
+    try:
+        yield
+    finally:
+        for each in limits:
+            each.tell(-1)
+
+
 async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments: Any, time_limit_s: float) -> T:
     """Calls a function in a thread; if it returns an awaitable, awaits it on the event loop. Returns the result.
 
     Raises `EnvironmentFailedError` for every failure of the function.
     """
-    loop = asyncio.get_running_loop()
-    limit = asyncio.timeout(None)  # starts to run when the call has its turn
+    turns = _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+    limit = _Limit(time_limit_s, _limits.get())
     try:
-        async with limit:
-            async with _semaphores.setdefault(loop, asyncio.Semaphore(MAX_THREADS)):
-                limit.reschedule(loop.time() + time_limit_s)
-                result = await _in_thread(function, arguments, loop)
-            return await _contained(cast("Awaitable[T]", result)) if inspect.isawaitable(result) else cast("T", result)
+        async with limit.timeout:
+            with waiting():
+                await turns.acquire()
+            reset = _limits.set(limit)
+            try:
+                return await _called(function, arguments, limit, turns)
+            finally:
+                _limits.reset(reset)
     except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():  # the function may raise a TimeoutError of its own
+        if isinstance(error, TimeoutError) and limit.timeout.expired():  # the function may raise one of its own
             raise EnvironmentFailedError(f"it did not answer within {time_limit_s:g} s") from None
         raise EnvironmentFailedError(f"{type(error).__name__}: {words_of(error)}") from error
+
+
+async def _called(
+    function: Callable[..., T | Awaitable[T]], arguments: tuple[Any, ...], limit: _Limit, turns: asyncio.Semaphore
+) -> T:
+    """The result of a call that has its turn, which it gives back when the thread has ended."""
+    try:
+        limit.begin()
+        result = await _in_thread(function, arguments, asyncio.get_running_loop())
+    finally:
+        turns.release()
+    return await _contained(cast("Awaitable[T]", result)) if inspect.isawaitable(result) else cast("T", result)
 
 
 def words_of(error: BaseException) -> str:
@@ -80,6 +146,7 @@ def _in_thread(
 ) -> "asyncio.Future[Any]":
     """A future of the function's result, computed in a new thread."""
     answer: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()  # in which `waiting` finds the limits
 
     def settle(result: Any, error: BaseException | None) -> None:
         if answer.done():  # cancelled, by the time limit or together with its rollout
@@ -94,7 +161,7 @@ def _in_thread(
     def work() -> None:
         result, failure = None, None
         try:
-            result = function(*arguments)
+            result = context.run(function, *arguments)
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop has been closed in the meantime

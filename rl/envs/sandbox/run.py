@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from rl.envs.sandbox.ways import Limits, Sandbox, find_way
+from rl.rollouts.guard import waiting
 
 _START_LIMIT_S = 60.0  # to build the sandbox, which takes 0.05 s on a host with a free core
 _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -49,11 +50,12 @@ async def run_python(
         num_processes=max_processes,
         scratch_bytes=scratch_bytes,
     )
-    semaphore = _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2 * (os.cpu_count() or 1)))
     # A sandbox has a /tmp of its own to work in. Without one, the host's has to do.
     folder = tempfile.TemporaryDirectory(prefix="ownloop-") if way.name == "none" else contextlib.nullcontext("/")
     semaphore = _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(2 * (os.cpu_count() or 1)))
-    async with semaphore:
+    with waiting():
+        await semaphore.acquire()
+    try:
         with folder as cwd:
             process, watched = await asyncio.get_running_loop().subprocess_exec(
                 lambda: _Process(max_output_bytes), *way.command(limits), cwd=cwd, env={}, start_new_session=True
@@ -66,6 +68,8 @@ async def run_python(
                     os.killpg(process.get_pid(), signal.SIGKILL)
                 process.close()  # else a process that escaped into a session of its own would keep the pipe open
                 await watched.exited
+    finally:
+        semaphore.release()
     text = watched.output[:max_output_bytes].decode(errors="replace")
     if ending:
         return SandboxResult(output=f"{text}{ending}", ok=False)
@@ -81,11 +85,13 @@ async def _ending(process: asyncio.SubprocessTransport, watched: "_Process", cod
     assert isinstance(stdin, asyncio.WriteTransport)
     stdin.write(code.encode(errors="replace"))
     stdin.close()
-    done, _ = await asyncio.wait((watched.begun, watched.closed), timeout=_START_LIMIT_S, return_when="FIRST_COMPLETED")
+    first = "FIRST_COMPLETED"
+    with waiting():
+        done, _ = await asyncio.wait((watched.begun, watched.closed), timeout=_START_LIMIT_S, return_when=first)
     if not watched.begun.done():
         reason = watched.errors.decode(errors="replace").strip() if done else f"not ready within {_START_LIMIT_S:g} s"
         raise RuntimeError(f"a sandbox could not be built: {reason or 'it ended without a word'}")
-    await asyncio.wait((watched.full, watched.closed), timeout=time_limit_s, return_when="FIRST_COMPLETED")
+    await asyncio.wait((watched.full, watched.closed), timeout=time_limit_s, return_when=first)
     if watched.full.done():
         return "..."  # an output beyond the limit is a failure as well
     return "" if watched.closed.done() else f"TimeoutError: over {time_limit_s:g} s"

@@ -1,10 +1,14 @@
 """Math problems from files, and comparison of answers by math-verify in processes of their own."""
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 import warnings
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,18 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 
+from rl.data.tables import read_columns
 from rl.envs.check import check_env
-from rl.envs.math_answers import Comparison, MathComparer, math_comparer
-from rl.envs.math_problems import MathProblems, final_answer
+from rl.envs.math_answers import Comparison, MathComparer, last_boxes, math_comparer, plain
+from rl.envs.math_problems import AnswerForm, MathProblem, MathProblems, final_answer
 from rl.envs.word_problems import word_problems_file, write_word_problems
+from rl.rollouts.guard import EnvironmentFailedError, call_environment
+from rl.types import Answer
 from tests.waiting import LIMIT_S, join, wait_for_ends, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
@@ -68,6 +77,103 @@ def test_answers_are_compared_as_mathematics(
     answer: str, completion: str, boxed: bool, found: bool, right: bool
 ) -> None:
     assert _compare(answer, completion, boxed=boxed) == Comparison(found=found, right=right)
+
+
+@pytest.mark.stranger("C5")
+@pytest.mark.parametrize(
+    ("answer", "completion", "right"),
+    [
+        ("5", "\\boxed 5", True),
+        ("5", "So $\\boxed5$.", True),
+        ("56", "\\boxed 56", True),
+        ("5", "\\fbox{5}", True),
+        ("5", "\\fbox{$5$}", True),
+        ("5", "\\framebox{5}", True),
+        ("5", "\\boxed {5}", True),
+        ("5", "\\boxed{\\boxed{5}}", True),
+        ("5", "\\boxed{5} is in \\boxed{}", True),
+        ("5", "\\fbox{5} or rather \\boxed 6", False),
+        ("5", "\\boxed{5} or \\boxed{6}", False),
+        ("5", "\\boxes{5}", False),
+        ("\\frac{1}{2}", "\\boxed\\frac{2}{4}", True),
+        ("1,2", "\\boxed{1} and \\boxed{2}", True),
+        ("1,2", "$x=\\boxed{2}$, $x = \\boxed{1}$", True),
+        ("1,2", "\\[\\boxed{1}\\]\n\\[\\boxed{2}\\]", True),
+        ("1,2", "\\boxed{1}, no: \\boxed{2}", False),
+        ("1,2", "\\boxed{1} and \\boxed{3}", False),
+        ("1, 2", "\\boxed{\\{1,2\\}}", True),
+        ("\\{1\\}", "\\boxed{\\{1\\}}", True),
+        ("1234", "\\boxed{1\\,234}", True),
+        ("1{,}234", "\\boxed{1234}", True),
+        ("0.00001", "\\boxed{1e-05}", True),
+        ("1e-5", "\\boxed{0.00001}", True),
+    ],
+)
+def test_every_spelling_of_a_box_is_read(answer: str, completion: str, right: bool) -> None:
+    assert _compare(answer, completion, boxed=True).right == right
+    assert _compare(answer, completion).right == right or "boxes" in completion
+
+
+@pytest.mark.stranger("C2")
+@pytest.mark.parametrize(
+    ("text", "is_cut_off", "boxed", "anywhere"),
+    [
+        ("<think>maybe \\boxed{4}, let me check", False, 0, 0),
+        ("<think>maybe \\boxed{5}</think>So \\boxed{4}", False, 1, 1),
+        ("<think>maybe \\boxed{4}</think>So \\boxed{5}", False, 0, 0),
+        ("first \\boxed{4}, no: \\boxed{5", True, 0, 0),
+        ("first \\boxed{4}, no: \\box", True, 0, 0),
+        ("first \\boxed{4}, no: \\boxed", True, 0, 0),
+        ("\\boxed 4", True, 0, 0),
+        ("\\boxed 4.", True, 1, 1),
+        ("\\boxed{4}, which I ch", True, 1, 1),
+        ("It is 4", True, 0, 0),
+        ("It is 4", False, 0, 1),
+    ],
+)
+def test_only_an_answer_that_is_whole_is_paid(text: str, is_cut_off: bool, boxed: int, anywhere: int) -> None:
+    forms: tuple[tuple[AnswerForm, int], ...] = (("boxed", boxed), ("anywhere", anywhere))
+    for form, reward in forms:
+        problem = MathProblem(id="p", prompt="2+2?", expected="4", answer="", answer_form=form, time_limit_s=5)
+        assert problem.reply(Answer.read(text, is_cut_off=is_cut_off)).reward == reward
+
+
+@pytest.mark.stranger("C3")
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["\\boxed", "\\fbox", "{", "}", "\\", "1", ",", " and ", "$", "\\frac", "e-05", "\n", "x ="])
+    )
+    | st.lists(st.characters(exclude_categories=())),
+    st.booleans(),
+)
+def test_any_text_has_boxes_or_none(parts: list[str], is_cut_off: bool) -> None:
+    text = "".join(parts)
+    for is_list in (False, True):
+        found = last_boxes(text, is_cut_off=is_cut_off, is_list=is_list)
+        assert found is None or found.strip()
+        assert plain(found or "1").strip()
+    assert final_answer(text, "####") == (last_boxes(text) or text).strip()
+
+
+@pytest.mark.stranger("C7")
+def test_waiting_for_a_process_is_not_the_answers_time() -> None:
+    async def compared(limit_s: float) -> list[Comparison]:
+        """A comparison that does not end, for the time being, and one behind it."""
+        comparer, comparing = _suspended(waiting_factor=1000)
+        compare = partial(comparer.compare, "4", "\\boxed{4}", boxed=True, time_limit_s=5)
+        before = asyncio.create_task(call_environment(compare, time_limit_s=LIMIT_S))
+        await asyncio.sleep(0.1)  # until it has the process
+        behind = asyncio.create_task(call_environment(compare, time_limit_s=limit_s))
+        await asyncio.sleep(2 * limit_s)
+        comparing.resume()
+        return [await before, await behind]
+
+    for limit_s in (0.25, 4.0, 16.0):  # a busy host may need longer even for this comparison
+        with contextlib.suppress(EnvironmentFailedError):
+            assert asyncio.run(compared(limit_s)) == [Comparison(found=True, right=True)] * 2
+            return
+    pytest.fail("waiting counts")
 
 
 def test_a_comparison_that_does_not_end_is_cut_off_in_any_thread() -> None:
@@ -144,6 +250,11 @@ def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> N
         ("First \\boxed{1}, then \\boxed{2}.", "2"),
         (" 3/4 ", "3/4"),
         ("\\boxed{1", "\\boxed{1"),
+        ("So $x = \\boxed{1}$ or $x = \\boxed{2}$.", "1, 2"),
+        ("\\boxed{1}, \\boxed{2}, and \\boxed{3}", "1, 2, 3"),
+        ("\\fbox{7}", "7"),
+        ("\\boxed 7$", "7"),
+        ("#### \\boxed{7}", "7"),
     ],
 )
 def test_the_answer_is_taken_from_a_worked_solution(text: str, answer: str) -> None:
@@ -190,6 +301,49 @@ def test_answers_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="cannot read 2 of 42 answers .*; these problems are left out"):
         problems = MathProblems(dataset=file, skip_unreadable=True).train_problems(0, 0, 100)
     assert len({p.id for p in problems}) < 40
+
+
+@pytest.mark.stranger("C5")
+def test_a_solution_of_several_boxes_is_a_list_or_refused(tmp_path: Path) -> None:
+    both = {"question": "x?", "answer": "So $x = \\boxed{1}$ or $x = \\boxed{2}$."}
+    file = _jsonl(tmp_path / "good.jsonl", [*_sums(0, 20), both, {"question": "5?", "answer": "\\boxed 5"}])
+    problems = {p.id: p for p in MathProblems(dataset=file).train_problems(0, 0, 100)}.values()
+    (problem,) = (p for p in problems if p.expected == "1, 2")
+    rewards = {text: problem.reply(text).reward for text in (problem.answer, "\\boxed{2,1}", "\\boxed{2}")}
+    assert list(rewards.values()) == [1, 1, 0]
+    for text in ("\\boxed{3} sheep and \\boxed{4} goats", "So \\boxed{4, that is \\boxed{5}", "\\boxed{1"):
+        file = _jsonl(tmp_path / "bad.jsonl", [*_sums(0, 20), {"question": "?", "answer": text}])
+        with pytest.raises(ValueError, match=r"cannot read 1 of 21 answers of .*, such as '.*boxed"):
+            MathProblems(dataset=file).eval_problems(1)
+
+
+@pytest.mark.stranger("C6")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (pa.scalar(0.00001), "0.00001"),
+        (pa.scalar(1.5e20), "150000000000000000000.0"),
+        (pa.scalar(5.0), "5.0"),
+        (pa.scalar(0.1, pa.float32()), "0.1"),
+        (pa.scalar(1e-7, pa.float32()), "0.0000001"),
+        (pa.scalar(Decimal("0.0000010")), "0.0000010"),
+        (pa.scalar(10**18), "1000000000000000000"),
+        (pa.scalar(float("nan")), None),
+        (pa.scalar(float("inf")), None),
+        (pa.scalar(None, pa.float64()), None),
+        (pa.scalar(True), None),
+    ],
+)
+def test_numbers_of_a_column_are_the_text_that_they_say(tmp_path: Path, value: Any, text: str | None) -> None:
+    file = str(tmp_path / "numbers.parquet")
+    pyarrow.parquet.write_table(pa.table({"answer": pa.array([value.as_py()], value.type)}), file)
+    read = partial(read_columns, file, columns=["answer"], split="train", subset=None, revision=None, field="dataset")
+    if text is None:
+        with pytest.raises(ValueError, match=r"column 'answer': row 0 is .*; text or a number is needed"):
+            read()
+    else:
+        assert read() == [(text,)]
+        assert _compare(text, f"\\boxed{{{text}}}", boxed=True).right
 
 
 @pytest.mark.parametrize(

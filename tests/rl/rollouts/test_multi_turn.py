@@ -15,7 +15,7 @@ from rl.advantages.group_relative import ADVANTAGES
 from rl.data.packing import pack_row
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.episodes import group_to_data, rollout_group, rollout_to_datum
-from rl.rollouts.guard import MAX_THREADS, EnvironmentFailedError, call_environment
+from rl.rollouts.guard import MAX_THREADS, EnvironmentFailedError, call_environment, waiting
 from rl.rollouts.rendering import Renderer
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
@@ -225,23 +225,58 @@ def test_a_group_reduced_to_one_rollout_trains_nothing(name: str) -> None:
     assert group_to_data(group, ADVANTAGES[name]) == []
 
 
-def test_waiting_for_a_thread_does_not_count() -> None:
+@pytest.mark.stranger("C7")
+@pytest.mark.parametrize("queue", ["threads", "a lock in a thread", "a lock of the loop", "a lock in a call of a call"])
+def test_waiting_in_a_queue_does_not_count(queue: str) -> None:
     async def last_call(limit_s: float) -> int:
         """A call that waits twice as long as it may take."""
-        release = threading.Event()
-        before = [asyncio.create_task(call_environment(release.wait, time_limit_s=LIMIT_S)) for _ in range(MAX_THREADS)]
-        last = asyncio.create_task(call_environment(lambda: 7, time_limit_s=limit_s))
+        release, lock = threading.Event(), asyncio.Lock()
+
+        def in_thread() -> int:
+            with waiting():
+                release.wait(LIMIT_S)
+            return 7
+
+        async def in_loop() -> int:
+            with waiting():
+                await lock.acquire()
+            return 7
+
+        async def nested() -> int:
+            return await call_environment(in_thread, time_limit_s=limit_s)
+
+        functions: dict[str, Callable[[], Any]] = {
+            "threads": lambda: 7,
+            "a lock in a thread": in_thread,
+            "a lock of the loop": in_loop,
+            "a lock in a call of a call": nested,
+        }
+        await lock.acquire()
+        calls = MAX_THREADS if queue == "threads" else 1
+        before = [asyncio.create_task(call_environment(release.wait, time_limit_s=LIMIT_S)) for _ in range(calls)]
+        last = asyncio.create_task(call_environment(functions[queue], time_limit_s=limit_s))
         await asyncio.sleep(2 * limit_s)
         assert not last.done()
         release.set()
+        lock.release()
         await asyncio.gather(*before)
         return await last
 
-    for limit_s in (1.0, 4.0, 16.0):  # a busy host may need longer even for this call
+    for limit_s in (0.25, 4.0, 16.0):  # a busy host may need longer even for this call
         with contextlib.suppress(EnvironmentFailedError):
             assert asyncio.run(last_call(limit_s)) == 7
             return
-    pytest.fail("waiting for a thread counts")
+    pytest.fail("waiting counts")
+
+
+def test_work_after_waiting_counts() -> None:
+    def hangs() -> None:
+        with waiting():
+            pass
+        threading.Event().wait(LIMIT_S)
+
+    with pytest.raises(EnvironmentFailedError, match=r"it did not answer within 0\.1 s"):
+        asyncio.run(call_environment(hangs, time_limit_s=0.1))
 
 
 def test_the_loop_stays_free_while_an_environment_blocks() -> None:
