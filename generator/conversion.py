@@ -1,7 +1,5 @@
 """Converts our requests to vLLM's types, and vLLM's answers to ours."""
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 import vllm
@@ -9,6 +7,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
 from generator.policies import ServedPolicy
+from rl.rollouts.tokenizer import said_tokens, special_tokens, text_of
 from rl.types import Completion, SamplingParams
 
 
@@ -19,7 +18,8 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     ValueError for stop strings with other text beside a special token, and for any without a tokenizer, which may be
     None.
     """
-    special = _special_tokens(tokenizer) if sampling.stop and tokenizer is not None else {}
+    known = special_tokens(tokenizer) if sampling.stop and tokenizer is not None else {}
+    special = {text: number for number, text in known.items()}
     strings = [stop for stop in sampling.stop if stop not in special]
     if strings and tokenizer is None:
         raise ValueError(f"SamplingParams.stop is {sampling.stop}; the model has no tokenizer to find it")
@@ -48,12 +48,6 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _special_tokens(tokenizer: Any) -> Mapping[str, int]:
-    """Text -> id of each token that decoding leaves out."""
-    return {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
 def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, policy: ServedPolicy) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
 
@@ -66,23 +60,30 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
         raise RuntimeError(f"vLLM ended a request after {len(tokens)} tokens: {sample.finish_reason}")
     assert sample.logprobs is not None
     assert sample.weight_versions is not None
-    if isinstance(sample.stop_reason, str):  # a stop string, which vLLM has cut off the text
-        text = sample.text
-    elif tokenizer is not None:
-        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    else:
-        text = ""
     return Completion(
         tokens=tokens,
         logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
         versions=tuple(
             policy.version_at(int(span.version)) for span in sample.weight_versions for _ in range(span.start, span.end)
         ),
-        text=text,
+        text="" if tokenizer is None else _text(sample, tokenizer),
         finish_reason=sample.finish_reason,
         prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),
         topk_prompt_logprobs=None if prompt_logprobs is None else _most_probable(prompt_logprobs),
     )
+
+
+def _text(sample: CompletionOutput, tokenizer: Any) -> str:
+    """The text of a sample, without the stop string or the special token that ended it."""
+    tokens, stop = tuple(sample.token_ids), sample.stop_reason
+    if isinstance(stop, str):
+        # vLLM has cut the stop string off its text, which lacks all special tokens.
+        if said_tokens(tokenizer).isdisjoint(tokens):
+            return sample.text
+        text, found, _ = text_of(tokenizer, tokens).partition(stop)
+        return text if found else sample.text
+    ended = sample.finish_reason == "stop" and tokens and tokens[-1] in special_tokens(tokenizer)
+    return text_of(tokenizer, tokens[:-1] if ended else tokens)
 
 
 def _of_prompt(flat: Any) -> tuple[float, ...]:

@@ -93,7 +93,7 @@ class Completion:
     versions: tuple[int, ...]
     """[N] policy version that sampled each token."""
     text: str
-    """The decoded tokens, without special tokens and stop strings."""
+    """The decoded tokens, without stop strings, and without special tokens that begin, end or border a turn."""
     finish_reason: FinishReason
     """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
     prompt_logprobs: tuple[float, ...] | None = None

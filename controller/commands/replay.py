@@ -11,7 +11,7 @@ from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.recorded import RecordedEnv
-from rl.rollouts.tokenizer import load_tokenizer
+from rl.rollouts.tokenizer import load_tokenizer, text_of
 from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
 from rl.runs.recording import recorded_files
 from rl.types import Group
@@ -57,7 +57,7 @@ def _check_tokenizer(file: Path, groups: Iterable[Group], model: Path) -> None:
     completions = list(islice((turn.completion for turn in turns if turn.completion.text.strip()), _NUM_CHECKED))
     different: list[tuple[str, str]] = []
     for completion in completions:
-        here = str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        here = text_of(tokenizer, completion.tokens)
         # The recorded text lacks a stop string, and decoders differ in leading blanks.
         if not _without_blanks(here).startswith(_without_blanks(completion.text)):
             different.append((completion.text, here))

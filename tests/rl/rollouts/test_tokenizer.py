@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rl.rollouts.tokenizer import load_tokenizer
+from rl.rollouts.tokenizer import load_tokenizer, said_tokens, text_of
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from tests.waiting import LIMIT_S
 
@@ -28,6 +28,30 @@ def test_it_is_what_auto_tokenizer_loads(tmp_path: Path, write: Any, tokenizer_c
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.chat_template == theirs.chat_template == "{{ messages }}"
     assert ours.encode("w5 w7 w9 unknown") == theirs.encode("w5 w7 w9 unknown")
+
+
+SAID = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel|>", "<|message|>", "<box>")
+BORDERS = ("<turn>", "<end>")
+TEMPLATE = (
+    "{% for m in messages %}<turn>{{ m.role }} {{ m.content }} <end>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant <think>{% endif %}"
+)
+
+
+@pytest.mark.stranger("C4")
+@pytest.mark.parametrize("template", [TEMPLATE, "{{ raise_exception('no') }}", None])
+def test_special_tokens_that_say_something_are_text(tmp_path: Path, template: str | None) -> None:
+    tokenizer = load_tokenizer(tiny_llama(tmp_path / "model"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SAID, *BORDERS]})
+    tokenizer.chat_template = template
+    said, borders = (tokenizer.convert_tokens_to_ids([*texts]) for texts in (SAID, BORDERS))
+    assert said_tokens(tokenizer) == {*said, *(borders if template != TEMPLATE else ())}
+    (word,) = tokenizer.encode("w5", add_special_tokens=False)
+    for token, text in zip(said, SAID, strict=True):
+        shown = text_of(tokenizer, [tokenizer.eos_token_id, token, word])
+        assert shown.replace(" ", "") == text + "w5"
+    if template == TEMPLATE:
+        assert text_of(tokenizer, [*borders, word, tokenizer.eos_token_id]) == "w5"
 
 
 @pytest.mark.seconds
