@@ -8,6 +8,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from controller.runs.run_tokenizer import decoder_of
 from rl.hardware import describe_host, describe_software
@@ -31,7 +32,7 @@ class LiveReport:
         """From now on, phases and calls of the current context are in the timeline."""
         self._folder = folder
         host = {"hardware": describe_host(), "versions": describe_software()}
-        folder.in_background(lambda: write_json(folder.path / HOST_FILE, host))
+        folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
         self._timeline = Timeline(folder.path / TIMELINE)
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
