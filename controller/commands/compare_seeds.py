@@ -12,7 +12,8 @@ _SIGNIFICANT = 0.05
 def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     """The runs, put together where they differ in their seeds only, in the order given.
 
-    A configuration is named by the fields in which it differs from the first. Raises ValueError for a run without an
+    Each configuration is named by its values of all fields in which they differ; a single one has the name of its first
+    run. Raises ValueError for a run without an
     evaluation, and for two runs of one configuration with the same seed: they say no more than one.
     """
     from rl.runs.folder import read_metrics
@@ -32,8 +33,8 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
                 "seeds needs different ones"
             )
         members[place].append(result)
-    pairs = zip(configs, members, strict=True)
-    return [Configuration(name=_name(configs[0], config, results[0]), runs=tuple(results)) for config, results in pairs]
+    names = _names(configs) or [Path(members[0][0].run).name]
+    return [Configuration(name=name, runs=tuple(results)) for name, results in zip(names, members, strict=True)]
 
 
 def are_repeats(one: Path, other: Path) -> bool:
@@ -49,10 +50,12 @@ def _config(run: Path) -> Mapping[str, Any]:
     return current_fields(read_json(run / CONFIG_FILE))
 
 
-def _name(first: Mapping[str, Any], config: Mapping[str, Any], result: FinalReward) -> str:
-    """The fields in which a configuration differs from the first one; of the first, the name of its first run."""
-    fields = named_differences(first, config)
-    return ", ".join(f"{field} {ours!r}" for field, (_, ours) in fields.items()) or Path(result.run).name
+def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The values that each configuration has of the fields in which they differ; none for a single configuration."""
+    found = [named_differences(configs[0], config) for config in configs[1:]]
+    fields = {field: pair[0] for differing in found for field, pair in differing.items()}
+    of_each = [fields, *({**fields, **{field: pair[1] for field, pair in d.items()}} for d in found)]
+    return [", ".join(f"{field} {value!r}" for field, value in values.items()) for values in of_each if fields]
 
 
 def judgement(configurations: Sequence[Configuration]) -> Iterable[str]:

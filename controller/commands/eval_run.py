@@ -60,7 +60,9 @@ async def _evaluation(options: argparse.Namespace, config: Any, console: "Consol
     from controller.hosts.allocations import kept_allocations
     from controller.meshes.launch import Launcher
     from controller.runs.rollout_source import RolloutSource
+    from rl.runs.timeline import show_progress_with
 
+    show_progress_with(console.progress)
     hosts = getattr(config, "hosts", None)
     async with kept_allocations(console.phase):
         # Hosts keep the copy that they get of a model, so they find it in its place the next time.

@@ -61,8 +61,8 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        run.phase("scoring every pair with the reference")
-        batches = (training_data(step) if step else eval_data for step in range(config.num_steps + 1))
+        numbers = run.counted("scoring every pair with the reference", range(config.num_steps + 1))
+        batches = (training_data(step) if step else eval_data for step in numbers)
         eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
         async with run.steps(policy=trainer) as steps:
             for step in steps:

@@ -19,6 +19,7 @@ from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
+from rl.runs.timeline import report_progress
 from rl.startup import without_garbage_collection
 from trainer.config import TrainerConfig
 
@@ -80,6 +81,7 @@ class Launcher:
         self._hosts = hosts
         self._seats = Seats(None if beside is None else beside._seats)
         self._starts: list[asyncio.Task[Any]] = []
+        self._num_named = self._num_ready = 0  # trainers and generators: all, and those that have started
         self._running: list[Stoppable] = []
         self._store_name = f"weights-{uuid.uuid4().hex}"
         self._store: asyncio.Task[WeightStore] | None = None
@@ -140,7 +142,7 @@ class Launcher:
             self._weight_store()
             self._pushing_trainer = name
         start = partial(self._launch_trainer, config, generator, name, limits, seat)
-        base = self._begin(self._turns.start_trainer(config.placement, start))
+        base = self._begin(self._turns.start_trainer(config.placement, start), name)
         if config.lora is None:
             return base
         self._bases.append((model, config, base))
@@ -249,12 +251,21 @@ class Launcher:
             generator = self._turns.generator(config.placement, router)
             return generator if config.lora is None else BoundGenerator(generator, POLICY)
 
-        return self._begin(start())
+        return self._begin(start(), name)
 
-    def _begin(self, start: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    def _begin(self, start: Coroutine[Any, Any, T], name: str = "") -> "asyncio.Task[T]":
+        """Begins a start. The user is told when one with a name has ended."""
         task = asyncio.create_task(start)
         self._starts.append(task)
+        if name:
+            self._num_named += 1
+            task.add_done_callback(partial(self._report_start, name))
         return task
+
+    def _report_start(self, name: str, ended: "asyncio.Task[Any]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            self._num_ready += 1
+            report_progress(f"{name} is ready", self._num_ready, self._num_named)
 
     def _weight_store(self) -> "asyncio.Task[WeightStore]":
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""

@@ -6,6 +6,7 @@ computes none.
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -17,7 +18,9 @@ from rich.text import Text
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Group
 
-_PLAIN_WIDTH = 160
+_PLAIN_WIDTH = 80  # of lines of steps, where the stream is no terminal and COLUMNS does not say otherwise
+_BAR_WIDTH = 12
+_SECONDS_BETWEEN = 10.0
 _MAX_SAMPLE_CHARACTERS = 600
 
 
@@ -32,10 +35,14 @@ class _RichConsole(rich.console.Console):
 class Console:
     """Writes to one stream, usually the terminal. `controller.commands.output` keeps other output away from it."""
 
-    def __init__(self, stream: TextIO) -> None:
-        """The progress bar is live if `stream` is a terminal."""
+    def __init__(self, stream: TextIO, *, seconds_between: float = _SECONDS_BETWEEN) -> None:
+        """The progress bar is live if `stream` is a terminal.
+
+        Elsewhere a line says how far work has got, at most once in `seconds_between`.
+        """
         self._live = stream.isatty()
-        width = None if self._live else _PLAIN_WIDTH
+        columns = os.environ.get("COLUMNS", "")
+        width = None if self._live else int(columns) if columns.isdecimal() and int(columns) else _PLAIN_WIDTH
         # In a notebook, rich would show each line as a piece of HTML, and write nothing to the stream.
         self._rich = _RichConsole(
             file=stream, highlight=False, width=width, soft_wrap=not self._live, force_jupyter=False
@@ -43,7 +50,7 @@ class Console:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=_BAR_WIDTH),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -55,6 +62,10 @@ class Console:
             redirect_stderr=False,
         )
         self._task: TaskID | None = None
+        self._part: TaskID | None = None  # the second bar, of work that `progress` shows
+        self._stepped = False
+        self._seconds_between = seconds_between
+        self._shown_at = (-math.inf, "")  # when `progress` was last called for another text or has printed a line
         self._started = time.monotonic()
 
     def phase(self, text: str) -> None:
@@ -64,14 +75,36 @@ class Console:
         else:
             self._print(Text(f"[{self._clock()}] {text}"))
 
+    def progress(self, text: str, done: int, total: int) -> None:
+        """Shows how far work has got: a second bar, until all is done, or a line now and then."""
+        if not self._live:
+            now, (then, before) = time.monotonic(), self._shown_at
+            if text != before or now >= then + self._seconds_between:
+                self._shown_at = now, text
+                if done:
+                    self._print(Text(f"[{self._clock()}] {text}: {_count(done, total)}"))
+            return
+        if self._part is not None and (done == total or text != self._shown_at[1]):
+            self._progress.remove_task(self._part)
+            self._part = None
+        self._shown_at = 0.0, text
+        if done == total:
+            if not self._stepped:
+                self._show("before the first step")
+            return
+        if self._part is None:
+            self._progress.start()
+            self._part = self._progress.add_task(text, total=total, completed=done, count=_count(done, total))
+        self._progress.update(self._part, completed=done, count=_count(done, total))
+
     def note(self, text: str) -> None:
         """Shows a line that stays, on a terminal too."""
         self._print(Text(text))
 
     def step(self, metrics: Mapping[str, float], total_steps: int) -> None:
         """Shows a finished step. `metrics["step"]` counts finished steps; missing metrics are left out."""
-        done = int(metrics["step"])
-        self._print(step_line(metrics, total_steps))
+        done, self._stepped = int(metrics["step"]), True
+        self._print(step_line(metrics, total_steps, self._rich.width))
         self._show("training", done, total_steps)
 
     def evaluation(self, label: str, evaluation: Evaluation) -> None:
@@ -124,7 +157,7 @@ class Console:
             self._progress.start()
         self._progress.update(self._task, description=description)
         if done is not None:
-            self._progress.update(self._task, completed=done, total=total, count=f"{done}/{total}")
+            self._progress.update(self._task, completed=done, total=total, count=_count(done, total or 0))
 
     def _print(self, text: Text) -> None:
         self._rich.print(text)
@@ -150,40 +183,65 @@ _SECONDS = (
 """(phase of a step, its word on the line), in the order in which phases happen."""
 
 
-def step_line(metrics: Mapping[str, float], total_steps: int) -> Text:
-    """The line of one step, with the metrics that a user watches."""
+def step_line(metrics: Mapping[str, float], total_steps: int, width: int | None = None) -> Text:
+    """The line of one step, with the metrics that a user watches: of those, the most telling that fit into `width`."""
+    parts = _step_parts(metrics)
     line = Text(f"{int(metrics['step']):>{len(str(total_steps))}}/{total_steps}")
-    if "reward_mean" in metrics:
-        line.append("  reward ")
-        line.append(_number(metrics["reward_mean"], ".3f"), style="bold green")
-        line.append(f"±{_number(metrics.get('reward_std', math.nan), '.2f')}")
-    _append(line, metrics, "loss", "loss", "+.4f")
-    _append(line, metrics, "grad", "grad_norm", ".3g")
-    _append(line, metrics, "lr", "learning_rate", ".2g")
-    _append(line, metrics, "mismatch", "logprob_mismatch_mean", ".4f")
-    _append(line, metrics, "staleness", "staleness_mean", ".2f")
-    rates = [
-        _number(metrics[f"{side}_tokens_per_s"], ".0f")
-        for side in ("generation", "training")
-        if f"{side}_tokens_per_s" in metrics
-    ]
-    if rates:
-        line.append(f"  tok/s {'/'.join(rates)}")
+    room = math.inf if width is None else width - len(line)
+    fitting: set[str] = set()
+    for name in _MOST_TELLING:
+        if name in parts and len(parts[name]) <= room:
+            fitting.add(name)
+            room -= len(parts[name])
+    for name, part in parts.items():
+        if name in fitting:
+            line.append_text(part)
     seconds = [(word, metrics[f"seconds_{phase}"]) for phase, word in _SECONDS if f"seconds_{phase}" in metrics]
-    if "seconds_step" in metrics:
-        line.append(f"  {_number(metrics['seconds_step'], '.1f')} s", style="cyan")
-    if seconds:
-        phases = " ".join(f"{word} {_number(value, '.1f')}" for word, value in seconds)
-        line.append(f" ({phases})", style="dim")
+    texts = {word: f"{word} {_number(value, '.1f')}" for word, value in seconds}
+    room -= len(" (")
+    shown: set[str] = set()
+    for word, _ in sorted(seconds, key=lambda phase: -phase[1]):
+        if len(texts[word]) + 1 <= room:  # and a blank or the bracket at the end
+            shown.add(word)
+            room -= len(texts[word]) + 1
+    if shown:
+        line.append(f" ({' '.join(text for word, text in texts.items() if word in shown)})", style="dim")
     return line
 
 
-def _append(line: Text, metrics: Mapping[str, float], label: str, name: str, form: str) -> None:
-    """Adds one labelled number, in red if it is not finite."""
-    if name in metrics:
-        value = metrics[name]
-        line.append(f"  {label} ")
-        line.append(_number(value, form), style="" if math.isfinite(value) else "bold red")
+_MOST_TELLING = ("reward", "loss", "seconds", "grad", "mismatch", "staleness", "rates", "lr")
+"""Parts of a step's line. Where the line is too long, those that come last are left out first."""
+
+
+def _step_parts(metrics: Mapping[str, float]) -> dict[str, Text]:
+    """The parts of a step's line that there are, in the order in which they are shown."""
+    parts: dict[str, Text] = {}
+    if "reward_mean" in metrics:
+        parts["reward"] = Text("  reward ")
+        parts["reward"].append(_number(metrics["reward_mean"], ".3f"), style="bold green")
+        parts["reward"].append(f"±{_number(metrics.get('reward_std', math.nan), '.2f')}")
+    for label, name, form in (
+        ("loss", "loss", "+.4f"),
+        ("grad", "grad_norm", ".3g"),
+        ("lr", "learning_rate", ".2g"),
+        ("mismatch", "logprob_mismatch_mean", ".4f"),
+        ("staleness", "staleness_mean", ".2f"),
+    ):
+        if name in metrics:
+            value = metrics[name]
+            parts[label] = Text(f"  {label} ")
+            parts[label].append(_number(value, form), style="" if math.isfinite(value) else "bold red")
+    names = (f"{side}_tokens_per_s" for side in ("generation", "training"))
+    if rates := [_number(metrics[name], ".0f") for name in names if name in metrics]:
+        parts["rates"] = Text(f"  tok/s {'/'.join(rates)}")
+    if "seconds_step" in metrics:
+        parts["seconds"] = Text(f"  {_number(metrics['seconds_step'], '.1f')} s", style="cyan")
+    return parts
+
+
+def _count(done: int, total: int) -> str:
+    """How much is done, of how much, and the percentage, rounded down."""
+    return f"{done} of {total} ({100 * done // max(total, 1)} %)"
 
 
 def _number(value: float, form: str) -> str:

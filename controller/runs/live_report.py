@@ -8,10 +8,12 @@ import contextlib
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from controller.runs.run_tokenizer import decoder_of
+from rl.hardware import describe_host, describe_software
 from rl.heap import hand_back_garbage
-from rl.runs.folder import RunFolder
+from rl.runs.folder import HOST_FILE, RunFolder, write_json
 from rl.runs.recording import RecordingError
 from rl.runs.report.page import write_report
 from rl.runs.report.samples import TokenSamples
@@ -29,6 +31,8 @@ class LiveReport:
     def __init__(self, folder: RunFolder) -> None:
         """From now on, phases and calls of the current context are in the timeline."""
         self._folder = folder
+        host = {"hardware": describe_host(), "versions": describe_software()}
+        folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
         self._timeline = Timeline(folder.path / TIMELINE)
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)

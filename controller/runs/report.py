@@ -19,6 +19,7 @@ from rl.runs.folder import RunFolder
 from rl.runs.loggers.table import RunLoggers
 from rl.runs.metric_rows import metric_rows, thinned_metrics
 from rl.runs.recording import RecordingError
+from rl.runs.timeline import show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
@@ -51,6 +52,7 @@ class Report:
         self._console = console
         self._log = RunLoggers(log, folder, config, console.warn)
         self._live = LiveReport(folder)
+        show_progress_with(console.progress)
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None

@@ -4,7 +4,7 @@ A loop says when a step begins and what came of it. `Run` measures the time, wri
 and saves and restores checkpoints. It knows nothing of the algorithm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.runs.folder import RunFolder
+from rl.runs.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 
@@ -66,6 +67,14 @@ class Run:
     def phase(self, text: str) -> None:
         """Tells the user what is going on while there is no step to show."""
         self._report.phase(text)
+
+    def counted(self, text: str, parts: Sequence[int]) -> Iterator[int]:
+        """The parts of some work, one after the other. Tells the user how many are done."""
+        self.phase(text)
+        for num_done, part in enumerate(parts):
+            report_progress(text, num_done, len(parts))
+            yield part
+        report_progress(text, len(parts), len(parts))
 
     def steps(self, **trainers: Trainer) -> Steps:
         """The steps still to do, as a block: `async with run.steps(policy=trainer) as steps: for step in steps: ...`.

@@ -11,6 +11,7 @@ from rl.data.sources import Example
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
+from rl.runs.timeline import report_progress
 from rl.types import Datum
 
 TrainOn = Literal["completion", "all"]
@@ -53,7 +54,9 @@ def examples_to_data(
 
 async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
     """Cross-entropy per token of each datum, weighted by its number of tokens that count, each as 1."""
+    report_progress("evaluating", 0, len(batch))
     output = await trainer.forward(batch)
+    report_progress("evaluating", len(batch), len(batch))
     num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)
     sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in gather_scored(batch, output.logprobs)]
     return Measurement(values=-np.array(sums) / num_tokens, weights=num_tokens)

@@ -34,18 +34,28 @@ async def rollout_groups(
     num_samples: int,
     *,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    progress: Callable[[int], None] = lambda _num_done: None,
 ) -> list[Group]:
     """The groups of these problems, in order. All are in flight at once; see `rollout_group`.
+
+    `progress` is called with the number of groups that are done: with 0, and after each.
 
     With a seed in `sampling`, problem i uses the seeds from seed + i * num_samples on, so that no two completions have
     the same seed.
     """
 
-    def one(index: int, problem: Problem) -> Coroutine[Any, Any, Group]:
+    num_done = 0
+
+    async def one(index: int, problem: Problem) -> Group:
+        nonlocal num_done
         seed = None if sampling.seed is None else sampling.seed + index * num_samples
         seeded = replace(sampling, seed=seed)
-        return rollout_group(generator, renderer, problem, seeded, num_samples, time_limit_s=time_limit_s)
+        group = await rollout_group(generator, renderer, problem, seeded, num_samples, time_limit_s=time_limit_s)
+        num_done += 1
+        progress(num_done)
+        return group
 
+    progress(0)
     return await _all([one(index, problem) for index, problem in enumerate(problems)])
 
 

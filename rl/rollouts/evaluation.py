@@ -11,6 +11,7 @@ from rl.protocols import Generator, Problem
 from rl.rollouts.episodes import rollout_groups
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.rollouts.rendering import Renderer
+from rl.runs.timeline import report_progress
 from rl.types import Group, SamplingParams
 
 _NUM_RESAMPLES = 10_000
@@ -116,7 +117,15 @@ async def evaluate(
 
     A call of the environment may take `time_limit_s`, and `best_reward` is the reward of a right answer.
     """
-    groups = await rollout_groups(generator, renderer, problems, sampling, num_samples, time_limit_s=time_limit_s)
+    groups = await rollout_groups(
+        generator,
+        renderer,
+        problems,
+        sampling,
+        num_samples,
+        time_limit_s=time_limit_s,
+        progress=lambda num_done: report_progress("evaluating", num_done, len(problems)),
+    )
     return Evaluation(groups=tuple(groups), best_reward=best_reward)
 
 

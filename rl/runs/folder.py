@@ -2,6 +2,7 @@
 
     runs/<name>/config.json       the configuration, as given, without its secrets
                 recipe.json       the recipe it came from, for `ownloop run --resume`; only its owner can read it
+                host.json         hardware and versions of the latest start
                 finished.json     says that the run came to its end
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
@@ -51,6 +52,7 @@ from rl.types import Group
 
 CONFIG_FILE = "config.json"
 METRICS = "metrics.jsonl"
+HOST_FILE = "host.json"
 ROLLOUTS = "rollouts"
 CUT_OFF = "cut_off"
 EARLIER_ROLLOUTS = "rollouts.jsonl"

@@ -1,6 +1,7 @@
-"""A run's `timeline.json`: phases of the loop and calls of its processes, in Chrome's trace format.
+"""What is going on: a run's `timeline.json`, and how far work has got that the user waits for.
 
-It opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing. The format:
+`timeline.json` has phases of the loop and calls of its processes, in Chrome's trace format. It opens in Perfetto
+(https://ui.perfetto.dev) and chrome://tracing. The format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 Whoever measures something says `with span("trainer", "optim_step"): ...`. It is recorded if the code runs below a loop
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ _END = b"\n]"
 _LONGEST_WRITE = 1 << 24  # bytes at the file's end among which a whole event is looked for
 
 _active: ContextVar["Timeline | None"] = ContextVar("timeline", default=None)
+_show: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress", default=None)
 
 
 @dataclass(slots=True)
@@ -136,6 +138,18 @@ def span(process: str, name: str) -> Generator[None]:
     else:
         with timeline.record(process, name):
             yield
+
+
+def show_progress_with(show: Callable[[str, int, int], None]) -> None:
+    """Makes `report_progress` call `show`, in this context and in all tasks that are made in it."""
+    _show.set(show)
+
+
+def report_progress(text: str, done: int, total: int) -> None:
+    """Says that `done` of `total` parts of some work are done, for the user of the run that this code belongs to."""
+    show = _show.get()
+    if show is not None and total:
+        show(text, done, total)
 
 
 def read_timeline(file: Path, max_bytes: int = 1 << 20) -> list[tuple[str, str, int, float, float]]:

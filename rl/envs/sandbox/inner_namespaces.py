@@ -80,7 +80,7 @@ def give_up_all_rights() -> None:
 
 
 call("sethostname", "sandbox", len("sandbox"))
-leave_the_host(int(sys.argv[5]), sys.argv[6:])
+leave_the_host(int(sys.argv[6]), sys.argv[7:])
 give_up_all_rights()
 child = os.fork()
 while child:

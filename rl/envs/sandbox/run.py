@@ -37,9 +37,9 @@ async def run_python(
 ) -> SandboxResult:
     """Runs the code in a sandbox of its own, which has ended when this returns or is cancelled.
 
-    `memory_bytes` holds for each of at most `max_processes` processes and threads. The code may write `scratch_bytes`
-    to /tmp, its working directory. At most two pieces of code per core run at the same time. Others wait, and neither
-    waiting nor building the sandbox counts towards the time limit.
+    The code may have `max_processes` processes and threads besides the one that it begins in. `memory_bytes` holds for
+    each process. The code may write `scratch_bytes` to /tmp, its working directory. At most two pieces of code per core
+    run at the same time. Others wait, and neither waiting nor building the sandbox counts towards the time limit.
 
     Raises ValueError if this host has no such sandbox, and RuntimeError if one could not be built this time.
     """

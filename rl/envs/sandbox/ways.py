@@ -5,7 +5,8 @@
 * `none`: no sandbox, only limits. The code runs as the current user, who can lose files and secrets to it.
 
 Both real ways use new user, PID, mount, network, IPC and UTS namespaces, and need a kernel that lets ordinary users
-make user namespaces. A controller that is root becomes "nobody" first, because limits on processes do not bind root.
+make user namespaces. In both, inner_run.py filters system calls, and the sandbox is refused where the kernel accepts no
+such filter. A controller that is root becomes "nobody" first, because limits on processes do not bind root.
 """
 
 import os
@@ -49,7 +50,7 @@ class Limits:
     cpu_seconds: int
     """CPU time of one process."""
     num_processes: int
-    """Processes and threads. Not limited by `none`."""
+    """Processes and threads that the code may start. Not limited by `none`."""
     scratch_bytes: int
     """Size of the scratch folder /tmp, and of a file in it."""
 
@@ -146,16 +147,16 @@ def _namespaces(limits: Limits) -> list[str]:
 
 
 def _none(limits: Limits) -> list[str]:
-    return _python(_text("inner_run.py"), limits, num_processes=0)  # Linux would count all of the user's processes
+    return _python(_text("inner_run.py"), limits, sandboxed=False)
 
 
 _WAYS = {way.name: way for way in (Way("bubblewrap", _bubblewrap), Way("namespaces", _namespaces), Way("none", _none))}
 
 
-def _python(program: str, limits: Limits, num_processes: int | None = None) -> list[str]:
+def _python(program: str, limits: Limits, sandboxed: bool = True) -> list[str]:
     """The command that runs a Python program without site-packages, with the limits as its arguments."""
-    processes = limits.num_processes if num_processes is None else num_processes
-    numbers = (limits.memory_bytes, limits.cpu_seconds, processes, limits.scratch_bytes)
+    processes = limits.num_processes if sandboxed else -1  # outside, Linux would count all of the user's processes
+    numbers = (limits.memory_bytes, limits.cpu_seconds, processes, limits.scratch_bytes, int(sandboxed))
     return [_interpreter(), "-I", "-S", "-B", "-c", program, *map(str, numbers)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, read_json
+from rl.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, read_json
 from rl.runs.metric_rows import thinned_metrics
 from rl.runs.report.samples import Decode, evaluation_samples, mismatch_samples
 from rl.runs.report.warnings_in_words import warnings_of
@@ -30,6 +30,7 @@ _CURVES = (
     ("grad_norm", "", "norm of the gradient"),
     ("learning_rate", "", "learning rate"),
 )
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")
 _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "group_size", "loss", "advantage")
 
@@ -45,21 +46,56 @@ def report_contents(run: Path, decode: Decode | None = None, command: str = "") 
         "state": state_of(run),
         "written": time.time(),
         "command": command,
+        "headline": _headline(run, rows),
         "summary": [[name, config[name]] for name in _SUMMARY if name in config],
         "config": config,
         "done": int(max((row["step"] for row in rows), default=0)),
         "warnings": [[warned.rule, warned.text] for warned in warnings_of(rows, run / ROLLOUTS)],
         "curves": [curve for names in _CURVES if (curve := _curve(rows, *names))],
         "phases": _phases(steps),
-        "memory": [curve for name in memory if (curve := _curve(rows, name, "", _memory_label(name)))],
+        "memory": [curve for name in memory if (curve := _memory(rows, name))],
         "timeline": _timeline(run / TIMELINE, steps),
         "evaluations": evaluation_samples(run / ROLLOUTS, decode),
         "mismatch": mismatch_samples(run, decode),
     }
 
 
-def _memory_label(name: str) -> str:
-    return name.removeprefix("memory_peak_bytes_").removesuffix("_max").replace("_", " ")
+def _headline(run: Path, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """[label, text] of the first curve's change, how long it took, and where it ran. Leaves out what is not known."""
+    found: list[tuple[str, str]] = []
+    curve = next((curve for names in _CURVES if (curve := _curve(rows, *names))), None)
+    if curve is not None:
+        kind, points = ("held-out", curve["held_out"]) if curve["held_out"] else ("training", curve["points"])
+        (first, before, *_), (last, after, *_) = points[0], points[-1]
+        change = f"{before:.3f} to {after:.3f}, after {first:.0f} and {last:.0f} steps"
+        found.append((f"{kind} {curve['label']}", change if len(points) > 1 else f"{after:.3f} after {last:.0f} steps"))
+    times = [row["time"] for row in rows if "time" in row]
+    if times:
+        found.append(("duration", duration(times[-1] - times[0] + rows[0].get("seconds_step", 0.0))))
+    host = read_json(run / HOST_FILE) if (run / HOST_FILE).is_file() else {}
+    return [*found, *((name, str(host[name])) for name in ("hardware", "versions") if name in host)]
+
+
+def duration(seconds: float) -> str:
+    """A number of seconds in its two largest units."""
+    units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+    parts, left = list[str](), max(0, round(seconds))
+    for name, size in units.items():
+        count, left = divmod(left, size)
+        if count or parts or name == "s":
+            parts.append(f"{count} {name}")
+    return " ".join(parts[:2])
+
+
+def _memory(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, Any] | None:
+    """A curve of bytes in the largest unit of which its highest point is at least one."""
+    label = name.removeprefix("memory_peak_bytes_").removesuffix("_max").replace("_", " ")
+    curve = _curve(rows, name, "", label)
+    if curve is None:
+        return None
+    highest = max(value for _, value in curve["points"])
+    unit, size = next((each for each in _UNITS if highest >= each[1]), _UNITS[-1])
+    return {**curve, "unit": unit, "points": [[step, value / size] for step, value in curve["points"]]}
 
 
 def _curve(rows: Sequence[Mapping[str, float]], training: str, held_out: str, label: str) -> dict[str, Any] | None:

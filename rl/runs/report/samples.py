@@ -38,15 +38,27 @@ def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, 
 
 
 def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
-    """The text of all turns, and the pieces of text that its tokens are, each with its log-prob."""
-    completions = [turn.completion for turn in rollout.turns]
-    tokens = [piece for completion in completions for piece in _pieces(completion.tokens, decode)]
-    logprobs = [round(p, 4) for completion in completions for p in completion.logprobs]
-    return {
-        "reward": rollout.reward,
-        "text": "\n".join(completion.text for completion in completions),
-        "tokens": [*zip(tokens, logprobs, strict=False)][:_MAX_TOKENS],
-    }
+    """The whole text, and its pieces in order.
+
+    A piece is [text of a sampled token, its log-prob], [message of the environment between two turns, null], or,
+    without `decode`, [text of a turn].
+    """
+    pieces: list[Sequence[Any]] = []
+    num_left = _MAX_TOKENS
+    for turn in rollout.turns:
+        if turn is not rollout.turns[0]:
+            pieces.append((turn.prompt or (decode(turn.prompt_tokens) if decode else ""), None))
+        if decode is None:
+            pieces.append((turn.completion.text,))
+            continue
+        shown = turn.completion.tokens[:num_left]
+        logprobs = (round(p, 4) for p in turn.completion.logprobs)
+        pieces += [*zip(_pieces(shown, decode), logprobs, strict=False)]
+        num_left -= len(shown)
+        if num_left == 0 and (more := rollout.num_sampled_tokens - _MAX_TOKENS):
+            pieces.append((f" ... and {more} more tokens",))
+            break
+    return {"reward": rollout.reward, "text": rollout.text, "tokens": pieces}
 
 
 class TokenSamples:
@@ -62,17 +74,16 @@ class TokenSamples:
         if not all("logprobs" in datum.loss_inputs for datum in batch):
             return
         for datum, p in [*zip(batch, output.logprobs, strict=True)][:_PER_STEP]:
-            scored = np.flatnonzero(datum.counted)[:_MAX_TOKENS]
-            columns = (datum.loss_inputs["target_tokens"], p, datum.loss_inputs["logprobs"])
-            tokens, ours, theirs = (np.asarray(column)[scored] for column in columns)
-            self._samples.append(
-                {
-                    "step": step,
-                    "tokens": tokens.tolist(),
-                    "trainer": np.round(ours.astype(float), 5).tolist(),
-                    "generator": np.round(theirs.astype(float), 5).tolist(),
-                }
+            scored = np.flatnonzero(datum.counted)
+            span = slice(scored[0], min(scored[-1] + 1, scored[0] + _MAX_TOKENS)) if len(scored) else slice(0)
+            sampled = datum.counted[span]
+            sides = (np.round(np.asarray(column, float)[span], 5) for column in (p, datum.loss_inputs["logprobs"]))
+            trainer, generator = (
+                [x if was_sampled else None for x, was_sampled in zip(side.tolist(), sampled, strict=True)]
+                for side in sides
             )
+            tokens = datum.loss_inputs["target_tokens"][span].tolist()
+            self._samples.append({"step": step, "tokens": tokens, "trainer": trainer, "generator": generator})
         kept = sorted({sample["step"] for sample in self._samples})[-_MAX_STEPS:]
         self._samples = [sample for sample in self._samples if sample["step"] in kept]
 
@@ -88,27 +99,30 @@ def read_token_samples(run: Path) -> list[dict[str, Any]]:
 
 
 def mismatch_samples(run: Path, decode: Decode | None) -> list[dict[str, Any]]:
-    """The recorded answers as [text, trainer's log-prob, generator's log-prob] of each token, the latest step first."""
+    """The recorded answers as [text, trainer's log-prob, generator's log-prob] of each token, the latest step first.
+
+    Both log-probs of a message of the environment are null.
+    """
     return [
-        {"step": sample["step"], "tokens": [*zip(_texts(sample, decode), *_sides(sample), strict=True)]}
-        for sample in reversed(read_token_samples(run))
+        {"step": sample["step"], "tokens": _both_sides(sample, decode)} for sample in reversed(read_token_samples(run))
     ]
 
 
-def _texts(sample: Mapping[str, Any], decode: Decode | None) -> list[str]:
-    return _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
+def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[str, float | None, float | None]]:
+    texts = _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
+    rows: list[tuple[str, float | None, float | None]] = []
+    for text, ours, theirs in zip(texts, sample["trainer"], sample["generator"], strict=True):
+        if ours is None and rows and rows[-1][1] is None:
+            rows[-1] = (rows[-1][0] + text, None, None)
+        else:
+            rows.append((text, ours, theirs))
+    return rows
 
 
-def _sides(sample: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    return sample["trainer"], sample["generator"]
-
-
-def _pieces(tokens: Sequence[int], decode: Decode | None) -> list[str]:
-    """The text that each token adds; none without `decode`."""
-    if decode is None:
-        return []
+def _pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds."""
     pieces: list[str] = []
-    for end in range(min(len(tokens), _MAX_TOKENS)):
+    for end in range(len(tokens)):
         start = max(0, end - _CONTEXT)
         before, after = decode(tokens[start:end]), decode(tokens[start : end + 1])
         pieces.append(after[len(before) :] if after.startswith(before) else decode([tokens[end]]))

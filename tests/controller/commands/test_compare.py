@@ -6,7 +6,8 @@ import pytest
 
 from controller.commands import cli
 from controller.commands.compare import comparison
-from rl.runs.folder import RunFolder
+from controller.commands.compare_seeds import configurations_of
+from rl.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 from tests.controller.commands.old_runs import old_run
 
 
@@ -74,13 +75,15 @@ def test_seeds_are_put_together_and_judged(tmp_path: Path, capsys: pytest.Captur
     fast = [_evaluated(tmp_path / f"f{i}", i, 0.3, end, rate=2e-5) for i, end in enumerate((0.61, 0.64, 0.58))]
     file = tmp_path / "both.png"
     assert _compare(*slow, *fast, "--plot", str(file)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("A  s0: mean 0.507, n = 3: 0.500 (seed 0, step 10), 0.550 (seed 1, step 10), ")
-    assert lines[2].startswith("B  learning_rate 2e-05: mean 0.610, n = 3: ")
-    assert lines[3] == (
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(
+        "final held-out reward: A learning_rate 1e-05: mean 0.507, n = 3: 0.500 (seed 0, step 10), 0.550 (seed 1, "
+    )
+    assert "B learning_rate 2e-05: mean 0.610, n = 3: " in said
+    assert (
         "B - A: +0.103, 95 % interval [+0.020, +0.187], p = 0.0271 (Welch's t-test over 3 and 3 seeds): significant at "
         "5 %."
-    )
+    ) in said
     pixels = plt.imread(file)
     assert pixels.shape[:2] == (672, 1152)
     for colour in ((0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)):  # both configurations are in the picture
@@ -92,11 +95,55 @@ def test_nothing_is_claimed_from_one_seed(tmp_path: Path, capsys: pytest.Capture
     others = [_evaluated(tmp_path / f"other{i}", i, 0.3, 0.9, rate=2e-5, steps=20) for i in range(2)]
     assert _compare(one, *others) == 0
     assert _compare(one, others[0]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "B - A: nothing can be claimed from 2 and 1 seeds, since each side needs at least two; `ownloop sweep" in out
     assert "nothing can be claimed from 1 and 1 seeds" in out
     assert "The last evaluations are after different numbers of steps, 10 to 20." in out
     assert "significant" not in out
+
+
+@pytest.mark.stranger("F6")
+@pytest.mark.parametrize("columns", [None, 80, 60, 200])
+def test_no_line_is_wider_than_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    for name, rate in (("one", 1e-5), ("other", 2e-5)):
+        folder = RunFolder(
+            tmp_path / name, {"seed": 0, "learning_rate": rate, "env": {"words": ["a word"] * 20 * (rate > 1e-5)}}
+        )
+        folder.log_metrics({"step": 0.0, "eval_reward": 1 / 3, "eval_reward_low": 0.0, "eval_reward_high": 1.0})
+        for step in range(1, 3):
+            names = ("reward_mean", "loss", "grad_norm", "seconds_step")
+            folder.log_metrics({"step": float(step), **dict.fromkeys(names, 1 / 3)})
+    assert _compare("--runs", str(tmp_path), "one", "other") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= (columns or 80)
+    tables = [line.split() for line in lines if line.startswith("  step")]
+    assert [word for table in tables for word in table if word not in ("step", "A", "B")] == [
+        "reward_mean",
+        "eval_reward",
+        "loss",
+        "grad_norm",
+        "seconds_step",
+    ]
+    assert len(tables) == {None: 2, 80: 2, 60: 3, 200: 1}[columns]
+
+
+@pytest.mark.stranger("F6")
+def test_all_configurations_are_named_in_the_same_way(tmp_path: Path) -> None:
+    rates = (1e-5, 2e-5, 1e-5)
+    runs = [Path(_evaluated(tmp_path / str(i), 0, 0.3, 0.5, rate=rate)) for i, rate in enumerate(rates)]
+    config = read_json(runs[2] / CONFIG_FILE)
+    write_json(runs[2] / CONFIG_FILE, {**config, "env": {"count": 5}})
+    assert [configuration.name for configuration in configurations_of(runs)] == [
+        "learning_rate 1e-05, env.count 4",
+        "learning_rate 2e-05, env.count 4",
+        "learning_rate 1e-05, env.count 5",
+    ]
+    assert [configuration.name for configuration in configurations_of(runs[:1])] == ["0"]
 
 
 def test_a_run_is_compared_with_its_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

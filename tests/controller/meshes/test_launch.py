@@ -14,6 +14,7 @@ from controller.meshes.errors import MeshError
 from controller.meshes.launch import Launcher, launch
 from controller.meshes.trainer_mesh import TrainerMesh
 from generator.config import GeneratorConfig
+from rl.runs.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.meshes.fake_ranks import FakeMesh, trainer_of
 from trainer.config import TrainerConfig
@@ -142,6 +143,28 @@ def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, mo
             assert (await launcher.restart_trainer()).mesh is meshes[1]
 
     asyncio.run(main())
+
+
+@pytest.mark.stranger("F8")
+def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
+    told: list[tuple[str, int, int]] = []
+
+    async def start(*_: object, **options: object) -> TrainerMesh:
+        if options["name"] == "broken":
+            raise MeshError("broken", "its processes did not start")
+        return trainer_of(FakeMesh(1), config)
+
+    monkeypatch.setattr("controller.meshes.trainer_mesh.TrainerMesh.launch", start)
+
+    async def main() -> None:
+        show_progress_with(lambda *progress: told.append(progress))
+        async with Launcher(tmp_path / "logs") as launcher:
+            starts = [launcher.trainer(config.model, config, name=name) for name in ("one", "broken", "other")]
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    asyncio.run(main())
+    assert told == [("one is ready", 1, 3), ("other is ready", 2, 3)]
 
 
 _STARTS = """

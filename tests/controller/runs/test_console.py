@@ -1,5 +1,6 @@
 import io
 import math
+import re
 
 import pytest
 import rich.console
@@ -33,21 +34,82 @@ def group(reward: float, text: str = "It is 4.") -> Group:
     return Group(problem_id="p", prompt="What is\n2+2?", rollouts=(rollout,))
 
 
-def shown(console_calls: list[tuple[object, ...]]) -> list[str]:
-    """The lines that a stream which is no terminal gets from these calls."""
-    stream = io.StringIO()
-    console = Console(stream)
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(
+    console_calls: list[tuple[object, ...]], stream: io.StringIO | None = None, seconds_between: float = 10.0
+) -> list[str]:
+    """The lines that a stream, by default one that is no terminal, gets from these calls."""
+    stream = stream or io.StringIO()
+    console = Console(stream, seconds_between=seconds_between)
     for name, *arguments in console_calls:
         getattr(console, str(name))(*arguments)
     return stream.getvalue().splitlines()
 
 
-def test_a_step_is_one_line_with_everything() -> None:
+def test_a_step_is_one_line_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     (line,) = shown([("step", METRICS, 40)])
     assert line == (
         " 3/40  reward 0.250±0.43  loss -0.0123  grad 1.23  lr 2e-05  mismatch 0.0312  tok/s 812/640"
         "  6.1 s (generate 3.2 train 2.5 push 0.0)"
     )
+
+
+@pytest.mark.stranger("F8")
+@pytest.mark.parametrize("columns", [None, 40, 80, 100, 120])
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+@pytest.mark.parametrize("changed", [{}, {"step": 12345.0, "reward_mean": -1234.5, "staleness_mean": 3.5, "loss": 1e6}])
+def test_a_steps_line_fits_the_terminal(
+    changed: dict[str, float], stream: type[io.StringIO], columns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns or stream is Terminal:  # without it, rich asks the terminal that the tests run in
+        monkeypatch.setenv("COLUMNS", str(columns or 80))
+    lines = shown([("step", {**METRICS, **changed}, 20_000), ("close",)], stream())
+    (line,) = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in lines if "reward" in line]
+    assert len(line) <= (columns or 80)
+    assert f"{int({**METRICS, **changed}['step'])}/20000" in line
+
+
+@pytest.mark.stranger("F8")
+def test_the_most_telling_parts_of_a_line_stay() -> None:
+    whole = step_line(METRICS, 40).plain
+    assert step_line(METRICS, 40, len(whole)).plain == whole
+    assert step_line(METRICS, 40, 80).plain == (
+        " 3/40  reward 0.250±0.43  loss -0.0123  grad 1.23  mismatch 0.0312  6.1 s"
+    )
+    assert step_line(METRICS, 40, 48).plain == " 3/40  reward 0.250±0.43  loss -0.0123  6.1 s"
+    only_times = {name: value for name, value in METRICS.items() if name == "step" or name.startswith("seconds")}
+    assert step_line(only_times, 40, 34).plain == " 3/40  6.1 s (generate 3.2)"
+
+
+@pytest.mark.stranger("F8")
+def test_progress_is_a_bar_with_a_percentage_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    calls = [("progress", "evaluating", done, 8) for done in range(9)]
+    text = "\n".join(shown([("phase", "starting"), *calls, ("close",)], Terminal()))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert re.search(r"evaluating +\S+ \d of 8 \(\d+ %\)", plain)
+    assert max(map(len, re.split(r"[\r\n]", plain))) <= 80
+
+
+@pytest.mark.stranger("F8")
+def test_progress_is_a_line_now_and_then_elsewhere() -> None:
+    starts = [("progress", f"{name} is ready", i, 2) for i, name in enumerate(("trainer", "generator"), start=1)]
+    evaluation = [("progress", "evaluating", done, 4) for done in range(5)]
+    ready = ["[00:00] trainer is ready: 1 of 2 (50 %)", "[00:00] generator is ready: 2 of 2 (100 %)"]
+    assert shown([*starts, *evaluation]) == ready
+    assert shown([*starts, *evaluation], seconds_between=0) == [
+        *ready,
+        *(f"[00:00] evaluating: {done} of 4 ({25 * done} %)" for done in range(1, 5)),
+    ]
 
 
 def test_what_is_missing_is_left_out() -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import contextvars
 import itertools
 import math
 import tracemalloc
@@ -14,6 +15,7 @@ from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, eval_sampling, evaluate
 from rl.rollouts.rendering import Renderer
+from rl.runs.timeline import show_progress_with
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 
@@ -77,6 +79,20 @@ def test_resampling_many_problems_takes_little_memory() -> None:
     tracemalloc.stop()
     assert interval.low < 9_999.5 < interval.high
     assert peak < 100e6  # all at once: 3.2 GB
+
+
+@pytest.mark.stranger("F8")
+def test_an_evaluation_says_how_many_problems_are_done() -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def main() -> None:
+        show_progress_with(lambda *progress: told.append(progress))
+        _evaluate(30)
+
+    contextvars.copy_context().run(main)
+    assert told == [("evaluating", done, 100) for done in range(101)]
+    _evaluate(30)  # nobody is told outside of that context
+    assert len(told) == 101
 
 
 def test_an_empty_answer_is_an_answer() -> None:

@@ -47,6 +47,19 @@ HARMLESS = {
     "read the controller's environment": "open('/proc/{pid}/environ').read()" + OUT,
     "call the C library": LIBC + "assert libc.system(b'touch {folder}/planted') == 0" + OUT,
     "leave a process behind": DETACH + "print('out')",
+    "open a network socket": "import socket\nsocket.socket()" + OUT,
+    "open a netlink socket": "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)" + OUT,
+    "keep memory in a memfd": "import os\nos.memfd_create('x')" + OUT,
+    "keep memory in System V": LIBC
+    + CALL
+    + "n = libc.shmget(0, 4096, 0o600)\ncall(n)\ncall(libc.shmctl(n, 0, None))"
+    + OUT,
+    "keep memory in a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 1 << 20)" + OUT,
+    "keep memory in a socket": "import socket\nsocket.socketpair()[0].setsockopt(1, socket.SO_SNDBUF, 1 << 20)" + OUT,
+    "watch files": LIBC + CALL + "call(libc.inotify_init1(0))" + OUT,
+    "ask for a personality": LIBC + CALL + "call(libc.personality(0xFFFFFFFF))" + OUT,
+    "choose a core": "import os\nos.sched_setaffinity(0, os.sched_getaffinity(0))" + OUT,
+    "read a priority back": "import os\nos.setpriority(0, 0, os.getpriority(0, 0))" + OUT,
     "share the machine's name": "import os\nassert os.readlink('/proc/self/ns/uts') == '{name_space}'" + OUT,
 }
 
@@ -57,7 +70,7 @@ HARMFUL = {
     "write beside the scratch folder": "open('/planted', 'w')" + OUT,
     "fill the scratch folder": "for i in range(100): open(str(i), 'wb').write(bytes(1 << 20))" + OUT,
     "fill the memory for files": "for i in range(100): open(f'/dev/shm/{{i}}', 'wb').write(bytes(1 << 20))" + OUT,
-    "make files without end": "for i in range(10**6): open(str(i), 'w').close()" + OUT,
+    "make files without end": "for i in range(10**9): open(str(i), 'w').close()" + OUT,
     "start processes without end": "import os\nwhile True: os.fork()" + OUT,
     "start twenty processes": "import os, time\nfor _ in range(20):\n    if os.fork() == 0: time.sleep(9)" + OUT,
     "take all memory": "x = []\nwhile True: x.append(bytearray(1 << 24))" + OUT,
@@ -85,7 +98,7 @@ HARMFUL = {
     "for fd in range(3, 10**4):\n    try: os.write(fd, b'x'); print('out')\n    except OSError: pass\nraise OSError",
 }
 
-ENDLESS = ("loop forever", "ignore all signals")
+ENDLESS = ("loop forever", "ignore all signals", "make files without end")
 
 
 @pytest.fixture

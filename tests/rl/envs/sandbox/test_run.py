@@ -78,6 +78,38 @@ def test_code_that_fails_says_why(sandbox: Sandbox, code: str, output: str) -> N
     assert result.output.startswith(output) or "No space left" in result.output, result
 
 
+@pytest.mark.stranger("F2")
+@pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise SystemExit", "exit()", "import os\nos._exit(0)"])
+def test_an_end_with_status_0_is_a_success(sandbox: Sandbox, code: str) -> None:
+    assert run(sandbox, f"print(1, flush=True)\n{code}") == SandboxResult(output="1", ok=True)
+
+
+def test_code_is_the_main_module_without_arguments(sandbox: Sandbox) -> None:
+    code = (
+        "import os, pickle, sys\nclass A: pass\n"
+        "assert type(pickle.loads(pickle.dumps(A()))) is A\nprint(sys.argv, dict(os.environ))"
+    )
+    assert run(sandbox, code) == SandboxResult(output="['-c'] {}", ok=True)
+
+
+START = {
+    "processes": "import os, time\ndef start():\n    if os.fork() == 0: time.sleep(600)\n",
+    "threads": "import os, threading, time\n"
+    "def start(): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+}
+
+
+@pytest.mark.stranger("F2")
+@pytest.mark.parametrize("limit", [0, 1, 8])
+@pytest.mark.parametrize("kind", START)
+@pytest.mark.parametrize("sandbox", REAL)
+def test_code_may_start_as_many_as_the_option_says(sandbox: Sandbox, kind: str, limit: int) -> None:
+    need(sandbox)
+    code = START[kind] + "n = 0\ntry:\n    while n < 99: start(); n += 1\nexcept Exception: os.write(1, b'%d' % n)\n"
+    call = run_python(code + "os._exit(0)", sandbox=sandbox, time_limit_s=LIMIT_S, max_processes=limit)
+    assert asyncio.run(call) == SandboxResult(output=str(limit), ok=True)
+
+
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "10 ** 10 ** 10"])
 def test_time_is_limited(sandbox: Sandbox, code: str) -> None:
     for limit_s in (0.3, 3.0, 30.0):  # a busy host may need longer to get as far as the code's first line

@@ -1,5 +1,6 @@
 """A run's folder with everything that a report shows, written as a run writes it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from rl.rollouts.episodes import group_to_data
 from rl.runs.folder import RunFolder
 from rl.runs.report.samples import TokenSamples
 from rl.runs.timeline import TIMELINE, Timeline
-from rl.types import ForwardBackwardOutput, Group
+from rl.types import ForwardBackwardOutput, Group, Turn
 from tests.rl.fakes import completion, single_turn
 
 NASTY = '</script><script>alert("x")</script><!-- &lt;'
@@ -18,6 +19,14 @@ def group(name: str, *answers: str, reward: float = 0.5) -> Group:
     """One rollout per answer."""
     rollouts = tuple(single_turn((1, 2), completion(text), reward=reward) for text in answers)
     return Group(problem_id=name, prompt=f"the prompt of {name}", rollouts=rollouts)
+
+
+def dialogue(name: str) -> Group:
+    """A rollout of two turns, with a message of the environment between them."""
+    played = group(name, "first")
+    second = Turn(prompt_tokens=(ord("n"), ord("o")), completion=completion("second"), prompt="no, again")
+    rollout = replace(played.rollouts[0], turns=(*played.rollouts[0].turns, second))
+    return replace(played, rollouts=(rollout,))
 
 
 def reported_run(path: Path, num_steps: int = 20) -> RunFolder:

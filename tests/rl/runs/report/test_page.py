@@ -1,5 +1,6 @@
 """The page of a run: what it holds, and what a browser makes of it."""
 
+import html
 import json
 import re
 import shutil
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rl.runs.folder import RunFolder, to_json
-from rl.runs.report.contents import report_contents
+from rl.runs.folder import HOST_FILE, METRICS, RunFolder, to_json, write_json
+from rl.runs.report.contents import duration, report_contents
 from rl.runs.report.page import write_report
-from tests.rl.runs.report.reported_runs import NASTY, reported_run
+from tests.rl.runs.report.reported_runs import NASTY, dialogue, reported_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -75,6 +76,58 @@ def test_what_a_report_holds(tmp_path: Path) -> None:
     assert sample == {"step": 20, "tokens": [("c", -1.25, -1.0), ("d", -1.25, -1.0)]}
 
 
+@pytest.mark.stranger("F6")
+def test_the_headline_has_change_duration_hardware_and_versions(tmp_path: Path) -> None:
+    run = reported_run(tmp_path / "a").path
+    write_json(run / HOST_FILE, {"hardware": "8 x GPU", "versions": "ownloop 1.0"})
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    timed = [json.dumps({**row, "time": 1000.0 + 400 * i}) for i, row in enumerate(rows)]
+    (run / METRICS).write_text("".join(f"{line}\n" for line in timed))
+    assert report_contents(run)["headline"] == [
+        ("held-out reward", "0.000 to 0.500, after 0 and 20 steps"),
+        ("duration", "2 h 26 min"),
+        ("hardware", "8 x GPU"),
+        ("versions", "ownloop 1.0"),
+    ]
+
+
+@pytest.mark.stranger("F6")
+@pytest.mark.parametrize(
+    ("rows", "headline"),
+    [
+        ([], []),
+        ([{"step": 1, "loss": 2.5}], [("training loss", "2.500 after 1 steps")]),
+        (
+            [{"step": i, "reward_mean": i / 4} for i in (1, 3)],
+            [("training reward", "0.250 to 0.750, after 1 and 3 steps")],
+        ),
+        ([{"step": 1, "time": 5, "seconds_step": 2}, {"step": 2, "time": 10}], [("duration", "7 s")]),
+    ],
+)
+def test_a_headline_leaves_out_what_is_not_known(tmp_path: Path, rows: list[Any], headline: list[Any]) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report_contents(folder.path)["headline"] == headline
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 s"), (59.6, "1 min 0 s"), (3600, "1 h 0 min"), (3 * 86400 + 7300, "3 d 2 h")]
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.stranger("F6")
+@pytest.mark.parametrize(
+    ("peak", "unit", "value"), [(5.6 * 2**30, "GiB", 5.6), (700 * 2**20, "MiB", 700), (2048, "KiB", 2), (3, "bytes", 3)]
+)
+def test_memory_is_in_a_unit_that_fits(tmp_path: Path, peak: float, unit: str, value: float) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    folder.log_metrics({"step": 1, "seconds_step": 1.0, "memory_peak_bytes_forward_max": peak})
+    (curve,) = report_contents(folder.path)["memory"]
+    assert (curve["unit"], curve["points"]) == (unit, [[1, pytest.approx(value)]])
+
+
 def test_a_report_of_a_long_run_is_no_larger(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     lines = (
@@ -128,3 +181,28 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     assert drawn.count('class="reward"') == 6
     (tip,) = re.findall(r'<div id="tip".*?>(.*?)</div>', drawn, re.DOTALL)
     assert tip == '"c"\ntrainer    -1.2500\ngenerator  -1.0000\ndifference -2.50e-1'
+
+
+@pytest.mark.stranger("F6")
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_narrow_page_is_no_wider_than_its_window_and_its_charts_are_legible(tmp_path: Path) -> None:
+    folder = reported_run(tmp_path / "a")
+    folder.log_rollouts(20, [dialogue("c")], split="eval")
+    folder.flush()
+    page = write_report(folder.path, _decode, "ownloop run mine").read_text()
+    measure = (
+        "const inner = frame.contentWindow, all = inner.document;"
+        "document.title = JSON.stringify({window: inner.innerWidth, page: all.documentElement.scrollWidth, overflow: "
+        "Math.max(...[...all.querySelectorAll('.card')].map(c => c.getBoundingClientRect().right)) - "
+        "all.getElementById('main').getBoundingClientRect().right, scales: "
+        "[...all.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width / s.viewBox.baseVal.width),"
+        "messages: [...all.querySelectorAll('div.message')].map(m => m.textContent)});"
+    )
+    frame = f'<iframe id="frame" width="400" height="900" srcdoc="{html.escape(page)}"></iframe>'
+    drawn = _drawn(f"<title></title>{frame}<script>frame.onload = () => {{{measure}}}</script>", tmp_path)
+    found = json.loads(html.unescape(re.findall(r"<title>(.*?)</title>", drawn)[0]))
+    assert found["page"] <= found["window"] == 400
+    assert found["overflow"] <= 0.5
+    assert len(found["scales"]) == 5
+    assert min(found["scales"]) > 0.8  # text of 11 pixels has 9 or more
+    assert found["messages"] == ["no, again"]
