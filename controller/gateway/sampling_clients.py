@@ -154,14 +154,10 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
     params = request.sampling_params
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise ValueError(f"num_samples is {request.num_samples}; it must be from 1 to {MAX_SAMPLES}")
-    if len(prompt) + (params.max_tokens or 1) > model.max_context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; the context holds "
-            f"{model.max_context}, which `ownloop serve --generator.max-model-len` sets"
-        )
+    max_tokens = _read_max_tokens(request, len(prompt), model)
     strings, tokens = _read_stop(params.stop)
     sampling = SamplingParams(
-        max_tokens=model.max_context - len(prompt) if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -173,6 +169,23 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
         topk_prompt_logprobs=request.topk_prompt_logprobs,
     )
     return prompt, sampling
+
+
+def _read_max_tokens(request: types.SampleRequest, num_prompt_tokens: int, model: ServedModel) -> int:
+    """The tokens to sample. Raises ValueError for more than the context has room for.
+
+    A prompt that fills the context can be scored: with `max_tokens` 1, as `compute_logprobs` sends it, or None.
+    """
+    max_tokens, room = request.sampling_params.max_tokens, model.max_context - num_prompt_tokens
+    if room == 0 and (request.prompt_logprobs or request.topk_prompt_logprobs):
+        room = 1
+    if room < (1 if max_tokens is None else max_tokens):
+        wanted = "" if max_tokens is None or room < 0 else f" and max_tokens is {max_tokens}"
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens{wanted}; the context holds {model.max_context}, which "
+            "`ownloop serve --generator.max-model-len` sets"
+        )
+    return room if max_tokens is None else max_tokens
 
 
 def _read_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
