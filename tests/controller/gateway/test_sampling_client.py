@@ -1,5 +1,6 @@
 """The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs."""
 
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from controller.gateway import sampling_clients
+from rl.tiny_models import tiny_llama
 from tests.controller.gateway.running_server import RunningServer, running_server
 from tests.controller.gateway.sdk import new_client, scores, train
 from tests.controller.gateway.toy_model import CONTEXT, END, VOCAB
@@ -79,6 +81,27 @@ def test_a_client_of_a_saved_path_samples_from_those_weights(server: RunningServ
     sampling: Any = server.client().create_sampling_client(model_path=path).result()
     np.testing.assert_allclose(scores(sampling), saved, rtol=1e-6)
     assert sampling.get_base_model() == "toy"
+
+
+@pytest.mark.stranger("E3")
+@pytest.mark.parametrize("num_slashes", [2, 3])
+def test_the_tokenizer_is_that_of_the_served_model(tmp_path: Path, num_slashes: int) -> None:
+    alias = "Qwen/Qwen3-8B-Base"
+    with tempfile.TemporaryDirectory(dir="/tmp" if num_slashes == 2 else tmp_path) as folder:
+        model = tiny_llama(Path(folder))
+        served = {"names": (str(model), "toy", alias), "tokenizer": str(model)}
+        with running_server(tmp_path / "server", **served) as server:
+            service = server.client()
+            training = service.create_lora_training_client(alias, rank=4).result()
+            path = training.save_weights_for_sampler("one").result().path
+            by_name = service.create_sampling_client(base_model=f"{model}/").result()
+            samplers: list[Any] = [training.save_weights_and_get_sampling_client().result(), by_name]
+            samplers += [service.create_sampling_client(model_path=path).result(), training]
+            for client in samplers:
+                assert client.get_tokenizer().encode("w3 w4 w5") == [3, 4, 5]
+            assert training.get_info().model_name == alias
+            again = service.create_lora_training_client(samplers[0].get_base_model(), rank=4).result()
+            assert scores(again) == scores(by_name)
 
 
 def test_samples_keep_the_stop_token_and_have_log_probs(server: RunningServer) -> None:
