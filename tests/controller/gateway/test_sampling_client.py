@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from controller.gateway import sampling_clients
 from rl.tiny_models import tiny_llama
@@ -162,6 +163,66 @@ def test_the_most_probable_tokens_of_a_prompt_come_with_their_log_probs(server: 
             assert [t for t, _ in row] == expected.indices[token].tolist()
             assert [p for _, p in row] == pytest.approx(expected.values[token].tolist())
         assert (output.prompt_logprobs is None) == (last_n is None)  # only if they are asked for
+
+
+def _targets(ids: Any, sparse: bool = False) -> Any:
+    tensor = torch.tensor(ids)
+    return types.TensorData.from_torch_sparse(tensor, pad_value=-1) if sparse else types.TensorData.from_torch(tensor)
+
+
+@pytest.mark.stranger("E4")
+def test_chosen_ids_at_chosen_positions_are_scored(server: RunningServer) -> None:
+    training = new_client(server)
+    train(training)
+    sampling: Any = training.save_weights_and_get_sampling_client().result()
+    kept: Any = server.host.generator.tables
+    (table,) = (kept[policy] for policy in kept if policy and policy[0].startswith(training.model_id[:16]))
+    expected, params = table.log_softmax(-1), types.SamplingParams(max_tokens=1)
+    prompt = [2, 3, 4, 5] * (CONTEXT // 4)
+    ids = [[-1] * 3 for _ in prompt[1:]]
+    ids[5], ids[-1] = [prompt[6], -1, 9], [7, 8, 7]
+    for sparse, sizes in ((False, {}), (True, {"include_prompt_logprobs": True})):
+        asked, whole = _targets(ids, sparse), types.ModelInput.from_ints(prompt)
+        output = sampling.sample(whole, 1, params, target_prompt_logprobs=asked, **sizes).result()
+        found = output.target_prompt_logprobs
+        assert (found.dtype, list(found.shape)) == ("float32", [CONTEXT - 1, 3])
+        assert (asked.sparse_crow_indices is not None, found.sparse_crow_indices is not None) == (sparse, sparse)
+        of_cells = [
+            0.0 if t < 0 else float(expected[p, t]) for p, row in zip(prompt[:-1], ids, strict=True) for t in row
+        ]
+        assert found.to_torch().flatten().tolist() == pytest.approx(of_cells, abs=1e-6)
+        assert (output.prompt_logprobs is None) == (not sparse)
+
+
+@pytest.mark.stranger("E4")
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([[3]], r"int64 of shape \[1, 1\]; it must be int64 of shape \[3, K\]"),
+        ([[3], [4], [16]], "has 16; token ids are from 0 to 15, and -1 asks for nothing"),
+        ([[3], [4], [-2]], "has -2"),
+    ],
+)
+def test_ids_that_cannot_be_scored_are_the_users_mistake(server: RunningServer, ids: Any, text: str) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    prompt, params = types.ModelInput.from_ints([2, 3, 4, 5]), types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match=f"target_prompt_logprobs .*{text}") as error:
+        sampling.sample(prompt, 1, params, target_prompt_logprobs=_targets(ids)).result()
+    assert error.value.category == "user"
+    assert scores(sampling)
+
+
+def test_scoring_ids_has_a_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_clients, "MAX_TARGET_TOKENS", 12)
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    prompt, params = types.ModelInput.from_ints([2, 3, 4, 5]), types.SamplingParams(max_tokens=1)
+    for ids, fits in (([[6, 6], [6, 7], [-1, 5]], True), ([[-1, 6], [6, 7], [6, 7]], False)):
+        asked = sampling.sample(prompt, 1, params, target_prompt_logprobs=_targets(ids))
+        if fits:
+            assert asked.result().target_prompt_logprobs.to_torch()[0].tolist() == pytest.approx([-np.log(VOCAB)] * 2)
+        else:
+            with pytest.raises(tinker.RequestFailedError, match="at most 12 tokens in all: ask for fewer"):
+                asked.result()
 
 
 @pytest.mark.parametrize(

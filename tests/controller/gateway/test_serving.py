@@ -91,7 +91,6 @@ def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None
     np.testing.assert_allclose(trained(other), untrained, atol=1e-5)
 
 
-@pytest.mark.stranger("E1")
 def test_what_fills_the_context_is_sampled_scored_and_trained_on(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
@@ -123,6 +122,24 @@ def test_what_fills_the_context_is_sampled_scored_and_trained_on(url: str) -> No
             client.sample(whole, 1, types.SamplingParams(max_tokens=2), **extra).result()
     with pytest.raises(tinker.RequestFailedError, match="the prompt has 65 tokens; the context holds 64"):
         client.compute_logprobs(types.ModelInput.from_ints([*tokens, 3])).result()
+
+
+def test_chosen_ids_have_the_log_probs_of_the_trainer(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=2).result()
+    step(training)
+    client = training.save_weights_and_get_sampling_client().result()
+    ids = [[-1] * 4 for _ in TOKENS[1:]]
+    ids[3], ids[-1] = [1, TOKENS[4], -1, 40], [9, 10, TOKENS[-1], 12]
+    target = types.TensorData(data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4])
+    one = types.SamplingParams(max_tokens=1)
+    output = client.sample(types.ModelInput.from_ints(TOKENS), 1, one, target_prompt_logprobs=target).result()
+    found = output.target_prompt_logprobs.to_numpy()
+    at_0 = np.maximum(ids, 0)
+    targets = types.TensorData(data=at_0.flatten().tolist(), dtype="int64", shape=list(at_0.shape))
+    pairs = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
+    of_trainer = training.forward([pairs], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    np.testing.assert_allclose(found, np.where(np.array(ids) < 0, 0, of_trainer), atol=1e-4)
 
 
 def test_an_old_client_drifts_exactly_0_through_4_steps_and_states_resume(url: str) -> None:
