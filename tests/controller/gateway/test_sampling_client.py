@@ -90,7 +90,7 @@ def test_the_tokenizer_is_that_of_the_served_model(tmp_path: Path, num_slashes: 
     alias = "Qwen/Qwen3-8B-Base"
     with tempfile.TemporaryDirectory(dir="/tmp" if num_slashes == 2 else tmp_path) as folder:
         model = tiny_llama(Path(folder))
-        served = {"names": (str(model), "toy", alias), "tokenizer": str(model)}
+        served: dict[str, Any] = {"names": (str(model), "toy", alias), "tokenizer": str(model)}
         with running_server(tmp_path / "server", **served) as server:
             service = server.client()
             training = service.create_lora_training_client(alias, rank=4).result()
