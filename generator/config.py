@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
 from rl.deadlines import Deadlines
-from rl.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config
+from rl.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config, rope_parameters
 from rl.lora import LivePolicy, Policy
 from rl.model_files import check_head, check_no_stray_weights
 from rl.types import Placement, SamplingParams, WeightTransport
@@ -85,7 +85,8 @@ class GeneratorConfig:
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     max_model_len: int = 2048
-    """The largest number of tokens of a prompt and its completion together."""
+    """The largest number of tokens of a prompt and its completion together. A prompt that is only scored, which is to
+    say with `max_tokens=1`, may fill it."""
     max_num_seqs: int = 32
     """Sequences that a replica samples at the same time; further ones wait."""
     num_threads: int = 1
@@ -175,13 +176,35 @@ def check_request(
     except TypeError:
         start = prompt_tokens[:20]
         raise ValueError(f"prompt_tokens starts with {start!r}; it must be token ids, which are integers") from None
-    total = len(tokens) + sampling.max_tokens
-    if total > config.max_model_len:
+    check_length(len(tokens), sampling.max_tokens, config, scores_prompt=sampling.scores_prompt)
+    return tokens
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int, config: GeneratorConfig, *, scores_prompt: bool) -> None:
+    """Raises ValueError if prompt and completion exceed the context, which a prompt that is only scored may fill."""
+    room, total = config.max_model_len, num_prompt_tokens + max_tokens
+    if scores_prompt and (num_prompt_tokens, max_tokens) == (room, 1):
+        room += room_to_score(config)
+    if total > room:
         raise ValueError(
-            f"a prompt of {len(tokens)} tokens and max_tokens={sampling.max_tokens} need {total}"
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens={max_tokens} need {total}"
             f" tokens; the generator's context holds {config.max_model_len} (GeneratorConfig.max_model_len)"
         )
-    return tokens
+
+
+def room_to_score(config: GeneratorConfig) -> int:
+    """Tokens by which vLLM's own context is longer than `max_model_len`: 1, or 0 where that would change log-probs.
+
+    vLLM scores a prompt only if it also samples a token after it. That token is sampled from the whole context, and
+    nothing is computed of it, so that no position lies beyond the model's own context.
+    """
+    model = read_config(config.model)
+    # vLLM takes the frequencies of "longrope" for long texts if its context is longer than the one before scaling.
+    by_length = rope_parameters(model).get("rope_type") in ("longrope", "su")
+    if by_length and config.max_model_len >= longest_context(model):
+        return 0
+    # Llama 4 scales attention if vLLM's context is longer than this.
+    return 0 if str(model.get("model_type")).startswith("llama4") and config.max_model_len == 32768 else 1
 
 
 def check_policy(policy: Policy, config: GeneratorConfig) -> None:

@@ -29,7 +29,6 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
                 f"SamplingParams.stop has {stop!r}, which is never found: {found!r} is a special token, which the text "
                 f"lacks; {found!r} alone can be a stop string"
             )
-    scores_prompt = sampling.prompt_logprobs or sampling.topk_prompt_logprobs > 0
     return vllm.SamplingParams(
         n=num_samples,
         max_tokens=sampling.max_tokens,
@@ -41,7 +40,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         logprobs=0,  # only those of the sampled tokens
-        prompt_logprobs=sampling.topk_prompt_logprobs if scores_prompt else None,
+        prompt_logprobs=sampling.topk_prompt_logprobs if sampling.scores_prompt else None,
         flat_logprobs=True,
         detokenize=bool(strings),  # token by token is slow, and only stop strings need it
         output_kind=RequestOutputKind.FINAL_ONLY,

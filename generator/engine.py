@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import patch_cpu
 from generator.backlog import Backlog, Queued
-from generator.config import GeneratorConfig, check_policy, check_pull, check_request
+from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
 from generator.engine_calls import EngineCalls
 from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
@@ -79,6 +79,11 @@ class GenerationEngine:
         return self._engine
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together, see `GeneratorConfig`. vLLM's own number may be larger."""
+        return self._config.max_model_len
+
+    @property
     def num_unfinished(self) -> int:
         """Samples that are running or waiting in vLLM."""
         return self._engine.get_num_unfinished_requests()
@@ -111,6 +116,8 @@ class GenerationEngine:
         self, prompt_tokens: Sequence[int], params: vllm.SamplingParams, *, policy: Policy = None
     ) -> AsyncGenerator[RequestOutput]:
         """Samples one prompt as vLLM's own parameters say, and yields vLLM's outputs. Raises as `generate` does."""
+        scores_prompt = params.prompt_logprobs is not None
+        check_length(len(prompt_tokens), params.max_tokens or 1, self._config, scores_prompt=scores_prompt)
         check_policy(policy, self._config)
         if params.seed is None:
             params.seed = secrets.randbits(31)

@@ -4,6 +4,7 @@ vLLM renders chats, checks requests, cuts streams into events and finds tool cal
 policy a request samples from is the caller's to say, and not the request's.
 """
 
+import copy
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any, cast
@@ -47,7 +48,7 @@ class OpenAIServing:
             "reasoning_parser": reasoning_parser,
         }
         try:
-            renderer = OnlineRenderer(llm.model_config, llm.renderer, **template)
+            renderer = OnlineRenderer(client.model_config, llm.renderer, **template)
             self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template)
         except Exception as error:  # vLLM's parsers raise what they like
             raise ValueError(
@@ -100,7 +101,8 @@ class _EngineClient:
     def __init__(self, engine: GenerationEngine, llm: LLMEngine) -> None:
         self._engine = engine
         self.vllm_config = llm.vllm_config
-        self.model_config = llm.model_config
+        self.model_config = copy.copy(llm.model_config)
+        self.model_config.max_model_len = engine.max_model_len
         self.renderer = llm.renderer
         self.input_processor = llm.input_processor
 

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from generator.config import LORA_RANKS, GeneratorConfig
+from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
 from rl.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.hf_config import read_config
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
@@ -28,6 +28,8 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the rank's own process
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a directory
+        # By `room_to_score`, vLLM's context may be longer than the model's by a token. `check_model` checks the rest.
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
     if config.lora is not None:
         # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, which is all that CPUs use.
@@ -65,12 +67,13 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
 
 def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`."""
+    max_model_len = config.max_model_len + room_to_score(config)
     options: dict[str, Any] = {
         "model": str(config.model),
         "load_format": "safetensors",  # by default vLLM prefers consolidated*.safetensors, of other names
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel,
-        "max_model_len": config.max_model_len,
+        "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "disable_log_stats": True,
@@ -86,7 +89,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "block_size": cpu_block_size(config.dtype),
             # A seeded request whose prompt is chunked crashes the engine: "CPU Generator does not use offset".
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, _MIN_BATCHED_TOKENS),
+            "max_num_batched_tokens": max(max_model_len, _MIN_BATCHED_TOKENS),
         }
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"

@@ -81,6 +81,11 @@ class SamplingParams:
         if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
             raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of the prompt are asked for."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

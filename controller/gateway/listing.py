@@ -113,7 +113,7 @@ async def sampler(sampler_id: str, door: Door) -> types.GetSamplerResponse:
     found = door.samplers.find(sampler_id)
     if found is None:
         raise HTTPException(404, door.samplers.missing(sampler_id))
-    return types.GetSamplerResponse(sampler_id=found.id, base_model=found.base_model, model_path=found.path)
+    return types.GetSamplerResponse(sampler_id=found.id, base_model=found.model.name_for_clients, model_path=found.path)
 
 
 @listing.get("/sessions/{session_id}")

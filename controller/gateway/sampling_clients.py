@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.gateway.answers import Answer, PendingAnswer
 from controller.gateway.served_model import ServedModel
 from controller.gateway.turns import answer
+from controller.gateway.wire import csr_rows
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 
@@ -18,7 +21,10 @@ MAX_SAMPLES = 1024
 """Completions of one request."""
 MAX_PER_SESSION = 1000
 """Sampling clients that a session may have. The next one takes the place of the oldest whose weights are not kept."""
-_UNSUPPORTED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+MAX_TARGET_TOKENS = 2**17
+"""Tokens that may be computed for the `target_prompt_logprobs` of one request."""
+_UNSUPPORTED = ("topk_sample_logprobs", "prompt_alt_tokens_k")
+_SCORE = SamplingParams(max_tokens=1, prompt_logprobs=True)
 _NO_LOGPROB = -99999.0
 """What the SDK takes for a position without log-probs of its most probable tokens."""
 
@@ -122,23 +128,31 @@ class SamplingClients:
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
         prompt, sampling = read_request(request, sampler.model)
+        targets = read_targets(request, prompt, sampler.model)
+        generate = sampler.model.generator.generate
         self.num_running += 1
         try:
             async with sampler.model.snapshots.use(sampler.policy):
-                completions = await sampler.model.generator.generate(
-                    prompt, sampling, request.num_samples, policy=sampler.policy
+                completions, *scored = await asyncio.gather(
+                    generate(prompt, sampling, request.num_samples, policy=sampler.policy),
+                    *(generate(text, _SCORE, policy=sampler.policy) for text in targets.texts),
                 )
         finally:
             self.num_running -= 1
         sampler.model.throughput.add("sampled", sum(len(completion.tokens) for completion in completions))
-        return Answer.protobuf(encode_completions(completions, request))
+        response = encode_completions(completions, request)
+        if (asked := request.target_prompt_logprobs) is not None:
+            response.target_prompt_logprobs.CopyFrom(_encode_targets(asked, targets.logprobs(scored)))
+        return Answer.protobuf(response.SerializeToString())
 
 
 def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list[int], SamplingParams]:
     """The prompt's tokens and how to sample. Raises ValueError naming what is not supported."""
     for name in _UNSUPPORTED:
         if getattr(request, name):
-            raise ValueError(f"{name} is not supported; prompt_logprobs and topk_prompt_logprobs are")
+            raise ValueError(
+                f"{name} is not supported; prompt_logprobs, topk_prompt_logprobs and target_prompt_logprobs are"
+            )
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, types.EncodedTextChunk):
             raise ValueError(f"the prompt has a chunk of kind {chunk.type}; this server samples from text only")
@@ -154,14 +168,10 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
     params = request.sampling_params
     if not 1 <= request.num_samples <= MAX_SAMPLES:
         raise ValueError(f"num_samples is {request.num_samples}; it must be from 1 to {MAX_SAMPLES}")
-    if len(prompt) + (params.max_tokens or 1) > model.max_context:
-        raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}; the context holds "
-            f"{model.max_context}, which `ownloop serve --generator.max-model-len` sets"
-        )
+    max_tokens = _read_max_tokens(request, len(prompt), model)
     strings, tokens = _read_stop(params.stop)
     sampling = SamplingParams(
-        max_tokens=model.max_context - len(prompt) if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -169,10 +179,112 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
         stop_token_ids=tokens,
         ignore_eos=params.stop is not None and len(params.stop) == 0,
         seed=params.seed,
-        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs=_scores_all(request),
         topk_prompt_logprobs=request.topk_prompt_logprobs,
     )
     return prompt, sampling
+
+
+def _scores_all(request: types.SampleRequest) -> bool:
+    """Whether the generator has to score the prompt's own tokens; a prompt that fills the context is only scored."""
+    return bool(request.prompt_logprobs) or request.target_prompt_logprobs is not None
+
+
+def _read_max_tokens(request: types.SampleRequest, num_prompt_tokens: int, model: ServedModel) -> int:
+    """The tokens to sample. Raises ValueError for more than the context has room for.
+
+    A prompt that fills the context can be scored: with `max_tokens` 1, as `compute_logprobs` sends it, or None.
+    """
+    max_tokens, room = request.sampling_params.max_tokens, model.max_context - num_prompt_tokens
+    if room == 0 and (_scores_all(request) or request.topk_prompt_logprobs):
+        room = 1
+    if room < (1 if max_tokens is None else max_tokens):
+        wanted = "" if max_tokens is None or room < 0 else f" and max_tokens is {max_tokens}"
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens{wanted}; the context holds {model.max_context}, which "
+            "`ownloop serve --generator.max-model-len` sets"
+        )
+    return room if max_tokens is None else max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The texts to score for `target_prompt_logprobs`: each is a beginning of the prompt and an id after it.
+
+    An id that the prompt itself has there is scored with the whole prompt.
+    """
+
+    cells: tuple[tuple[int, int] | None, ...] = ()
+    """For each cell that was sent, the indices of its text and of its log-prob there; None if it asks for nothing."""
+    texts: tuple[tuple[int, ...], ...] = ()
+
+    def logprobs(self, scored: Sequence[Sequence[Completion]]) -> NDArray[np.float32]:
+        """One for each cell, 0 where it asks for nothing. `scored` has the completions of each text."""
+        values = np.zeros(len(self.cells), np.float32)
+        for index, cell in enumerate(self.cells):
+            if cell is not None:
+                of_text = scored[cell[0]][0].prompt_logprobs
+                assert of_text is not None, "they were asked for"
+                values[index] = of_text[cell[1]]
+        return values
+
+
+def read_targets(request: types.SampleRequest, prompt: Sequence[int], model: ServedModel) -> Targets:
+    """What `target_prompt_logprobs` asks for. Raises ValueError for ids of other positions than the prompt's."""
+    asked, name = request.target_prompt_logprobs, "target_prompt_logprobs"
+    if asked is None:
+        return Targets()
+    shape = asked.shape or []
+    if asked.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt) - 1:
+        raise ValueError(
+            f"{name} is {asked.dtype} of shape {shape}; it must be int64 of shape [{len(prompt) - 1}, K], a row for "
+            "every token of the prompt but the first"
+        )
+    if asked.sparse_crow_indices is None:
+        if len(asked.data) != shape[0] * shape[1]:
+            raise ValueError(f"{name} has {len(asked.data)} values and shape {shape}; they must agree")
+        rows = np.repeat(np.arange(shape[0]), shape[1])
+    else:
+        try:
+            starts, columns = (
+                np.asarray(i or [], np.int64) for i in (asked.sparse_crow_indices, asked.sparse_col_indices)
+            )
+        except OverflowError:
+            raise ValueError(f"{name} has indices that are no 64-bit integers") from None
+        rows = csr_rows(name, starts, columns, len(asked.data), shape)
+    texts: dict[tuple[int, int] | None, tuple[int, ...]] = {}  # by row and id; None is the whole prompt
+    numbers: dict[tuple[int, int] | None, int] = {}
+    cells: list[tuple[int, int] | None] = []
+    num_tokens = 0
+    for row, token in zip(rows.tolist(), asked.data, strict=True):
+        if not isinstance(token, int) or not -1 <= token < model.vocab_size:
+            raise ValueError(
+                f"{name} has {token}; token ids are from 0 to {model.vocab_size - 1}, and -1 asks for nothing"
+            )
+        key = None if token == prompt[row + 1] else (row, token)
+        if token >= 0 and key not in texts:
+            texts[key] = tuple(prompt) if key is None else (*prompt[: row + 1], token)
+            numbers[key] = len(numbers)
+            num_tokens += len(texts[key])
+        if num_tokens > MAX_TARGET_TOKENS:
+            raise ValueError(
+                f"{name} has {len(asked.data)} cells for a prompt of {len(prompt)} tokens; every id is computed with "
+                f"the tokens before it, at most {MAX_TARGET_TOKENS} tokens in all: ask for fewer ids at a time"
+            )
+        cells.append((numbers[key], row) if token >= 0 else None)
+    return Targets(tuple(cells), tuple(texts.values()))
+
+
+def _encode_targets(asked: Any, logprobs: NDArray[np.float32]) -> messages.Tensor:
+    """A tensor of the request's shape and layout."""
+    tensor = messages.Tensor(dtype=messages.DTYPE_FLOAT32, shape=asked.shape)
+    if asked.sparse_crow_indices is None:
+        tensor.dense = logprobs.tobytes()
+    else:
+        tensor.sparse_csr.values = logprobs.tobytes()
+        tensor.sparse_csr.crow_indices = np.asarray(asked.sparse_crow_indices, np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.asarray(asked.sparse_col_indices, np.int64).tobytes()
+    return tensor
 
 
 def _read_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -186,7 +298,7 @@ def _read_stop(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(s for s in entries if isinstance(s, str)), tuple(t for t in entries if isinstance(t, int))
 
 
-def encode_completions(completions: list[Completion], request: types.SampleRequest) -> bytes:
+def encode_completions(completions: list[Completion], request: types.SampleRequest) -> messages.SampleResponse:
     """A `SampleResponse`. Positions of the prompt that have no log-prob, the first among them, are NaN."""
     last_n = request.prompt_logprobs_last_n
     response = messages.SampleResponse()
@@ -204,7 +316,7 @@ def encode_completions(completions: list[Completion], request: types.SampleReque
         if last_n is not None:
             logprobs[: len(logprobs) - last_n] = np.nan
         response.prompt_logprobs = logprobs.tobytes()
-    return response.SerializeToString()
+    return response
 
 
 def _encode_topk(rows: Sequence[Sequence[tuple[int, float]]], last_n: int | None) -> messages.TopkLogprobs:

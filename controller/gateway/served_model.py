@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from controller.gateway.snapshots import Snapshots
 from controller.gateway.throughput import Throughput
@@ -46,6 +47,16 @@ class ServedModel:
     """Begins a full fine-tuning; None if the server was started without room for one."""
     throughput: Throughput = field(default_factory=Throughput)
 
+    @property
+    def name_for_clients(self) -> str:
+        """The model's name in answers from which clients load a tokenizer: where the tokenizer is, not an alias.
+
+        The SDK takes a name with two slashes for a variant of a model, and leaves out the variant. A directory with two
+        slashes gets a third one at its end.
+        """
+        is_taken_apart = Path(self.tokenizer).is_absolute() and self.tokenizer.count("/") == 2
+        return f"{self.tokenizer}/" if is_taken_apart else self.tokenizer
+
 
 class ServedModels:
     """The models of a server."""
@@ -70,6 +81,8 @@ class ServedModels:
 
     def find(self, name: str) -> ServedModel:
         """The model of this name. Raises ValueError, naming those that there are, for any other."""
+        if Path(name).is_absolute():
+            name = str(Path(name))  # without a slash at its end
         if name not in self._by_name:
             raise ValueError(f"base_model is {name!r}; this server serves {', '.join(self.names)}")
         return self._by_name[name]

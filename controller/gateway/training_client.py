@@ -186,7 +186,7 @@ class TrainingClient:
 
     def describe(self) -> types.GetInfoResponse:
         """What `get_info` answers."""
-        data = types.ModelData(arch=None, model_name=self.run.base_model, tokenizer_id=self.model.tokenizer)
+        data = types.ModelData(arch=None, model_name=self.model.name_for_clients, tokenizer_id=self.model.tokenizer)
         return types.GetInfoResponse(
             type="get_info",
             model_data=data,

@@ -203,22 +203,30 @@ def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:
 def _from_sparse(field: str, values: NDArray[Any], csr: messages.SparseCsr, shape: tuple[int, ...]) -> NDArray[Any]:
     starts = _from_bytes(field, csr.crow_indices, np.int64)
     columns = _from_bytes(field, csr.col_indices, np.int64)
+    rows = csr_rows(field, starts, columns, len(values), shape)
+    dense = np.zeros(shape, values.dtype)
+    dense[rows, columns] = values
+    return dense
+
+
+def csr_rows(
+    field: str, starts: NDArray[np.int64], columns: NDArray[np.int64], num_values: int, shape: Sequence[int]
+) -> NDArray[np.int64]:
+    """The row of every value of a sparse matrix. Raises ValueError if its indices do not describe one."""
     # A few bytes could ask for any amount of memory: a sparse tensor is at most 1,024 targets wide.
     consistent = (
         len(shape) == 2
         and 0 < shape[1] <= 1024
         and len(starts) == shape[0] + 1
-        and len(columns) == len(values)
+        and len(columns) == num_values
         and starts[0] == 0
-        and starts[-1] == len(values)
+        and starts[-1] == num_values
         and bool((np.diff(starts) >= 0).all())
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not consistent:
         raise ValueError(f"{field} is not a sparse CSR matrix [N, K] of shape {list(shape)} with K at most 1024")
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
-    return dense
+    return np.repeat(np.arange(shape[0]), np.diff(starts))
 
 
 def _from_bytes(field: str, data: bytes, dtype: Any) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from controller.hosts.host_groups import Hosts, Tell
 from controller.meshes.adapters import BoundGenerator
 from controller.meshes.launch import Launcher
-from generator.config import GeneratorConfig
+from generator.config import GeneratorConfig, room_to_score
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
@@ -125,8 +125,8 @@ async def measure_parity(
     `models` are the directories of the trainer's and the generator's model, `hosts` where they run. Raises ValueError
     for a prompt that leaves no room in the context, and whatever the two raise as they start.
     """
-    # The generator scores an answer by sampling one more token.
-    room = generator.max_model_len - max(map(len, prompts)) - 1
+    # The generator scores an answer by sampling one more token, for which most contexts have room of their own.
+    room = generator.max_model_len - max(map(len, prompts)) - 1 + room_to_score(replace(generator, model=models[1]))
     if room < 1:
         raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves max_model_len no room for an answer")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))

@@ -79,6 +79,30 @@ def test_an_architecture_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
     GeneratorConfig(model=model, max_model_len=32).check_model()  # unproven, which the trainer warns of
 
 
+@pytest.mark.stranger("E1")
+@pytest.mark.parametrize(
+    ("changes", "max_model_len", "room"),
+    [
+        ({}, 128, 1),
+        ({"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, 63, 1),
+        ({"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, 64, 0),
+        ({"model_type": "llama4_text"}, 32768, 0),
+        ({"model_type": "llama4_text"}, 32767, 1),
+    ],
+)
+def test_a_context_is_longer_by_a_token_where_that_changes_nothing(
+    tmp_path: Path, changes: dict[str, Any], max_model_len: int, room: int
+) -> None:
+    model = served_llama(tmp_path / "model", tied=True)
+    config = json.loads((model / "config.json").read_text())
+    if "rope_scaling" in changes:
+        del config["rope_parameters"]
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    assert engine_options(GeneratorConfig(model=model, max_model_len=max_model_len))["max_model_len"] == (
+        max_model_len + room
+    )
+
+
 def test_engine_args_have_the_last_word(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = GeneratorConfig(model=model, max_model_len=128, engine_args={"block_size": 64, "seed": 3})

@@ -103,6 +103,31 @@ def test_prompt_logprobs_on_request_are_those_of_transformers(engine: Generation
     np.testing.assert_allclose(found[:, :, 1], top.values, atol=1e-4)
 
 
+@pytest.mark.stranger("E1")
+@pytest.mark.parametrize("length", [127, 128])
+def test_a_prompt_that_fills_the_context_is_scored(engine: GenerationEngine, model: Path, length: int) -> None:
+    prompt = [3 + i * i % 50 for i in range(length)]
+    expected = _reference_logprobs(model, prompt[:1], prompt[1:])
+    for asked in (
+        SamplingParams(max_tokens=1, prompt_logprobs=True),
+        SamplingParams(max_tokens=1, topk_prompt_logprobs=2),
+    ):
+        for completion in _generate(engine, prompt, asked, 2):
+            np.testing.assert_allclose(
+                completion.prompt_logprobs or (), expected[range(length - 1), prompt[1:]], atol=1e-4
+            )
+            sampled = _reference_logprobs(model, prompt, completion.tokens)[0, completion.tokens[0]]
+            assert completion.logprobs[0] == pytest.approx(float(sampled), abs=1e-4)
+        with pytest.raises(
+            ValueError, match=f"a prompt of {length} tokens and max_tokens={130 - length} .*context holds 128"
+        ):
+            _generate(engine, prompt, replace(asked, max_tokens=130 - length))
+    assert (
+        len(_generate(engine, prompt[:-1], SamplingParams(max_tokens=129 - length, ignore_eos=True))[0].tokens)
+        == 129 - length
+    )
+
+
 def test_samples_that_share_blocks_of_their_prompt_have_its_logprobs(engine: GenerationEngine, model: Path) -> None:
     prompt = [3 + i * i % 50 for i in range(2 * 16 + 9)]  # two whole blocks, and a rest that every sample computes
     for completion in _generate(engine, prompt, SamplingParams(max_tokens=20, seed=5), 4):

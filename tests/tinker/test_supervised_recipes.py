@@ -1,6 +1,8 @@
 """Supervised recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_supervised_recipes.py`."""
 
+import ast
 import math
+import os
 import subprocess
 from pathlib import Path
 from statistics import fmean
@@ -81,3 +83,36 @@ def test_dpo_begins_at_ln_2_and_falls(server: Server, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(math.log(2), abs=1e-3)
     if learns():
         assert losses[-1] < losses[0] - 0.05
+
+
+_DECISION = """
+import asyncio, sys, tinker
+from tinker_cookbook import renderers
+from tinker_cookbook.recipes.decisions import Decision, DecisionRenderer, decision_choice_datums, sample_decision
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+async def main(model):
+    service = tinker.ServiceClient()
+    training = await service.create_lora_training_client(model, rank=8)
+    renderer = DecisionRenderer(renderers.get_renderer("qwen3_instruct", get_tokenizer(model)))
+    decision = Decision("What is the capital of France?", [("rome", ""), ("paris", "in France"), ("oslo", "")])
+    for _ in range(2):
+        client = await training.save_weights_and_get_sampling_client()
+        print(await sample_decision(client, renderer.render(decision)))
+        for _ in range(4):
+            await training.forward_backward(decision_choice_datums(renderer, [(decision, "oslo")]), "cross_entropy")
+            await training.optim_step(tinker.AdamParams(learning_rate=1e-3))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_decisions_are_scored_and_learned(server: Server, tmp_path: Path) -> None:
+    env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1"}
+    command = [str(locked_python(LOCK)), "-c", _DECISION, str(server.model)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (ast.literal_eval(line) for line in done.stdout.splitlines())
+    assert list(first) == ["rome", "paris", "oslo"]
+    assert sum(first.values()) == pytest.approx(1, abs=1e-5)
+    assert second["oslo"] > first["oslo"]

@@ -75,6 +75,13 @@ def _bodies(known: Known) -> dict[str, dict[str, Any]]:
             "prompt_logprobs": True,
             "prompt_logprobs_last_n": 1,
             "topk_prompt_logprobs": 0,
+            "target_prompt_logprobs": {
+                "data": [3],
+                "dtype": "int64",
+                "shape": [1, 1],
+                "sparse_crow_indices": [0, 1],
+                "sparse_col_indices": [0],
+            },
         },
         "create_model": {
             "session_id": known.session,

@@ -4,8 +4,9 @@ import asyncio
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,9 @@ def running_server(
     needs_key: bool = False,
     limits: Limits | None = None,
     tls: tuple[Path, Path] | tuple[None, None] = (None, None),
+    **served: Any,
 ) -> Generator[RunningServer]:
-    """Starts a server of the toy model, and ends it with the block."""
+    """Starts a server of the toy model, and ends it with the block. `served` are fields of `ServedModel`."""
     listener = listen("127.0.0.1", 0)
     listener.listen()  # requests may come before the server accepts them
     started: list[RunningServer] = []
@@ -60,7 +62,8 @@ def running_server(
 
     async def serve() -> None:
         host = ToyHost()
-        gateway = Gateway([with_whole_models(host.served(folder / "recovery", max_snapshots), host, num_whole)], folder)
+        model = with_whole_models(host.served(folder / "recovery", max_snapshots), host, num_whole)
+        gateway = Gateway([replace(model, **served)], folder)
         keys = Keys(folder)
         app = make_app(gateway, keys, limits or Limits(), needs_key=needs_key, poll_s=poll_s)
         options = uvicorn.Config(

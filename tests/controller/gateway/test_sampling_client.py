@@ -1,13 +1,16 @@
 """The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs."""
 
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from controller.gateway import sampling_clients
+from rl.tiny_models import tiny_llama
 from tests.controller.gateway.running_server import RunningServer, running_server
 from tests.controller.gateway.sdk import new_client, scores, train
 from tests.controller.gateway.toy_model import CONTEXT, END, VOCAB
@@ -81,6 +84,27 @@ def test_a_client_of_a_saved_path_samples_from_those_weights(server: RunningServ
     assert sampling.get_base_model() == "toy"
 
 
+@pytest.mark.stranger("E3")
+@pytest.mark.parametrize("num_slashes", [2, 3])
+def test_the_tokenizer_is_that_of_the_served_model(tmp_path: Path, num_slashes: int) -> None:
+    alias = "Qwen/Qwen3-8B-Base"
+    with tempfile.TemporaryDirectory(dir="/tmp" if num_slashes == 2 else tmp_path) as folder:
+        model = tiny_llama(Path(folder))
+        served: dict[str, Any] = {"names": (str(model), "toy", alias), "tokenizer": str(model)}
+        with running_server(tmp_path / "server", **served) as server:
+            service = server.client()
+            training = service.create_lora_training_client(alias, rank=4).result()
+            path = training.save_weights_for_sampler("one").result().path
+            by_name = service.create_sampling_client(base_model=f"{model}/").result()
+            samplers: list[Any] = [training.save_weights_and_get_sampling_client().result(), by_name]
+            samplers += [service.create_sampling_client(model_path=path).result(), training]
+            for client in samplers:
+                assert client.get_tokenizer().encode("w3 w4 w5") == [3, 4, 5]
+            assert training.get_info().model_name == alias
+            again = service.create_lora_training_client(samplers[0].get_base_model(), rank=4).result()
+            assert scores(again) == scores(by_name)
+
+
 def test_samples_keep_the_stop_token_and_have_log_probs(server: RunningServer) -> None:
     sampling: Any = server.client().create_sampling_client(base_model="toy").result()
     params = types.SamplingParams(max_tokens=60, seed=1)
@@ -139,6 +163,66 @@ def test_the_most_probable_tokens_of_a_prompt_come_with_their_log_probs(server: 
             assert [t for t, _ in row] == expected.indices[token].tolist()
             assert [p for _, p in row] == pytest.approx(expected.values[token].tolist())
         assert (output.prompt_logprobs is None) == (last_n is None)  # only if they are asked for
+
+
+def _targets(ids: Any, sparse: bool = False) -> Any:
+    tensor = torch.tensor(ids)
+    return types.TensorData.from_torch_sparse(tensor, pad_value=-1) if sparse else types.TensorData.from_torch(tensor)
+
+
+@pytest.mark.stranger("E4")
+def test_chosen_ids_at_chosen_positions_are_scored(server: RunningServer) -> None:
+    training = new_client(server)
+    train(training)
+    sampling: Any = training.save_weights_and_get_sampling_client().result()
+    kept: Any = server.host.generator.tables
+    (table,) = (kept[policy] for policy in kept if policy and policy[0].startswith(training.model_id[:16]))
+    expected, params = table.log_softmax(-1), types.SamplingParams(max_tokens=1)
+    prompt = [2, 3, 4, 5] * (CONTEXT // 4)
+    ids = [[-1] * 3 for _ in prompt[1:]]
+    ids[5], ids[-1] = [prompt[6], -1, 9], [7, 8, 7]
+    for sparse, sizes in ((False, {}), (True, {"include_prompt_logprobs": True})):
+        asked, whole = _targets(ids, sparse), types.ModelInput.from_ints(prompt)
+        output = sampling.sample(whole, 1, params, target_prompt_logprobs=asked, **sizes).result()
+        found = output.target_prompt_logprobs
+        assert (found.dtype, list(found.shape)) == ("float32", [CONTEXT - 1, 3])
+        assert (asked.sparse_crow_indices is not None, found.sparse_crow_indices is not None) == (sparse, sparse)
+        of_cells = [
+            0.0 if t < 0 else float(expected[p, t]) for p, row in zip(prompt[:-1], ids, strict=True) for t in row
+        ]
+        assert found.to_torch().flatten().tolist() == pytest.approx(of_cells, abs=1e-6)
+        assert (output.prompt_logprobs is None) == (not sparse)
+
+
+@pytest.mark.stranger("E4")
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([[3]], r"int64 of shape \[1, 1\]; it must be int64 of shape \[3, K\]"),
+        ([[3], [4], [16]], "has 16; token ids are from 0 to 15, and -1 asks for nothing"),
+        ([[3], [4], [-2]], "has -2"),
+    ],
+)
+def test_ids_that_cannot_be_scored_are_the_users_mistake(server: RunningServer, ids: Any, text: str) -> None:
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    prompt, params = types.ModelInput.from_ints([2, 3, 4, 5]), types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match=f"target_prompt_logprobs .*{text}") as error:
+        sampling.sample(prompt, 1, params, target_prompt_logprobs=_targets(ids)).result()
+    assert error.value.category == "user"
+    assert scores(sampling)
+
+
+def test_scoring_ids_has_a_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_clients, "MAX_TARGET_TOKENS", 12)
+    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
+    prompt, params = types.ModelInput.from_ints([2, 3, 4, 5]), types.SamplingParams(max_tokens=1)
+    for ids, fits in (([[6, 6], [6, 7], [-1, 5]], True), ([[-1, 6], [6, 7], [6, 7]], False)):
+        asked = sampling.sample(prompt, 1, params, target_prompt_logprobs=_targets(ids))
+        if fits:
+            assert asked.result().target_prompt_logprobs.to_torch()[0].tolist() == pytest.approx([-np.log(VOCAB)] * 2)
+        else:
+            with pytest.raises(tinker.RequestFailedError, match="at most 12 tokens in all: ask for fewer"):
+                asked.result()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,57 @@ def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None
     np.testing.assert_allclose(trained(other), untrained, atol=1e-5)
 
 
+def test_what_fills_the_context_is_sampled_scored_and_trained_on(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    client = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(TOKENS)
+    (sample,) = client.sample(prompt, 1, types.SamplingParams(seed=1, stop=[])).result().sequences
+    tokens = [*TOKENS, *sample.tokens]
+    assert len(tokens) == 64
+    whole, one = types.ModelInput.from_ints(tokens), types.SamplingParams(max_tokens=1)
+    scored = client.compute_logprobs(whole).result()
+    assert len(scored) == 64
+    targets = types.TensorData(data=tokens[1:], dtype="int64", shape=[63])
+    pairs = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": targets})
+    of_trainer = training.forward([pairs], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    np.testing.assert_allclose(scored[1:], of_trainer, atol=1e-4)
+    np.testing.assert_allclose(scored[len(TOKENS) :], sample.logprobs, atol=1e-4)
+    output = client.sample(whole, 2, one, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    np.testing.assert_allclose(output.prompt_logprobs[1:], scored[1:], atol=1e-5)
+    assert len(output.topk_prompt_logprobs) == 64
+    question: Any = [{"role": "user", "content": "w3 w4"}]
+    chat = openai_client(url).chat.completions.create(model="tiny", messages=question, extra_body={"ignore_eos": True})
+    assert chat.usage.total_tokens == 64
+    echoed = openai_client(url).completions.create(model="tiny", prompt=tokens, max_tokens=0, echo=True, logprobs=0)
+    assert len(echoed.choices[0].logprobs.token_logprobs) == 64
+    for extra in ({}, {"include_prompt_logprobs": True}):
+        with pytest.raises(
+            tinker.RequestFailedError, match="the prompt has 64 tokens and max_tokens is 2; the context"
+        ):
+            client.sample(whole, 1, types.SamplingParams(max_tokens=2), **extra).result()
+    with pytest.raises(tinker.RequestFailedError, match="the prompt has 65 tokens; the context holds 64"):
+        client.compute_logprobs(types.ModelInput.from_ints([*tokens, 3])).result()
+
+
+def test_chosen_ids_have_the_log_probs_of_the_trainer(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+    training = service.create_lora_training_client("tiny", rank=4, seed=2).result()
+    step(training)
+    client = training.save_weights_and_get_sampling_client().result()
+    ids = [[-1] * 4 for _ in TOKENS[1:]]
+    ids[3], ids[-1] = [1, TOKENS[4], -1, 40], [9, 10, TOKENS[-1], 12]
+    target = types.TensorData(data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4])
+    one = types.SamplingParams(max_tokens=1)
+    output = client.sample(types.ModelInput.from_ints(TOKENS), 1, one, target_prompt_logprobs=target).result()
+    found = output.target_prompt_logprobs.to_numpy()
+    at_0 = np.maximum(ids, 0)
+    targets = types.TensorData(data=at_0.flatten().tolist(), dtype="int64", shape=list(at_0.shape))
+    pairs = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
+    of_trainer = training.forward([pairs], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    np.testing.assert_allclose(found, np.where(np.array(ids) < 0, 0, of_trainer), atol=1e-4)
+
+
 def test_an_old_client_drifts_exactly_0_through_4_steps_and_states_resume(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
