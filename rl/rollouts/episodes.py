@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
-from rl.rollouts.rendering import Renderer, prompt_text
+from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -73,7 +73,8 @@ async def rollout_group(
     `sampling.max_tokens` limits each turn. When the context has no room for another turn, the episode ends as truncated
     and has the reward of its last observation. A call of the environment that raises, takes more than `time_limit_s`
     seconds or returns something invalid fails its rollout only, and `Group.failures` says why. An exception of the
-    generator is raised and cancels the other rollouts.
+    generator is raised and cancels the other rollouts, and so is a `ChatTemplateError` for a model whose chat template
+    is not fit for several turns.
     """
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
@@ -172,6 +173,8 @@ class _Player:
             raise EnvironmentFailedError(f"its prompt is {forms[chat]} and its observation {forms[not chat]}")
         try:
             return self.renderer.encode_reply(reply.messages, answer.tokens)
+        except ChatTemplateError:  # of the model: no episode of several turns can be played
+            raise
         except Exception as error:  # not a message, or one that the chat template refuses
             raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
 

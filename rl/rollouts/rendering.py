@@ -1,26 +1,61 @@
-"""Renders prompts and replies to tokens with the model's own tokenizer. Sampled tokens are never tokenised again."""
+"""Renders prompts and replies to tokens with the model's own tokenizer. Sampled tokens are never tokenised again.
+
+    prompt           answer     reply                                      answer
+    ... assistant\n  42<end>    \n ... user\nAgain<end>\n ... assistant\n  43<end>
+
+A chat template renders whole chats only. So what it puts in front of an answer and behind it is read off a short chat
+whose answer is a mark. The contents of messages are text: a control token that a user's or a tool's message spells out
+is encoded as the characters that it is written with.
+"""
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rl.hf_config import end_token_ids, read_config
 from rl.protocols import Problem, Prompt
-from rl.rollouts.tokenizer import load_tokenizer
+from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
 from rl.types import REASONING
 
-_MARK = "ownloop-marks-an-answer"  # stands for the model's answer in a rendered chat
+# Stands for an answer in a rendered chat. A template that changes answers changes this: it has both cases, digits, a
+# line break and two spaces, and is longer than what a template might cut answers to.
+_MARK = "\n".join(f"Ownloop's mark  of an answer, line {number}." for number in range(20))
+_ANSWER = {"role": "assistant", "content": _MARK}
+_QUESTION = {"role": "user", "content": "3141592653589793"}  # digits, which no template changes
 _LONGEST_OPENING = 64  # tokens that surely hold a delimiter of reasoning and the blanks after it
+Message = Mapping[str, Any]
+_TRUSTED_ROLES = ("system", "developer", "assistant")
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template does not show where an answer begins and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A chat as text. `hidden` maps characters in it to the control tokens that messages spell out."""
+
+    text: str
+    hidden: Mapping[str, str]
 
 
 class Renderer:
     """Encodes prompts, replies between two turns, and given completions, for one model."""
 
-    def __init__(self, model: Path, max_model_len: int | None = None) -> None:
-        """`model` is a Hugging Face directory with a tokenizer; `max_model_len` is the generator's context length."""
+    def __init__(self, model: Path, max_model_len: int | None = None, *, date: datetime | None = None) -> None:
+        """`model` is a Hugging Face directory with a tokenizer; `max_model_len` is the generator's context length.
+
+        `date` is the time that a chat template sees which asks for it (`strftime_now`), the present by default. A
+        renderer keeps it, so that its prompts stay the same at midnight.
+        """
         self._tokenizer = load_tokenizer(model)
+        self._text = TextEncoder(self._tokenizer)
         self._model = model
+        self._date = datetime.now().astimezone() if date is None else date
         self.max_model_len = max_model_len
         """Most tokens of a whole episode; None leaves the limit to the generator."""
 
@@ -32,14 +67,16 @@ class Renderer:
     def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """The tokens of a prompt, in which the chat template shows these tools, given as JSON schemas.
 
-        Raises ValueError for a chat if the model has no chat template, and for tools if the template shows none.
+        Text begins with the tokenizer's start tokens, once. Raises ValueError for a chat if the model has no chat
+        template, and for tools if the template shows none.
         """
         if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt, add_special_tokens=True))
-        plain = tuple(self._apply_template(prompt, tokenize=True, return_dict=False))
+            return self._text.beginning(prompt)
+        chat = _messages(prompt)
+        plain = self._encode(self._render(chat))
         if not tools:
             return plain
-        shown = tuple(self._apply_template(prompt, tokenize=True, return_dict=False, tools=[*tools]))
+        shown = self._encode(self._render(chat, tools))
         if shown == plain:
             raise ValueError(
                 "the model's chat template shows no tools; ToolEnv.show_tools 'system' describes them in a message"
@@ -62,54 +99,175 @@ class Renderer:
     def encode_reply(self, reply: Prompt, answer_tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the model's answer, which ends in `answer_tokens`, and its next answer.
 
-        Text is encoded as it is. Messages are put through the chat template, which first closes the model's turn; the
-        closing token is left out if the model has sampled it. Raises ValueError as `encode` does.
+        Messages are put through the chat template, which first closes the model's turn; the closing is left out if the
+        model has closed its turn itself, with any token at which the generator stops. Text is encoded as it is, except
+        for an end token that the model has sampled already. Raises ValueError as `encode` does, and
+        `ChatTemplateError` for a template that does not show an earlier answer unchanged.
         """
         if isinstance(reply, str):
-            return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
-        tokens = self._after_answer(reply)
-        already_closed = len(answer_tokens) > 0 and tokens[:1] == (answer_tokens[-1],)
-        return tokens[1:] if already_closed else tokens
-
-    def _after_answer(self, reply: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """The tokens that the chat template puts after an answer to which `reply` follows."""
-        # A template renders whole chats only. So a short chat is rendered, and what follows its answer is taken.
-        chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *reply]
-        text = str(self._apply_template(chat, tokenize=False))
-        return tuple(self._tokenizer.encode(text.rpartition(_MARK)[2], add_special_tokens=False))
-
-    def _apply_template(self, chat: Prompt, **options: Any) -> Any:
-        if not self._tokenizer.chat_template:
-            raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
-        messages = [dict(message) for message in chat if not isinstance(message, str)]
-        prefilled = messages[-1]["role"] == "assistant"  # the model continues this message
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not prefilled, continue_final_message=prefilled, **options
-        )
+            tokens = self._text.continuation(reply)
+            return tokens[tokens[:1] == (*answer_tokens[-1:],) and tokens[0] in self._stops :]
+        messages = _messages(reply)
+        mark = _MARK
+        while _as_json(mark)[1:-1] in _as_json(messages):
+            mark += "'"
+        rendered = self._render([_QUESTION, {"role": "assistant", "content": mark}, *messages])
+        tokens = self._text.rendered(self._behind(mark, rendered.text), rendered.hidden, continues=True)
+        return tokens[self._num_closing(tokens, answer_tokens) :]
 
     def encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
         """The tokens of a given answer to the prompt and the end token, as if the model had sampled them.
 
-        The end token is the tokenizer's `eos_token`. After a chat it is the token with which the chat template closes a
-        turn, if the generator stops at that: the two differ in Gemma 3 and Phi 3. The answer is tokenised apart from
-        the prompt, as in sampling. Raises ValueError for a tokenizer without an end token: nothing would teach the
-        model to stop.
+        After a chat they are the tokens with which the chat template shows the answer as the last message. So they
+        begin with what the template puts between the prompt and an answer, such as a channel or an empty thought,
+        unless the completion begins with that itself. They end with the token that ends a turn, if the generator stops
+        at that, and otherwise with the tokenizer's `eos_token`: the two differ in Gemma 3 and Phi 3. A completion that
+        ends with an end token gets no other. The answer is tokenised apart from the prompt, as in sampling.
+
+        Raises `ChatTemplateError` as `encode_reply` does, and ValueError for a tokenizer without an end token: nothing
+        would teach the model to stop.
         """
-        end = self._tokenizer.eos_token_id if isinstance(prompt, str) else self._end_of_turn
-        if end is None:
+        chat = () if isinstance(prompt, str) else _messages(prompt)
+        end = self._end_of_turn if chat else self._end_of_text
+        if not end:
             raise ValueError("the model's tokenizer has no end token (eos_token), which a completion must end with")
-        return (*self._tokenizer.encode(completion, add_special_tokens=False), end)
+        text = _led(self._lead(chat), completion) if chat else completion
+        ended = self._text.continuation(text.rstrip())
+        if ended and ended[-1] in self._stops:
+            return ended
+        if chat and ended and ended[-1] in self._closers:  # the template's, at which the generator does not stop
+            return ended[:-1] + end
+        return self._text.continuation(text) + end
+
+    def _num_closing(self, tokens: Sequence[int], answer_tokens: Sequence[int]) -> int:
+        """The number of tokens before a reply that close the answer, if the model has closed it itself, and else 0."""
+        closing = self._closing
+        last = answer_tokens[-1] if len(answer_tokens) else None
+        if not closing or last not in self._control or tuple(tokens[: len(closing) - 1]) != closing[:-1]:
+            return 0
+        shown = tokens[len(closing) - 1]
+        # Where the model has stopped with another end token than the template's, that one is left out, too. Unless it
+        # is more than an end: GLM's answers end with the token that begins the next message.
+        replaced = last in self._stops and shown == closing[-1] and shown in self._closers
+        return len(closing) if shown == last or replaced else 0
 
     @functools.cached_property
-    def _end_of_turn(self) -> int | None:
-        """The token that ends an answer in a chat.
+    def _stops(self) -> frozenset[int]:
+        """The tokens at which the generator stops."""
+        return frozenset(end_token_ids(self._model, read_config(self._model))) | {*self._end_of_text}
+
+    @functools.cached_property
+    def _control(self) -> frozenset[int]:
+        return self._stops | {*self._text.control_tokens, *self._tokenizer.all_special_ids}
+
+    @property
+    def _end_of_text(self) -> tuple[int, ...]:
+        end = self._tokenizer.eos_token_id
+        return () if end is None else (end,)
+
+    @functools.cached_property
+    def _closing(self) -> tuple[int, ...]:
+        """The tokens from an answer to the first control token behind it, if that is in front of the next question."""
+        after = self._behind(_MARK, self._render([_QUESTION, _ANSWER, _QUESTION]).text)
+        between, found, _ = after.partition(_QUESTION["content"])
+        return self._up_to_control(between if found else "")
+
+    @functools.cached_property
+    def _closers(self) -> frozenset[int]:
+        """The control tokens that the template puts behind the last message of a chat."""
+        asked = self._render([_QUESTION], opened=False).text.rpartition(_QUESTION["content"])[2]
+        return self._control & {*self._text.continuation(asked), *self._text.continuation(self._behind_last)}
+
+    @functools.cached_property
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """The tokens behind the last answer, up to the one that ends it.
 
         A model that learned to end with a token at which the generator does not stop would never stop. An example is
         `<|im_end|>` in Qwen's base models, which have the template of the instruct models; `eos_token` ends those.
         """
-        stops_at = end_token_ids(self._model, read_config(self._model))
-        after = self._after_answer([{"role": "user", "content": "-"}])
-        return after[0] if after and after[0] in stops_at else self._tokenizer.eos_token_id
+        for closing in (self._up_to_control(self._behind_last), self._closing):
+            if closing and closing[-1] in self._stops:
+                return closing
+        return self._end_of_text
+
+    @functools.cached_property
+    def _behind_last(self) -> str:
+        return self._behind(_MARK, self._render([_QUESTION, _ANSWER], opened=False).text)
+
+    def _up_to_control(self, text: str) -> tuple[int, ...]:
+        """The tokens of a continuation up to the first control token, or none."""
+        tokens = self._text.continuation(text)
+        position = next((i for i, token in enumerate(tokens) if token in self._control), -1)
+        return tokens[: position + 1]
+
+    def _lead(self, chat: Sequence[Message]) -> str:
+        """The text that the template puts between the prompt and an answer to it."""
+        if chat[-1]["role"] == "assistant":  # the answer continues this message
+            return ""
+        before, whole = self._render(chat).text, self._render([*chat, _ANSWER], opened=False).text
+        self._behind(_MARK, whole)
+        return whole[len(before) : whole.index(_MARK)] if whole.startswith(before) else ""
+
+    def _behind(self, mark: str, text: str) -> str:
+        """What follows the answer in a rendered chat. Raises `ChatTemplateError` unless it is there once, unchanged."""
+        _, found, after = text.partition(mark)
+        if found and mark not in after:
+            return after
+        if found:
+            fault = "shows an earlier answer more than once"
+        elif mark.casefold() in text.casefold():
+            fault = "changes upper and lower case in earlier answers"
+        elif "".join(mark.split()) in "".join(text.split()):
+            fault = "changes white space in earlier answers"
+        elif mark[:20] in text:
+            fault = "cuts earlier answers off, or changes characters in them"
+        else:
+            fault = "leaves earlier answers out, or changes them"
+        raise ChatTemplateError(
+            f"the chat template of {self._model} {fault}, so that nothing says where an answer ends; a template that "
+            "shows earlier answers unchanged is needed here"
+        )
+
+    def _render(self, chat: Sequence[Message], tools: Sequence[Message] = (), *, opened: bool = True) -> _Rendered:
+        """The chat as the template shows it. `opened` is for an answer of the model to follow."""
+        if not self.has_chat_template:
+            raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
+        hidden: dict[str, str] = {}
+        used = _as_json([chat, tools])
+        trusted = [message["role"] in _TRUSTED_ROLES for message in chat]
+        messages = [
+            dict(message) if trust else self._text.hide(message, hidden, used)
+            for message, trust in zip(chat, trusted, strict=True)
+        ]
+        more = {"tools": self._text.hide([*tools], hidden, used)} if tools else {}
+        prefilled = opened and chat[-1]["role"] == "assistant"  # the model continues this message
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=opened and not prefilled,
+            continue_final_message=prefilled,
+            strftime_now=self._date.strftime,
+            **more,
+        )
+        return _Rendered(text, hidden)
+
+    def _encode(self, rendered: _Rendered) -> tuple[int, ...]:
+        return self._text.rendered(rendered.text, rendered.hidden)
+
+
+def _messages(chat: Prompt) -> list[Message]:
+    return [dict(message) for message in chat if not isinstance(message, str)]
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _led(lead: str, completion: str) -> str:
+    """The completion after `lead`, unless it begins with the lead's first tag or white space itself."""
+    tag, end, _ = lead.strip().partition(">")
+    begins = completion.lstrip().startswith(tag + end) if tag else completion.startswith(lead)
+    return completion if begins else lead + completion
 
 
 def prompt_text(prompt: Prompt) -> str:

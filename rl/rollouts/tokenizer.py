@@ -1,10 +1,11 @@
-"""Loads a model's tokenizer without importing what no tokenizer needs, and decodes what a model sampled."""
+"""Loads a model's tokenizer without needless imports, encodes text, and decodes what a model sampled."""
 
 import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl.hf_config import read_config
 from rl.startup import without_garbage_collection
@@ -79,3 +80,110 @@ def said_tokens(tokenizer: Any) -> frozenset[int]:
         for number, text in special_tokens(tokenizer).items()
         if number not in borders and (text in delimiters or text not in chat)
     )
+
+
+class TextEncoder:
+    """Turns text into tokens at three places: where a sequence begins, after other text, and in a rendered chat."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is what `load_tokenizer` returns."""
+        self._tokenizer = tokenizer
+        self.control_tokens = special_tokens(tokenizer)
+        """Id -> text of the tokens that structure a sequence and are no text."""
+
+    def beginning(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text that begins a sequence: once with the tokenizer's start tokens, without its end tokens.
+
+        The text may begin with the start tokens itself.
+        """
+        tokens, start = self._encode(text), self._start_tokens
+        return tokens if tokens[: len(start)] == start else start + tokens
+
+    def continuation(self, text: str, *, plain: bool = False) -> tuple[int, ...]:
+        """The tokens of a text that follows other text. With `plain`, control tokens in it are text like all other.
+
+        Some tokenizers (Llama 2, Mistral 7B) put a space in front of every text, which does not belong between two. So
+        a character is put there, and its tokens are left out. If the text's first token swallows the character, the
+        text is encoded alone.
+        """
+        for character in "a1" if self._tokenizer.is_fast else "":
+            tokens, places = self._encode_with_places(character + text, plain=plain)
+            if not any(start < 1 < end for start, end in places):
+                return tuple(token for token, (start, _) in zip(tokens, places, strict=True) if start >= 1)
+        return self._encode(text, plain=plain)
+
+    def rendered(self, text: str, hidden: Mapping[str, str], *, continues: bool = False) -> tuple[int, ...]:
+        """The tokens of a chat, or of one's end, which `continues` other text.
+
+        `hidden` maps characters in it to the texts of control tokens: see `hide`. A stretch between two control tokens
+        that holds such a text is encoded as plain text.
+        """
+        if not any(character in text for character in hidden):
+            return self.continuation(text) if continues else self._encode(text)
+        tokens: list[int] = []
+        begin = 0  # of the stretch, among the characters
+        stretch: list[int] = []
+        found, places = self._encode_with_places(text)
+        for token, (start, end) in [*zip(found, places, strict=True), (None, (len(text), len(text)))]:
+            if token is not None and token not in self.control_tokens:
+                stretch.append(token)
+                continue
+            shown = _replace(text[begin:start], hidden)
+            if begin == 0 and not continues:
+                stretch = stretch if shown == text[:start] else [*self._encode(shown, plain=True)]
+            elif begin == 0 or shown != text[begin:start]:
+                stretch = [*self.continuation(shown, plain=True)]
+            tokens += stretch if token is None else [*stretch, token]
+            begin, stretch = end, []
+        return tuple(tokens)
+
+    def hide(self, value: Any, hidden: dict[str, str], used: str) -> Any:
+        """The value, in whose strings a character stands for each text of a control token. Adds these to `hidden`.
+
+        They are characters for private use that do not occur in `used`. Lists and mappings are searched through.
+        """
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: _stand_in(match[0], hidden, used), value)
+        if isinstance(value, Mapping):
+            items = cast("Mapping[str, Any]", value).items()
+            return {name: self.hide(item, hidden, used) for name, item in items}
+        if isinstance(value, list | tuple):
+            return [self.hide(item, hidden, used) for item in cast("Sequence[Any]", value)]
+        return value
+
+    def _encode(self, text: str, *, plain: bool = False) -> tuple[int, ...]:
+        options = {"split_special_tokens": True} if plain else {}
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, **options))
+
+    def _encode_with_places(self, text: str, *, plain: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of the text, and the first character of each and the one after its last."""
+        options = {"split_special_tokens": True} if plain else {}
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **options)
+        return encoding["input_ids"], encoding["offset_mapping"]
+
+    @functools.cached_property
+    def _start_tokens(self) -> tuple[int, ...]:
+        encoding = self._tokenizer("a", return_special_tokens_mask=True)
+        marks: list[int] = encoding["special_tokens_mask"]
+        return tuple(encoding["input_ids"][: marks.index(0)]) if 0 in marks else ()
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.control_tokens.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _stand_in(text: str, hidden: dict[str, str], used: str) -> str:
+    for character, hides in hidden.items():
+        if hides == text:
+            return character
+    free = (chr(number) for number in range(0xF0000, 0xFFFFE))  # a plane of characters for private use
+    character = next(character for character in free if character not in used and character not in hidden)
+    hidden[character] = text
+    return character
+
+
+def _replace(text: str, hidden: Mapping[str, str]) -> str:
+    for character, hides in hidden.items():
+        text = text.replace(character, hides)
+    return text

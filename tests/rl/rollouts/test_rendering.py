@@ -8,7 +8,7 @@ import pytest
 
 from rl.protocols import Done, Episode, Observation, Prompt, Reply
 from rl.rollouts.episodes import rollout_group, rollout_to_datum
-from rl.rollouts.rendering import Renderer
+from rl.rollouts.rendering import ChatTemplateError, Renderer
 from rl.tiny_models import tiny_llama
 from rl.types import REASONING, Completion, SamplingParams
 
@@ -130,3 +130,15 @@ def test_sampled_tokens_are_never_tokenised_again(renderer: Renderer, chat: bool
     datum = rollout_to_datum(rollout, 1.0)
     assert (*datum.tokens, datum.loss_inputs["target_tokens"][-1]) == prompt + said[0] + between + said[1]
     assert datum.loss_inputs["weights"].sum() == len(said[0]) + len(said[1])
+
+
+@pytest.mark.stranger("C9")
+def test_a_template_unfit_for_turns_ends_the_step(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content | upper }}{% endfor %}"
+    )
+    generator: Any = Verbatim([(5,)], ["w5"])
+    group = rollout_group(generator, Renderer(model), Asking(chat=True), SamplingParams(max_tokens=8), 1)
+    with pytest.raises(ChatTemplateError, match="upper and lower case"):
+        asyncio.run(group)
