@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import math
+import sys
 import traceback
 from collections.abc import Generator, Iterable, Sequence
 from importlib.metadata import distributions
@@ -78,6 +79,15 @@ def first_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + more
+
+
+def see_working_directory() -> None:
+    """Has Python find the modules of the working directory, behind all others: the user's own have no path.
+
+    `python -m` looks there first. Here a file `types.py` that lies there must change nothing.
+    """
+    if "" not in sys.path:
+        sys.path.append("")
 
 
 @contextlib.contextmanager

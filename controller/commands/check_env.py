@@ -2,14 +2,13 @@
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from controller.commands.command import FAILED, Commands, refuse
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
-from rl.checks import errors_of_user_code
+from rl.checks import errors_of_user_code, see_working_directory
 
 if TYPE_CHECKING:
     from rl.protocols import Env
@@ -46,8 +45,7 @@ def load_env(name: str) -> "Env":
         if env is None:
             raise ValueError(f"recipe {name} has no environment")
         return env
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
+    see_working_directory()
     with errors_of_user_code(f"environment {name!r} cannot be made"):
         found: Any = getattr(importlib.import_module(module), attribute)
         made: Any = found() if callable(found) else found

@@ -32,6 +32,7 @@ from controller.commands import (
 from controller.commands import list as list_recipes
 from controller.commands.command import USAGE
 from controller.commands.recipes import HelpRequestedError
+from rl.checks import see_working_directory
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command. Returns the exit status."""
+    see_working_directory()  # a recipe's fields name environments, losses, rewards and tools
     try:
         resuming = any(word.partition("=")[0] in ("--resume", "--fork") for word in arguments)
         parser, commands = _parser(resuming=resuming)

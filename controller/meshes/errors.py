@@ -61,6 +61,13 @@ class HostsOverError(HostLostError):
     """All hosts of a run are gone, and none comes back before the run begins again: their job has ended."""
 
 
+class ArgumentsError(ValueError):
+    """An argument of a call cannot be sent to a process, or be read there, such as a loss whose module is not found.
+
+    Nothing has been computed: the mesh's state is as it was.
+    """
+
+
 class PolicyLostError(ValueError):
     """A frozen version that only a dead generator had. Its successor found it no longer published."""
 

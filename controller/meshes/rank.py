@@ -4,6 +4,13 @@ For each of its own calls, Monarch 0.7.0 opens a port for the answer and keeps a
 which is 9 MB a minute in a run of short steps. A call here is a message that has no port of its own. Its answer comes
 through a port that the actor was given once, as an argument. Remove when Monarch's own calls keep nothing;
 `tests/e2e/test_mesh.py` measures what a call keeps.
+
+    controller                         a rank's process
+    arguments -> bytes --- message --> bytes -> arguments -> endpoint
+    result  <- bytes <----- port ----- bytes <- result, or what was raised
+
+Both sides pickle by themselves, because Monarch ends an actor whose message it cannot unpickle. Here that is an error
+of the call: a loss of the user's whose module a process cannot import costs nothing but that call.
 """
 
 import asyncio
@@ -15,9 +22,11 @@ from functools import partial
 from traceback import format_exception
 from typing import Any, ClassVar
 
+import cloudpickle  # as Monarch: it takes functions and classes of a script or a notebook
 from monarch.actor import Actor, ActorError, Channel, Port, PortReceiver, endpoint
 
 from controller.meshes.calls import ProcessDiedError
+from controller.meshes.errors import ArgumentsError
 
 
 class Answering(Actor):
@@ -36,19 +45,19 @@ class Answering(Actor):
         """Never answers, so its caller is told by Monarch when the actor dies."""
 
     @endpoint
-    async def answer_through_port(
-        self, call_id: int, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Runs the endpoint `verb` and sends `(call_id, result, error)` through the open port.
+    async def answer_through_port(self, call_id: int, verb: str, arguments: bytes) -> None:
+        """Runs the endpoint `verb` and sends `(call_id, answer, error)` through the open port.
 
-        As in Monarch's own calls, later ones wait for an `@endpoint` and do not wait for a `@concurrent_endpoint`.
+        `arguments` are the pickled arguments, `answer` is the pickled result or exception, and `error` is the exception
+        in words, or None. As in Monarch's own calls, later ones wait for an `@endpoint` and do not wait for a
+        `@concurrent_endpoint`.
         """
         declared: Any = getattr(type(self), verb)
         if not declared._explicit_response_port:
-            await _answer(self._port, call_id, partial(declared._method, self, *args, **kwargs))
+            await _answer(self._port, call_id, partial(_call, verb, partial(declared._method, self), arguments))
             return
         # Monarch wraps a concurrent endpoint in a function that takes its response port.
-        call = partial(declared._method.__wrapped__, self, *args, **kwargs)
+        call = partial(_call, verb, partial(declared._method.__wrapped__, self), arguments)
         task = asyncio.create_task(_answer(self._port, call_id, call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -59,23 +68,46 @@ def answering(actor: type[Actor]) -> type[Actor]:
     return type(actor.__name__, (Answering, actor), {"__doc__": actor.__doc__, "__module__": __name__})
 
 
+async def _call(verb: str, method: Callable[..., Awaitable[Any]], arguments: bytes) -> Any:
+    try:
+        args, kwargs = pickle.loads(arguments)
+    except (Exception, SystemExit) as error:  # whatever the modules do that it imports
+        raise ArgumentsError(
+            f"{verb}: a process cannot read an argument of the call: {type(error).__name__}: {error}; what an argument "
+            "needs must be in a module that the process finds, in the script's folder, the working directory or one of "
+            "PYTHONPATH"
+        ) from error
+    return await method(*args, **kwargs)
+
+
 async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
     try:
-        port.send((call_id, await call(), None))
+        port.send((call_id, cloudpickle.dumps(await call()), None))
     except BaseException as error:
-        port.send((call_id, None, _portable(error)))
+        port.send((call_id, _portable(error), _text(error)))
         if not isinstance(error, Exception):
             raise
 
 
-def _portable(error: BaseException) -> ActorError:
-    """The error with its traceback as text; another one in its place if it does not survive pickling."""
-    wrapped = ActorError(error)
+def _portable(error: BaseException) -> bytes:
+    """The error with its traceback as text, pickled; another one in its place if it does not survive that."""
     try:
-        pickle.loads(pickle.dumps(wrapped))
+        packed = cloudpickle.dumps(ActorError(error))
+        pickle.loads(packed)
     except Exception:
-        wrapped = ActorError(RuntimeError(f"{type(error).__name__}: {error}"))
-        wrapped.exception_formatted = "".join(format_exception(error))
+        packed = cloudpickle.dumps(_in_words(*_text(error)))
+    return packed
+
+
+def _text(error: BaseException) -> tuple[str, str]:
+    """The error in a line, and with its traceback."""
+    return f"{type(error).__name__}: {error}", "".join(format_exception(error))
+
+
+def _in_words(message: str, formatted: str) -> ActorError:
+    """An error in place of one whose class this process or another one lacks."""
+    wrapped = ActorError(RuntimeError(message))
+    wrapped.exception_formatted = formatted
     return wrapped
 
 
@@ -87,7 +119,7 @@ class Verb:
     name: str
 
     def call_one(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
-        """Sends the call at once. The future holds its result.
+        """Sends the call at once. The future holds its result. Raises `ArgumentsError` for what cannot be pickled.
 
         The future raises `ActorError`, which holds the exception that the endpoint raised, and Monarch's
         `SupervisionError` if the process dies. Cancelling it does not reach the endpoint.
@@ -128,7 +160,11 @@ class Rank:
         if self._end is not None:
             _fail(answer, self._end)
             return answer
-        self._actor.answer_through_port.broadcast(call_id, verb, args, kwargs)
+        try:
+            arguments = cloudpickle.dumps((args, kwargs))
+        except Exception as error:
+            raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
+        self._actor.answer_through_port.broadcast(call_id, verb, arguments)
         self._waiting[call_id] = answer
         answer.add_done_callback(lambda _: self._waiting.pop(call_id, None))
         return answer
@@ -148,14 +184,20 @@ class Rank:
 
     async def _read(self, receiver: PortReceiver[Any]) -> None:
         while True:
-            call_id, result, error = await receiver.recv()
+            call_id, packed, error = await receiver.recv()
             answer = self._waiting.get(call_id)
             if answer is None or answer.done():  # nobody waits for it any more
                 continue
+            try:
+                content = pickle.loads(packed)
+            except (Exception, SystemExit) as unreadable:  # its class is known to the rank's process alone
+                fault, formatted = _text(unreadable)
+                _fail(answer, _in_words(*(error or (f"an answer cannot be read here: {fault}", formatted))))
+                continue
             if error is None:
-                answer.set_result(result)
+                answer.set_result(content)
             else:
-                _fail(answer, error)
+                _fail(answer, content)
 
     async def _watch(self, opened: Awaitable[None]) -> None:
         await opened

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +21,7 @@ from rl.startup import import_patiently, without_garbage_collection
 from rl.transformers_import import hasten_transformers
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
+_MODULE_FOLDERS = "OWNLOOP_MODULE_FOLDERS"
 
 
 class RankProcess(SPMDActor):
@@ -52,9 +55,16 @@ def command_of_rank(
 
     def command(point: Any) -> BootstrapCommand:
         own = {**place.env(point.rank, log_files), _LOG_FILE: str(place.log_file(point.rank, log_files))}
-        return default_bootstrap_cmd().with_env({**env, **own})
+        return default_bootstrap_cmd().with_env({**env, **own, _MODULE_FOLDERS: os.pathsep.join(module_folders())})
 
     return command
+
+
+def module_folders() -> list[str]:
+    """The folders in which this process finds modules of the user's, such as that of the script that it runs."""
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = [Path(entry).absolute() for entry in sys.path]
+    return [str(each) for each in folders if each.is_dir() and not any(map(each.is_relative_to, installed))]
 
 
 async def prepare_ranks(processes: Any, address: str, port: int) -> None:
@@ -83,5 +93,7 @@ def _prepare_process() -> None:
     os.dup2(log, 2)
     os.close(log)
     answer_stack_signal()
+    # Behind all others: a user's module has no name of a package that this process needs.
+    sys.path += [each for each in os.environ[_MODULE_FOLDERS].split(os.pathsep) if each and each not in sys.path]
     defer_compiler()
     hasten_transformers()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from controller.meshes.gpus import gpu_env
 from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
@@ -139,7 +141,7 @@ class TrainerMesh:
 
     def local_batches(self, plan: BatchPlan, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
         """The micro-batches of every rank. Ranks of one data-parallel group (TP, PP, CP) get the same ones."""
-        local_batches = plan.split(batch)
+        local_batches = plan.split([_plain(datum) for datum in batch])
         return [local_batches[self.config.data_parallel_rank(rank)] for rank in range(self.config.num_ranks)]
 
     def merge(self, plan: BatchPlan, outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
@@ -159,6 +161,15 @@ class TrainerMesh:
             entropy=plan.restore(entropies) if entropies else None,
             metrics=metrics,
         )
+
+
+def _plain(datum: Datum) -> Datum:
+    """The datum without types of the user's, which one rank might not know while the others compute."""
+    arrays = (datum.tokens, *datum.loss_inputs.values())
+    if type(datum) is Datum and type(datum.loss_inputs) is dict and all(type(each) is np.ndarray for each in arrays):
+        return datum
+    inputs = {str(name): np.asarray(array) for name, array in datum.loss_inputs.items()}
+    return Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs)
 
 
 async def _traits(mesh: Mesh) -> tuple[bool, float]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import sys
+import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl.checks import did_you_mean
+from rl.checks import did_you_mean, errors_of_user_code, see_working_directory
 from rl.losses.inputs import LossFunction, LossInputs, Metrics
 from rl.losses.shared import SharedOptions
 from rl.types import Head
@@ -29,6 +29,8 @@ RESERVED_METRICS = frozenset(
     {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
 )
 """What a `forward_backward` reports besides the metrics of its loss."""
+_REQUIRED: Any = inspect.Parameter.empty
+"""Stands for the default of an option without one, and for the type of a parameter that declares none."""
 _NEEDED_FOR = {
     "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"
     " importance_cap is above 0 and it clips; leave importance_cap at 0, or choose loss 'importance_sampling', which"
@@ -60,7 +62,7 @@ class Loss:
     """Whether it clips its importance ratio. With `importance_cap` it then needs `old_logprobs`: without them that
     ratio would be 1, and never clipped."""
     checks_values: bool = True
-    """Whether `with_options` checks the values of options. A user's function checks its own."""
+    """Whether `with_options` checks the ranges of options. A user's function checks its own; only types are checked."""
 
     def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """Evaluates the loss on one micro-batch. The metrics are detached. The function sees no reported position.
@@ -114,11 +116,16 @@ class Loss:
                 raise ValueError(
                     f"loss_config has {name!r}, which {self.name!r} does not know{did_you_mean(name, known)}"
                 )
-            if self.checks_values:
+            if not self.checks_values:
+                _check_type(self, name, value)
+            else:
                 _check_value(self.name, name, value, default=own[name] if name in own else shared[name])
         options = {**self.options, **{name: value for name, value in config.items() if name in own}}
+        if missing := [name for name, default in own.items() if default is _REQUIRED and name not in options]:
+            raise ValueError(f"loss_config lacks {missing[0]!r}, which {self.name!r} needs")
         changed = replace(self.shared, **{name: value for name, value in config.items() if name in shared})
-        _check_thresholds({**own, **options})
+        if self.checks_values:
+            _check_thresholds({**own, **options})
         old_logprobs = ("old_logprobs",) if self.clips and changed.importance_cap > 0 else ()
         return replace(
             self,
@@ -138,6 +145,39 @@ def _check_value(loss: str, name: str, value: object, default: object) -> None:
         raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
     elif not (math.isfinite(value) and value >= 0):
         raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0")
+
+
+def _check_type(loss: Loss, name: str, value: object) -> None:
+    """Raises ValueError unless the value is of the type that the user's function declares, or of its default's."""
+    try:
+        hint: Any = get_type_hints(loss.function).get(name, _REQUIRED)
+    except Exception:  # names that exist for type checkers alone
+        hint = _REQUIRED
+    default = option_defaults(loss.function)[name]
+    if hint is _REQUIRED and type(default) in (bool, int, float, str):
+        hint = float if type(default) is int else type(default)  # 2 may stand for 2.0
+    if hint is not _REQUIRED and not _is_of(value, hint):
+        shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss.name!r} takes a {shown}")
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as its outermost type says. Types that are not known fit all."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is None:
+        return value is None
+    if origin is Annotated:
+        return _is_of(value, arguments[0])
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_is_of(value, each) for each in arguments)
+    if hint in (float, int) and isinstance(value, bool):  # a bool is an int in Python
+        return False
+    if hint is float:
+        return isinstance(value, int | float)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def _check_thresholds(options: Mapping[str, Any]) -> None:
@@ -166,12 +206,9 @@ def custom_loss(function: str | LossFunction) -> Loss:
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
-        try:
+        see_working_directory()
+        with errors_of_user_code(f"loss {module_name}:{attribute} cannot be imported"):
             function = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"loss {module_name}:{attribute} cannot be imported: {error}") from error
     if not callable(function):
         raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
     name = getattr(function, "__name__", type(function).__name__)

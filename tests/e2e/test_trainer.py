@@ -1,6 +1,8 @@
 """The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.controller.meshes.other_hosts import ForgetfulHost, files_of
 from tests.meshes_in_process import meshes_in_process
+from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
@@ -152,6 +155,59 @@ def test_checkpoints_of_a_host_with_files_of_its_own_are_collected_while_trainin
     files.remove_unfinished()
     assert sorted(path.name for path in runs.iterdir()) == [".step-3.partial", "model", "step-2"]
     assert load_engine(config).load_checkpoint(runs / "step-2") == 2
+
+
+SCRIPT = """
+import asyncio, pathlib, sys, types
+from controller.meshes.launch import Launcher
+from rl.tiny_models import random_batch, tiny_llama
+from rl.types import AdamParams
+from trainer.config import TrainerConfig
+import my_losses
+
+class OwnError(Exception):
+    pass
+
+def complains(logprobs, entropy, inputs):
+    raise OwnError("no")
+
+elsewhere = types.ModuleType("elsewhere")  # a module that no process finds
+exec("def lost(logprobs, entropy, inputs): return logprobs.sum(), {}", elsewhere.__dict__)
+sys.modules["elsewhere"] = elsewhere
+
+async def main():
+    model, batch = tiny_llama(pathlib.Path("model")), random_batch([3, 5])
+    async with Launcher(pathlib.Path("logs")) as launcher:
+        trainer = await launcher.trainer(model, TrainerConfig(compute_dtype="float32"))
+        first = await trainer.forward_backward(batch, "my_losses:total")
+        for loss in (elsewhere.lost, "elsewhere:lost", complains):
+            try:
+                await trainer.forward_backward(batch, loss)
+            except (ValueError, OwnError) as error:
+                print(type(error).__name__, "|", str(error).splitlines()[0])
+        await trainer.optim_step(AdamParams(learning_rate=0.0))  # of the first call's gradient
+        again = await trainer.forward_backward(batch, my_losses.total)
+        print(await trainer.policy_version(), first.metrics["loss"] == again.metrics["loss"])
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.stranger("B3")
+def test_a_loss_beside_the_script_is_found_by_its_processes(tmp_path: Path) -> None:
+    scripts, elsewhere = tmp_path / "scripts", tmp_path / "elsewhere"
+    scripts.mkdir()
+    elsewhere.mkdir()
+    (scripts / "script.py").write_text(SCRIPT)
+    (scripts / "my_losses.py").write_text("def total(logprobs, entropy, inputs): return logprobs.sum(), {}\n")
+    command = [sys.executable, scripts / "script.py"]
+    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    lost = "ArgumentsError | forward_backward: a process cannot read an argument of the call: ModuleNotFoundError: "
+    *errors, last = done.stdout.splitlines()
+    assert [error[: len(lost)] for error in errors] == [lost, lost, "OwnError | no"]
+    assert last == "1 True"
 
 
 def state(config: TrainerConfig, path: Path) -> dict[str, Any]:

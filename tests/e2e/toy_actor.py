@@ -45,6 +45,13 @@ class Toy(Actor):
         raise TwoPartError("this", "that")
 
     @endpoint
+    async def echo(self, value: object) -> object:
+        """Raises an exception that it is given, and returns anything else."""
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    @endpoint
     async def lock(self) -> threading.Lock:
         """Returns what cannot be sent."""
         return threading.Lock()

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import pickle
+import re
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from monarch.actor import Actor, ActorError
 
 from controller.meshes.calls import ProcessDiedError
+from controller.meshes.errors import ArgumentsError
 from controller.meshes.rank import Rank, Verb, answering
 from tests.e2e.toy_actor import Toy
 from tests.waiting import run_virtual
@@ -142,6 +145,75 @@ def test_mistakes_arrive_and_the_actor_goes_on() -> None:
         with pytest.raises(AttributeError, match="wave"):
             rank.wave.call_one()
         assert await rank.add.call_one(1) == 6
+
+    _with_rank(test, 5)
+
+
+class Fading:
+    """Can be unpickled so many times; later ones are as where its module does not exist."""
+
+    times = 0
+    error: BaseException = ModuleNotFoundError("No module named 'my_losses'")
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _unpickled, ()
+
+
+class FadingError(Fading, Exception):
+    """The same as an exception."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _unpickled_error, ()
+
+
+def _unpickled() -> Fading:
+    Fading.times -= 1
+    if Fading.times < 0:
+        raise Fading.error
+    return Fading()
+
+
+def _unpickled_error() -> FadingError:
+    _unpickled()
+    return FadingError("an error of the user's")
+
+
+@pytest.mark.stranger("B3")
+def test_an_argument_that_cannot_be_read_fails_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        assert await rank.add.call_one(1) == 6
+        Fading.times = 0
+        with pytest.raises(ActorError) as caught:
+            await rank.echo.call_one(Fading())
+        assert isinstance(caught.value.exception, ArgumentsError)
+        assert isinstance(caught.value.exception, ValueError)
+        assert re.search(r"echo: .*No module named 'my_losses'; .*the script's folder", str(caught.value.exception))
+        with pytest.raises(ActorError, match="doze: a process cannot read an argument"):  # calls that run at once
+            await rank.doze.call_one(Fading())
+        rank.echo.broadcast(Fading())  # nobody awaits it, and the actor lives
+        monkeypatch.setattr(Fading, "error", SystemExit(3))  # of a module that ends its process
+        with pytest.raises(ActorError, match="cannot read an argument of the call: SystemExit: 3"):
+            await rank.echo.call_one(Fading())
+        with pytest.raises(ArgumentsError, match=r"echo: an argument .* cannot be sent .*lock"):
+            rank.echo.call_one(threading.Lock())
+        assert await rank.add.call_one(2) == 7
+
+    _with_rank(test, 5)
+
+
+@pytest.mark.stranger("B3")
+def test_an_answer_that_cannot_be_read_fails_its_call_alone() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        Fading.times = 1  # as an argument
+        with pytest.raises(ActorError) as caught:
+            await rank.echo.call_one(Fading())
+        assert str(caught.value.exception).startswith("an answer cannot be read here: ModuleNotFoundError: No module")
+        Fading.times = 2  # and when the rank sees whether it survives
+        with pytest.raises(ActorError) as caught:
+            await rank.echo.call_one(FadingError())
+        assert str(caught.value.exception) == "FadingError: an error of the user's"
+        assert "toy_actor.py" in caught.value.exception_formatted
+        assert await rank.add.call_one(2) == 7
 
     _with_rank(test, 5)
 

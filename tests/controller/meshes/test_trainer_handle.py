@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,25 @@ def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(data, "ppo"))
     assert mesh.num_calls == 0
+
+
+@pytest.mark.stranger("B3")
+def test_ranks_are_sent_no_types_of_the_users(tmp_path: Path) -> None:
+    class OwnDatum(Datum):
+        """A type that only the script knows."""
+
+    class OwnArray(np.ndarray):
+        """Another."""
+
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    plain = random_batch((3, 2))
+    inputs = UserDict({name: array.view(OwnArray) for name, array in plain[1].loss_inputs.items()})
+    own = OwnDatum(tokens=plain[1].tokens, loss_inputs=inputs)
+    asyncio.run(handle.forward_backward([plain[0], own], "ppo"))
+    sent = [datum for rank in mesh.ranks for microbatch in rank.microbatches[0] for datum in microbatch]
+    assert {type(datum) for datum in sent} == {Datum}
+    assert {type(array) for datum in sent for array in datum.loss_inputs.values()} == {np.ndarray}
+    assert any(datum is plain[0] for datum in sent)
 
 
 def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,14 +183,6 @@ def test_a_users_function_and_its_import_path_are_the_same_loss() -> None:
     assert by_value.item() == pytest.approx(0.5 * float(np.sum(p**2)) + len(p))
     assert by_path.needs_entropy
     assert get_loss(_half_square, {"scale": -2.0})(torch.tensor(p), torch.zeros(len(p)), inputs)[0] < 0
-
-
-@pytest.mark.stranger("B3")
-def test_a_loss_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert get_loss("my_own_losses:f").name == "f"
 
 
 def _half_square(

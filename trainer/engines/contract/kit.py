@@ -3,7 +3,6 @@
 One rank of two tiny models in this process, then two ranks in each layout as processes of their own.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from torch.multiprocessing import ProcessRaisedException
 
+from rl.checks import see_working_directory
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
@@ -83,8 +83,7 @@ def builder(name: str) -> Build:
     if ":" not in name:
         find_engine(name)
         return load_engine
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a module of the working directory, as with `python -m`
+    see_working_directory()
     _engine_class(name)
     return partial(_build_class, name)
 

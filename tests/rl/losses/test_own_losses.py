@@ -1,0 +1,72 @@
+"""Losses of the user's own: where they are found, and the options that they declare."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from rl.losses import LossInputs, get_loss
+
+
+@pytest.mark.stranger("B3")
+def test_a_loss_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert get_loss("my_own_losses:f").name == "f"
+
+
+def _typed(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    inputs: LossInputs,
+    *,
+    cap: float,
+    steps: int = 1,
+    kind: Literal["a", "b"] = "a",
+    limit: "float | None" = None,
+    weights: Mapping[str, float] | None = None,
+    scale=2,  # pyright: ignore[reportMissingParameterType]
+    name="x",  # pyright: ignore[reportMissingParameterType]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    return logprobs.sum(), {}
+
+
+@pytest.mark.stranger("B3")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"cap": "0.5"}, r"loss_config\['cap'\] is '0.5'; '_typed' takes a float"),
+        ({"cap": True}, r"\['cap'\] is True; '_typed' takes a float"),
+        ({"cap": None}, r"\['cap'\] is None; '_typed' takes a float"),
+        ({"cap": [1.0]}, r"\['cap'\] is \[1.0\]; '_typed' takes a float"),
+        ({"cap": 1, "steps": 1.5}, r"\['steps'\] is 1.5; '_typed' takes a int"),
+        ({"cap": 1, "kind": "c"}, r"\['kind'\] is 'c'; '_typed' takes a Literal\['a', 'b'\]"),
+        ({"cap": 1, "limit": "x"}, r"\['limit'\] is 'x'; '_typed' takes a float | None"),
+        ({"cap": 1, "weights": [1]}, r"\['weights'\] is \[1\]"),
+        ({"cap": 1, "scale": "2"}, r"\['scale'\] is '2'; '_typed' takes a float"),
+        ({"cap": 1, "name": 3}, r"\['name'\] is 3; '_typed' takes a str"),
+        ({"capp": 1}, "did you mean 'cap'"),
+        ({}, "loss_config lacks 'cap', which '_typed' needs"),
+    ],
+)
+def test_a_wrong_option_of_a_users_loss_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_loss(_typed, config)
+
+
+def test_a_users_loss_checks_the_ranges_of_its_options() -> None:
+    right = {"cap": -1, "steps": 2, "kind": "b", "limit": None, "weights": {"a": 1.0}, "scale": 0.5, "name": "y"}
+    assert get_loss(_typed, right).options == right
+
+
+@pytest.mark.stranger("B3")
+def test_a_mistake_in_a_users_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_losses.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    with pytest.raises(ValueError, match=r"loss broken_losses:f cannot be imported: .*broken_losses.py, line 1"):
+        get_loss("broken_losses:f")
