@@ -19,6 +19,7 @@ from rl.checks import check_above_zero, check_at_least
 from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
+from rl.types import Answer
 
 _TEMPLATE = """Rate the answer to the question below from {lowest} (useless) to {highest} (excellent).
 
@@ -46,7 +47,8 @@ class Judge:
     scale."""
     score_pattern: str = r"(?<![\d/])(?<!\d\.)(?<!/ )(?<!out of )-?\d+(?:\.\d+)?"
     """A regular expression: its last match in the judge's answer is the score, its first group if it has one. The
-    default is a number that is not the end of a scale, such as the 10 of "8/10" and "8 out of 10"."""
+    default is a number that is not the end of a scale, such as the 10 of "8/10" and "8 out of 10". Not searched are the
+    judge's reasoning, and where it repeats its scale: "from 0 to 10", "0-10", "10 is the best"."""
     lowest: float = 0.0
     """The score that becomes reward 0."""
     highest: float = 10.0
@@ -176,7 +178,7 @@ class JudgedEpisode:
         Raises RuntimeError if the judge fails and there is no `failure_reward`.
         """
         reply = await call_environment(self._episode.reply, completion, time_limit_s=self._problem.time_limit_s)
-        self._said.append(completion)
+        self._said.append(Answer.read(completion).content)
         if not isinstance(reply, Done):
             self._said.append(prompt_text(reply.messages))
             return replace(reply, reward=self._problem.judge.failure_reward or 0.0)
@@ -201,6 +203,7 @@ class _Judgement:
     said: str = ""
     reward: float = 0.0
     failed: bool = False
+    cut_off: bool = False
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_retries: int = 0
@@ -214,6 +217,8 @@ async def _judge(judge: Judge, prompt: str, answer: str) -> _Judgement:
     judgement = _Judgement()
     try:
         judgement = await _ask(judge, question)
+        if judgement.cut_off:
+            raise ValueError(f"its answer {judgement.said!r:.80} was cut off; raise max_tokens in Judge.options")
         return replace(judgement, reward=_reward(judge, judgement.said))
     except Exception as error:  # of the network, the server, or what the judge said
         message = "it took too long" if isinstance(error, TimeoutError) else f"{error}".strip() or type(error).__name__
@@ -224,6 +229,12 @@ async def _judge(judge: Judge, prompt: str, answer: str) -> _Judgement:
 
 def _reward(judge: Judge, said: str) -> float:
     """The score on the scale of rewards. Raises ValueError for an answer without a score, and for one off the scale."""
+    low, high = (rf"{re.escape(f'{end:g}')}(?:\.0+)?" for end in (judge.lowest, judge.highest))
+    both, one_end = (
+        rf"{low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)",
+        rf"(?:{low}|{high}) *(?:=|(?:is|means|being)\b)",
+    )
+    said = re.sub(rf"(?<![\d.])(?:{both}|{one_end})", " ", Answer.read(said).content)
     found = list(re.finditer(judge.score_pattern, said))
     if not found:
         raise ValueError(f"its answer {said!r:.80} holds no score")
@@ -248,8 +259,9 @@ async def _ask(judge: Judge, question: str) -> _Judgement:
         turns.release()
     return _Judgement(
         said=answer.choices[0].message.content or "",
-        num_prompt_tokens=answer.usage.prompt_tokens if answer.usage else 0,
-        num_completion_tokens=answer.usage.completion_tokens if answer.usage else 0,
+        cut_off=answer.choices[0].finish_reason == "length",
+        num_prompt_tokens=(answer.usage and answer.usage.prompt_tokens) or 0,
+        num_completion_tokens=(answer.usage and answer.usage.completion_tokens) or 0,
         num_retries=raw.retries_taken,
     )
 

@@ -14,7 +14,10 @@ from tests.waiting import LIMIT_S, join
 
 @dataclass
 class FaultyServer:
-    """`behave(question, attempt)` returns the text to answer with, a status, or -1.0 for no answer at all."""
+    """`behave(question, attempt)` returns the text to answer with, a status, or -1.0 for no answer at all.
+
+    A text that ends in "..." was cut off by the limit of tokens.
+    """
 
     behave: Callable[[str, int], str | int | float]
     url: str = ""
@@ -78,7 +81,8 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
 
 
 def _completion(text: str) -> bytes:
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    reason = "length" if text.endswith("...") else "stop"
+    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
     usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
     answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
     return json.dumps(answer).encode()

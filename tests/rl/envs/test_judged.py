@@ -51,7 +51,24 @@ def test_the_scores_of_the_judge_are_the_rewards() -> None:
     assert all(r["temperature"] == 0 and r["max_tokens"] == 16 and r["model"] == "m" for r in server.requests)
 
 
-@pytest.mark.parametrize("said", ["7/10", "Score: 7 / 10", "I rate it 7 out of 10.", "7.0/10.0", "Not 3: 7", "7"])
+@pytest.mark.stranger("C8")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "7/10",
+        "Score: 7 / 10",
+        "I rate it 7 out of 10.",
+        "7.0/10.0",
+        "Not 3: 7",
+        "7",
+        "7 on a scale from 0 to 10",
+        "7.0 (0-10)",
+        "7, between 0.0 and 10.0",
+        "7 (0 is useless, 10 is excellent)",
+        "7 where 10 = best",
+        "<think>Part 2 deserves a 9.</think> 7",
+    ],
+)
 def test_the_end_of_the_scale_is_not_the_score(said: str) -> None:
     group, _ = _judged(lambda question, attempt: said)
     assert group.rewards.tolist() == [0.7, 0.7]
@@ -108,10 +125,12 @@ def test_trouble_that_passes_costs_retries_only(trouble: int | float) -> None:
     assert set(server.attempts.values()) == {2}
 
 
+@pytest.mark.stranger("C8")
 @pytest.mark.parametrize(
     ("behaviour", "options", "message"),
     [
         ("what a lovely day", {}, "its answer 'what a lovely day' holds no score"),
+        ("The question has 3 parts; the answer to part 1...", {}, "was cut off; raise max_tokens in Judge.options"),
         ("11", {}, "its score 11 is not between 0 and 10"),
         ("7", {"score_pattern": r"Score: (\d)"}, "its answer '7' holds no score"),
         (429, {"max_retries": 2}, "429"),
