@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rl.checks import check_at_least
 from rl.envs.procedural import eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
+from rl.types import Answer
 
 _EXAMPLE = "The number is between 131 and 138.\nGuess: 135\nLower.\nGuess: 133\nHigher.\nGuess: 134\nRight!\n\n"
 _TURN_COST = 0.2  # so that the last of at most 5 guesses still has a reward above 0
@@ -96,7 +97,7 @@ class Game:
     def reply(self, completion: str) -> Reply:
         """Replies higher or lower until the guess is right or there are no turns left."""
         self._num_guesses += 1
-        match = re.fullmatch(r"\s*(\d{1,9})[\s.!]*", completion)
+        match = re.fullmatch(r"\s*(\d{1,9})[\s.!]*", Answer.read(completion).content)
         guess = int(match[1]) if match else None
         if guess == self._hidden.number:
             reward = 1 - _TURN_COST * (self._num_guesses - 1)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rl.data.streams import hashed_number, is_eval
 from rl.protocols import Done, Problem, Prompt
+from rl.types import Answer
 
 _ATTEMPTS_PER_PROBLEM = 1000  # finds a held-out problem, a tenth of all, practically always
 
@@ -30,8 +31,8 @@ class TextProblem:
         return self
 
     def reply(self, completion: str) -> Done:
-        """Scores the answer and ends the episode."""
-        return Done(reward=self.score(completion))
+        """Scores the answer, without its reasoning, and ends the episode."""
+        return Done(reward=self.score(Answer.read(completion).content))
 
 
 P = TypeVar("P", bound=Problem)

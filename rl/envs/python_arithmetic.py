@@ -13,6 +13,7 @@ from rl.envs.procedural import eval_set, train_stream
 from rl.envs.sandbox import Sandbox, find_way, run_python
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
+from rl.types import Answer
 
 _EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\nOutput: 1207\nAnswer: 1207\n\n"
 
@@ -114,9 +115,10 @@ class Attempt:
         self._num_runs = 0
 
     async def reply(self, completion: str) -> Reply:
-        """Runs the code, scores the answer, or tells the model what to write."""
+        """Runs the code, scores the answer, or tells the model what to write. A line that is cut off is neither."""
         self._num_lines += 1
-        kind, _, rest = completion.strip().partition(":")
+        answer = Answer.read(completion)
+        kind, _, rest = ("", "", "") if answer.is_cut_off else answer.content.strip().partition(":")
         if kind == "Answer":
             return self._done(float(rest.strip().rstrip(".") == str(self._question.answer)))
         if self._num_lines == self._question.max_turns:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from rl.envs.guess_number import GuessNumber
+from rl.envs.number_words import NumberWords
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.protocols import Done, Observation, Reply
+from rl.types import Answer
 from tests.rl.envs.sandbox.here import need
 
 
@@ -61,6 +63,24 @@ def test_python_computes_the_answer() -> None:
 
 def _answer() -> int:
     return PythonArithmetic().train_problems(0, 0, 1)[0].answer
+
+
+@pytest.mark.stranger("C2")
+def test_reasoning_and_lines_that_are_cut_off_are_neither_run_nor_paid() -> None:
+    async def main() -> None:
+        question = PythonArithmetic().train_problems(0, 0, 1)[0]
+        for said, is_cut_off in (("<think>Answer: {}</think> maybe", False), ("Answer: {}", True), ("Python: 1", True)):
+            answer = Answer.read(said.format(question.answer), is_cut_off=is_cut_off)
+            assert isinstance(await question.start().reply(answer), Observation)
+        reply = await question.start().reply(f"<think>Python: 1</think>Answer: {question.answer}")
+        assert isinstance(reply, Done)
+        assert reply.reward == 1
+
+    asyncio.run(main())
+    (words,) = NumberWords().train_problems(0, 0, 1)
+    assert words.answer is not None
+    assert words.reply(f"<think>hm</think>\n{words.answer}").reward == 1
+    assert words.reply(f"<think>{words.answer}").reward == 0
 
 
 def test_code_that_fails_is_an_observation() -> None:
