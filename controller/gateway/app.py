@@ -5,7 +5,7 @@ error there would leave a gap that later calls wait for.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -26,7 +26,7 @@ from controller.gateway.openai_routes import openai_routes
 from controller.gateway.sampling_clients import MAX_SAMPLES
 from controller.gateway.status import status_routes
 from controller.gateway.training_client import TrainingClient
-from controller.gateway.wire import check_size, decode_request
+from controller.gateway.wire import OWN_LOSS, check_size, decode_request
 
 POLL_S = 25.0
 """How long a request for a result waits for it. The client gives up after 45 s."""
@@ -172,6 +172,12 @@ async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Do
     return _accepted(door.submit(body.model_id, body.seq_id, lambda client: client.export(body)), body.model_id)
 
 
+async def create_custom_loss() -> Response:
+    """Refused: a loss of the client's own runs in the client, which the SDK does unless a server asks for it."""
+    detail = f"create_custom_loss is not supported by this server: it runs no code of a client; {OWN_LOSS}"
+    return JSONResponse({"detail": detail}, 404)
+
+
 async def create_sampling_session(
     body: types.CreateSamplingSessionRequest, door: Door
 ) -> types.CreateSamplingSessionResponse:
@@ -211,7 +217,7 @@ def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """422, or the error as the result of a call that has a number: the calls after it wait for that number."""
     assert isinstance(error, RequestValidationError)
-    found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors()[:3])
+    found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))} {_reason(item)}" for item in error.errors()[:3])
     mistake = f"the request is not valid: {found}"
     gateway, user, body = request.app.state.gateway, request.state.user, error.body
     named = {name: body.get(name) for name in ("model_id", "seq_id")} if isinstance(body, dict) else {}
@@ -223,6 +229,12 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         case _:
             pass
     return JSONResponse({"detail": mistake}, 422)
+
+
+def _reason(found: Mapping[str, Any]) -> str:
+    if found["type"] == "float_type" and found.get("input") is None:
+        return "is null, as the SDK sends NaN and infinity; it must be a finite number"
+    return f"is wrong: {found['msg']}"
 
 
 def _fail(mistake: str) -> Callable[[TrainingClient], Awaitable[Answer]]:
@@ -260,6 +272,7 @@ _ROUTES = (
     ("POST", "save_weights", save_weights),
     ("POST", "save_weights_for_sampler", save_weights_for_sampler),
     ("POST", "save_weights_external", save_weights_external),
+    ("POST", "create_custom_loss", create_custom_loss),
     ("POST", "create_sampling_session", create_sampling_session),
     ("POST", "asample", asample),
     ("POST", "retrieve_future", retrieve_future),

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from fastapi import HTTPException
 from tinker import types
@@ -37,7 +37,8 @@ class ClientSession:
     id: str
     user: str
     """Whose key opened it; empty on a server without keys."""
-    user_metadata: dict[str, Any] | None
+    user_metadata: dict[str, str] | None
+    display_name: str | None
     last_seen: float
     """A time of the event loop's clock."""
 
@@ -72,7 +73,8 @@ class Gateway:
         session = ClientSession(
             id=uuid.uuid4().hex[:16],
             user=user,
-            user_metadata=request.user_metadata,
+            user_metadata={name: str(value) for name, value in (request.user_metadata or {}).items()} or None,
+            display_name=request.display_name,
             last_seen=asyncio.get_running_loop().time(),
         )
         self.sessions[session.id] = session
@@ -227,7 +229,9 @@ class Gateway:
                 self.answers.take_back(pending)
                 raise
             what = f"an adapter of rank {row.rank}" if row.rank else "all weights"
-            self._say(f"{row.id}{f' of {row.user}' if row.user else ''} trains {what} of {row.base_model}")
+            whose = f" of {row.user}" if row.user else ""
+            named = f" ({session.display_name})" if session.display_name else ""
+            self._say(f"{row.id}{whose}{named} trains {what} of {row.base_model}")
             client = TrainingClient(row, self.models.find(row.base_model), self.archive)
             self.training[row.id] = client
             client.turns.put(0, lambda: first(client), pending)

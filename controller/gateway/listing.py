@@ -123,6 +123,8 @@ async def session(session_id: str, door: Door) -> types.GetSessionResponse:
     return types.GetSessionResponse(
         training_run_ids=[run_id for run_id in door.training if run_id.startswith(f"{found.id}:")],
         sampler_ids=door.samplers.of_session(found.id),
+        user_metadata=found.user_metadata,
+        display_name=found.display_name,
     )
 
 

@@ -155,7 +155,9 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
             )
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, types.EncodedTextChunk):
-            raise ValueError(f"the prompt has a chunk of kind {chunk.type}; this server samples from text only")
+            raise ValueError(
+                f"the prompt has a chunk of kind {chunk.type}; this server samples from text only: leave it out"
+            )
     prompt = request.prompt.to_ints()
     for token in prompt:
         if not 0 <= token < model.vocab_size:

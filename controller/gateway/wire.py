@@ -180,7 +180,7 @@ def _read_tokens(field: str, message: messages.Datum) -> NDArray[np.int64]:
     chunks: list[NDArray[np.int32]] = []
     for chunk in message.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-            raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text: encoded_text only")
+            raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text only: leave it out")
         chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32))
     return np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
 

@@ -164,6 +164,45 @@ def test_a_batch_that_cannot_be_computed_is_the_users_mistake(
     assert scores(training) != before
 
 
+@pytest.mark.stranger("E5")
+@pytest.mark.parametrize("name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_step_with_a_number_that_is_none_is_refused_by_name(server: RunningServer, name: str, value: float) -> None:
+    training = new_client(server)
+    text = f"{name} is -1.0; it must be" if value < 0 else f"{name} is null, as the SDK sends NaN and infinity"
+    with pytest.raises(tinker.RequestFailedError, match=text) as error:
+        training.optim_step(types.AdamParams(**{name: value})).result()
+    assert error.value.category == "user"
+    assert training.optim_step(types.AdamParams()).result().metrics["policy_version"] == 1
+
+
+@pytest.mark.stranger("E5")
+def test_a_session_keeps_its_name_and_metadata(server: RunningServer) -> None:
+    service = tinker.ServiceClient(
+        base_url=server.url, api_key="tml-local", user_metadata={"team": "blue"}, display_name="nightly"
+    )
+    training = service.create_lora_training_client("toy", rank=4, user_metadata={"run": "3"}).result()
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
+    session = rest.get_session(training.model_id.partition(":")[0]).result()
+    assert (session.user_metadata, session.display_name) == ({"team": "blue"}, "nightly")
+    assert rest.get_training_run(training.model_id).result().user_metadata == {"run": "3"}
+
+
+@pytest.mark.stranger("E6")
+def test_a_loss_that_runs_on_the_server_and_another_optimizer_name_the_alternative(server: RunningServer) -> None:
+    body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA"}
+    status, answer = post(server, "create_custom_loss", body)
+    assert (status, "use forward_backward_custom, which computes it" in answer["detail"]) == (404, True)
+    training = new_client(server)
+    with pytest.raises(tinker.RequestFailedError, match="forward_backward_custom, which computes it in the client"):
+        training.forward_backward([datum([2], [3])], "custom").result()
+    with pytest.raises(
+        tinker.RequestFailedError, match="optimizer is 'dimuon'; this server has AdamW: pass AdamParams"
+    ):
+        training.optim_step(types.DimuonParams(learning_rate=0.1)).result()
+    assert training.optim_step(types.AdamParams()).result().metrics["skipped"] == 0  # without a gradient, too
+
+
 def test_images_are_refused_in_training_and_in_sampling(server: RunningServer) -> None:
     image = types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=1)])
     target = types.TensorData(data=[3], dtype="int64", shape=[1])
