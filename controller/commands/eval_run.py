@@ -56,10 +56,11 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 async def _evaluation(options: argparse.Namespace, config: Any, console: "Console", scratch: Path) -> "Evaluation":
-    from controller.commands.run_models import model_of
+    from controller.commands.run_models import model_of, run_of
     from controller.hosts.allocations import kept_allocations
     from controller.meshes.launch import Launcher
     from controller.runs.rollout_source import RolloutSource
+    from rl.runs.folder import began_at
     from rl.runs.timeline import show_progress_with
 
     show_progress_with(console.progress)
@@ -67,7 +68,8 @@ async def _evaluation(options: argparse.Namespace, config: Any, console: "Consol
     async with kept_allocations(console.phase):
         # Hosts keep the copy that they get of a model, so they find it in its place the next time.
         model = await model_of(options, scratch, console.phase, keep=hosts is not None)
-        source = RolloutSource(replace(config, model=model), console.phase)
+        run = run_of(options.model, options.runs)
+        source = RolloutSource(replace(config, model=model), console.phase, began_at(run) if run else None)
         console.phase("starting the generator")
         async with Launcher(scratch / "logs", hosts) as launcher:
             # A model on disk is whole: an adapter has been merged into it.

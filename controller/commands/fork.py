@@ -17,7 +17,7 @@ from controller.commands.replay import replayed
 from controller.commands.resume import RECIPE_FILE, saved_recipe
 from controller.commands.trust import check_own, signed
 from controller.runs.models import Tell
-from rl.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, read_json, write_json
+from rl.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, began_at, read_json, write_json
 from rl.runs.recording import recorded_files
 
 PARENT_FILE = "parent.json"
@@ -50,7 +50,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         raise ValueError(
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
         )
-    folder = RunFolder(path, config)
+    folder = RunFolder(path, config, began=began_at(parent))
     lengths: dict[str, int] = loop["lengths"]
     with (parent / METRICS).open("rb") as metrics:
         folder.metrics_file.write_bytes(metrics.read(lengths.get(METRICS, 0)))

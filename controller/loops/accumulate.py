@@ -41,7 +41,7 @@ class AccumulateConfig(GroupLoopConfig):
 async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, advantage = RolloutSource(config, run.phase), config.advantage_function
+    source, advantage = RolloutSource(config, run.phase, run.began), config.advantage_function
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer and generator")
     async with (

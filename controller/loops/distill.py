@@ -41,7 +41,7 @@ class DistillConfig(RolloutLoopConfig):
 async def train(config: DistillConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source = RolloutSource(config, run.phase)
+    source = RolloutSource(config, run.phase, run.began)
     teacher_model = source.resolve_teacher(config.teacher)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     seeded = replace(source.sampling, seed=step_seed(config.seed, 0))

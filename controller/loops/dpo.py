@@ -46,11 +46,11 @@ class DPOConfig(LoopConfig):
 async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    model, per_step = resolve_model(config.model, run.phase), config.pairs_per_step
+    model, per_step, limit = resolve_model(config.model, run.phase), config.pairs_per_step, config.max_tokens
     measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
     learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps + 1), config.warmup_steps)
-    to_data = functools.partial(pairs.preferences_to_data, Renderer(model), max_tokens=config.max_tokens)
-    check_texts_fit(config.max_tokens, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
+    to_data = functools.partial(pairs.preferences_to_data, Renderer(model, date=run.began), max_tokens=limit)
+    check_texts_fit(limit, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 
     def training_data(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))

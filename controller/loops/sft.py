@@ -52,7 +52,7 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     schedule = cosine(config.learning_rate, config.final_learning_rate, config.num_steps + 1)
     learning_rate = warmup(schedule, config.warmup_steps)
     to_data = functools.partial(
-        examples_to_data, Renderer(model), train_on=config.train_on, max_tokens=config.max_tokens
+        examples_to_data, Renderer(model, date=run.began), train_on=config.train_on, max_tokens=config.max_tokens
     )
     eval_data = to_data(config.data.eval_examples(config.num_eval))
     check_texts_fit(config.max_tokens, model, eval_data)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from controller.runs.loop_config import RolloutLoopConfig
@@ -19,15 +20,15 @@ from rl.types import Group
 class RolloutSource:
     """Samples training rollouts and evaluates on held-out problems, as a recipe says."""
 
-    def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None]) -> None:
-        """`tell` is told, in a few words, about work that takes long.
+    def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None], date: datetime | None = None) -> None:
+        """`tell` is told, in a few words, about work that takes long. A chat template sees `date`, by default now.
 
         Raises ValueError if `config.model` is not a model that can be trained, and for a held-out prompt that leaves no
         room for its completion in the generator's context.
         """
         self.model = resolve_model(config.model, tell)
         """The policy's directory."""
-        self.renderer = Renderer(self.model, config.generator.max_model_len)
+        self.renderer = Renderer(self.model, config.generator.max_model_len, date=date)
         stop = dict.fromkeys((*config.env.stop, *config.sampling.stop))  # either's strings end an answer
         self.sampling = replace(config.sampling, stop=tuple(stop))
         self.eval_problems = config.env.eval_problems(config.num_eval)

@@ -5,6 +5,7 @@ and saves and restores checkpoints. It knows nothing of the algorithm.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ class Run:
     def log_dir(self) -> Path:
         """Where processes log."""
         return self._report.folder.logs
+
+    @property
+    def began(self) -> datetime:
+        """When the run began, also of a resumed one: the date that a chat template sees."""
+        return self._report.folder.began
 
     @property
     def model_dir(self) -> Path:

@@ -3,6 +3,7 @@
     runs/<name>/config.json       the configuration, as given, without its secrets
                 recipe.json       the recipe it came from, for `ownloop run --resume`; only its owner can read it
                 host.json         hardware and versions of the latest start
+                began.json        when the run began: the date that its chat template sees
                 finished.json     says that the run came to its end
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see rl/runs/recording.py
@@ -27,6 +28,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +59,8 @@ ROLLOUTS = "rollouts"
 CUT_OFF = "cut_off"
 EARLIER_ROLLOUTS = "rollouts.jsonl"
 """The rollouts of runs of schema version 2 and earlier."""
+BEGAN_FILE = "began.json"
+"""Says when the run began. The date that a chat template sees stays the same in a resumed run."""
 FINISHED_FILE = "finished.json"
 """Says that the run came to its end, and of how many steps it was then."""
 LOOP_FILE = "loop.json"
@@ -68,10 +72,17 @@ class RunFolder:
     """One run's folder. Creating it checks that it can be written, so that a run does not fail at its first step."""
 
     def __init__(
-        self, path: Path, config: object, *, resume: bool = False, min_free_bytes: int = _MIN_FREE_BYTES
+        self,
+        path: Path,
+        config: object,
+        *,
+        resume: bool = False,
+        began: datetime | None = None,
+        min_free_bytes: int = _MIN_FREE_BYTES,
     ) -> None:
         """Creates the folder and writes `config` (a dataclass) to it. With `resume` goes on in the folder of a run.
 
+        A new run began at `began`, by default now.
         Raises ValueError if `path` holds another run or other files, if it cannot be written, if another `RunFolder`
         of this or another process uses it, and if its disk has less than `min_free_bytes` left.
         """
@@ -98,6 +109,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             drop_unfinished_line(self.metrics_file)
             write_json(self.path / CONFIG_FILE, hide_secrets(to_json(config)))
+            self.began = _begin(self.path, began or datetime.now())
+            """When the run began, in local time. A resumed run began when it was first started."""
         except BlockingIOError:
             raise ValueError(
                 f"run folder {path} is in use by another run, in this process or another; end that first"
@@ -237,6 +250,24 @@ class RunFolder:
 def read_metrics(file: Path) -> list[dict[str, float]]:
     """All rows of a `metrics.jsonl`, as `metric_rows` reads them."""
     return [*metric_rows(file)]
+
+
+def _begin(run: Path, now: datetime) -> datetime:
+    """When the run began, which is `now` if no file says so; afterwards one does."""
+    began = began_at(run) or now
+    write_json(run / BEGAN_FILE, {"time": began.isoformat()})
+    return began
+
+
+def began_at(run: Path) -> datetime | None:
+    """When the run in this folder began; None if no file says so. Raises ValueError if the file is damaged."""
+    file = run / BEGAN_FILE
+    if not file.is_file():
+        return None
+    try:
+        return datetime.fromisoformat(read_json(file)["time"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -1,8 +1,10 @@
 """The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place."""
 
 import asyncio
+import io
 import threading
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from controller.loops.grpo import GRPOConfig
 from controller.meshes.offline import OfflineGenerator
+from controller.runs.console import Console
 from controller.runs.rollout_source import RolloutSource
+from controller.runs.training_run import Run
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
@@ -162,3 +166,14 @@ def test_the_environments_time_limit_holds_unless_the_recipe_has_one(config: GRP
 def test_a_time_limit_that_is_none_is_refused(config: GRPOConfig, limit: float) -> None:
     with pytest.raises(ValueError, match=r"env_time_limit_s is .*; it must be above 0 and finite"):
         replace(config, env_time_limit_s=limit)
+
+
+@pytest.mark.stranger("C11")
+def test_a_resumed_run_has_the_prompts_of_the_day_on_which_it_began(config: GRPOConfig, tmp_path: Path) -> None:
+    template = "{{ strftime_now('w%d w%H') }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    (Path(config.model) / "chat_template.jinja").write_text(template)
+    folder = RunFolder(tmp_path / "run", config, began=datetime(2024, 3, 15, 13))
+    folder.close()
+    run = Run(config, RunFolder(tmp_path / "run", config, resume=True), Console(io.StringIO()))
+    source = RolloutSource(config, lambda _: None, run.began)
+    assert source.renderer.encode([{"role": "user", "content": "w5"}]) == (15, 13, 5)

@@ -1,13 +1,14 @@
 import json
 import math
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl.runs.folder import RunFolder, read_metrics, to_json, write_json
+from rl.runs.folder import RunFolder, began_at, read_metrics, to_json, write_json
 from rl.types import Completion, Group
 from tests.rl.fakes import single_turn
 from tests.rl.recordings import recorded_rows
@@ -116,6 +117,21 @@ def test_resume_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     resumed = RunFolder(tmp_path / "a", Config(), resume=True)
     resumed.log_metrics({"step": 2.0})
     assert [row["step"] for row in lines(file)] == [1.0, 2.0]
+
+
+@pytest.mark.stranger("C11")
+def test_a_run_keeps_the_time_at_which_it_began(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "a", Config())
+    assert datetime.now() - first.began < timedelta(hours=1)
+    first.close()
+    (tmp_path / "a" / "began.json").write_text('{"time": "2024-02-29T23:59:00"}')
+    resumed = RunFolder(tmp_path / "a", Config(), resume=True)
+    assert resumed.began == began_at(tmp_path / "a") == datetime(2024, 2, 29, 23, 59)
+    resumed.close()
+    (tmp_path / "a" / "began.json").write_text('{"time": "yesterday"}')
+    with pytest.raises(ValueError, match=r"began.json is damaged: .*yesterday"):
+        RunFolder(tmp_path / "a", Config(), resume=True)
+    assert RunFolder(tmp_path / "b", Config(), began=first.began).began == first.began
 
 
 def test_another_run_is_not_overwritten(tmp_path: Path) -> None:
