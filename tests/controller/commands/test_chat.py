@@ -43,8 +43,8 @@ def test_a_conversation_is_remembered_until_an_empty_line(tmp_path: Path, monkey
 
 def test_a_conversation_that_is_too_long_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_chat_model(tmp_path / "model")
-    generator, lines, told = talk(model, "w1 w2 w3\nw4 w5\nw6\n", monkeypatch, max_model_len=7)
-    assert lines == ["w1 w2 w3", "w6"]
+    generator, lines, told = talk(model, "w7 w8 w3\nw4 w5\nw6\n", monkeypatch, max_model_len=7)
+    assert lines == ["w7 w8 w3", "w6"]
     assert told == ["the conversation is longer than the context; a new one begins"]
     assert [sampling.max_tokens for _, sampling, _ in generator.calls] == [4, 5]
 

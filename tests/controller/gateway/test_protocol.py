@@ -173,7 +173,9 @@ def test_a_step_with_a_number_that_is_none_is_refused_by_name(server: RunningSer
     with pytest.raises(tinker.RequestFailedError, match=text) as error:
         training.optim_step(types.AdamParams(**{name: value})).result()
     assert error.value.category == "user"
-    assert training.optim_step(types.AdamParams()).result().metrics["policy_version"] == 1
+    step = training.optim_step(types.AdamParams()).result()
+    assert step.metrics is not None
+    assert step.metrics["policy_version"] == 1
 
 
 @pytest.mark.stranger("E5")
@@ -200,7 +202,9 @@ def test_a_loss_that_runs_on_the_server_and_another_optimizer_name_the_alternati
         tinker.RequestFailedError, match="optimizer is 'dimuon'; this server has AdamW: pass AdamParams"
     ):
         training.optim_step(types.DimuonParams(learning_rate=0.1)).result()
-    assert training.optim_step(types.AdamParams()).result().metrics["skipped"] == 0  # without a gradient, too
+    step = training.optim_step(types.AdamParams()).result()  # without a gradient, too
+    assert step.metrics is not None
+    assert step.metrics["skipped"] == 0
 
 
 def test_images_are_refused_in_training_and_in_sampling(server: RunningServer) -> None:
