@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
 from tests.controller.gateway.real_trainer_server import real_trainer_server
+from tests.docs.pages import ROOT, blocks_of
 from tests.tinker.conftest import tiny_chat_model
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations
 
@@ -42,3 +43,26 @@ def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
     losses = [row["train_mean_nll"] for row in rows]
     assert len(losses) == 2
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.seconds
+@pytest.mark.stranger("E2")
+@pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook, of the extra dev, is not installed")
+def test_the_pages_own_command_runs(smollm2: Path, tmp_path: Path) -> None:
+    (block,) = (block for block in blocks_of(ROOT / "docs" / "tinker.md") if "chat_sl.train" in block.text)
+    model = tiny_chat_model(tmp_path / ".cache" / "ownloop" / "models" / "smollm2-135m-instruct", smollm2)
+    served = {"names": ("smollm2-135m-instruct", str(model)), "vocab_size": 49152, "max_context": 1024}
+    with real_trainer_server(tmp_path / "server", model, rank=32, **served) as server:
+        script = block.text.replace("http://127.0.0.1:8000", server.url)
+        (tmp_path / "tinker-env").symlink_to(sys.prefix)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len((tmp_path / "log" / "metrics.jsonl").read_text().splitlines()) == 4

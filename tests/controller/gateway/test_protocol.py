@@ -168,7 +168,7 @@ def test_a_batch_that_cannot_be_computed_is_the_users_mistake(
 @pytest.mark.parametrize("name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_a_step_with_a_number_that_is_none_is_refused_by_name(server: RunningServer, name: str, value: float) -> None:
-    training = new_client(server)
+    training: Any = new_client(server)
     text = f"{name} is -1.0; it must be" if value < 0 else f"{name} is null, as the SDK sends NaN and infinity"
     with pytest.raises(tinker.RequestFailedError, match=text) as error:
         training.optim_step(types.AdamParams(**{name: value})).result()
@@ -195,7 +195,7 @@ def test_a_loss_that_runs_on_the_server_and_another_optimizer_name_the_alternati
     body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA"}
     status, answer = post(server, "create_custom_loss", body)
     assert (status, "use forward_backward_custom, which computes it" in answer["detail"]) == (404, True)
-    training = new_client(server)
+    training: Any = new_client(server)
     with pytest.raises(tinker.RequestFailedError, match="forward_backward_custom, which computes it in the client"):
         training.forward_backward([datum([2], [3])], "custom").result()
     with pytest.raises(
@@ -270,7 +270,7 @@ def test_metrics_count_requests_by_route_and_show_what_is_there(server: RunningS
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     before = metrics()
-    training = new_client(server)
+    training: Any = new_client(server)
     train(training)
     after = metrics()
     steps = 'gateway_requests_total{route="/api/v1/optim_step",status="200"}'
