@@ -1,6 +1,7 @@
 """Loads a model's tokenizer without needless imports, encodes text, and decodes what a model sampled."""
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -125,17 +126,31 @@ class TextEncoder:
         stretch: list[int] = []
         found, places = self._encode_with_places(text)
         for token, (start, end) in [*zip(found, places, strict=True), (None, (len(text), len(text)))]:
-            if token is not None and token not in self.control_tokens:
+            # The stand-in for a control token may be unknown, and `<unk>` is a control token itself.
+            if token is not None and text[start:end].strip() != self.control_tokens.get(token):
                 stretch.append(token)
                 continue
             shown = _replace(text[begin:start], hidden)
-            if begin == 0 and not continues:
-                stretch = stretch if shown == text[:start] else [*self._encode(shown, plain=True)]
-            elif begin == 0 or shown != text[begin:start]:
-                stretch = [*self.continuation(shown, plain=True)]
+            if shown != text[begin:start] or (begin == 0 and continues):
+                stretch = [*self._plain(shown, continues=begin > 0 or continues)]
             tokens += stretch if token is None else [*stretch, token]
             begin, stretch = end, []
         return tuple(tokens)
+
+    def _plain(self, text: str, *, continues: bool) -> tuple[int, ...]:
+        """The tokens of text in which control tokens are spelled out."""
+        tokens = self.continuation(text, plain=True) if continues else self._encode(text, plain=True)
+        if self._num_control(tokens) == 0:
+            return tokens
+        # Unigram models have control tokens among their pieces. Cut behind its first character, no piece matches one.
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        first = self.continuation(parts[0], plain=True) if continues else self._encode(parts[0], plain=True)
+        cut = (*first, *(token for part in parts[1:] for token in self.continuation(part, plain=True)))
+        return cut if self._num_control(cut) < self._num_control(tokens) else tokens
+
+    def _num_control(self, tokens: Sequence[int]) -> int:
+        return sum(token in self.control_tokens for token in tokens)
 
     def hide(self, value: Any, hidden: dict[str, str], used: str) -> Any:
         """The value, in whose strings a character stands for each text of a control token. Adds these to `hidden`.

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.algorithms.preferences import preferences_to_data
 from rl.data.sources import Preference
@@ -236,6 +237,27 @@ def test_text_of_users_holds_no_control_token(models: dict[str, Path], family: s
         assert [token for token in rendered if token in control] == [token for token in expected if token in control]
         shown = text.strip() if family in ("llama2", "llama3", "gemma") else text
         assert tokenizer.decode(rendered) == tokenizer.decode(expected).replace("QUESTION", shown)
+
+
+@pytest.mark.stranger("C12")
+@pytest.mark.parametrize("kind", ["word", "unigram"])
+def test_no_kind_of_tokenizer_makes_text_a_control_token(tmp_path: Path, kind: str) -> None:
+    # Neither knows the character that stands for the control token meanwhile. Unigram has `</s>` among its pieces.
+    words = ["<unk>", "</s>", *"abc </s>"]
+    pieces = [(word, 0.0 if word == "</s>" else -1.0) for word in dict.fromkeys(words)]
+    made = tokenizers.models.WordLevel({piece: i for i, (piece, _) in enumerate(pieces)}, unk_token="<unk>")
+    if kind == "unigram":
+        made = tokenizers.models.Unigram(pieces, unk_id=0)
+    tokenizer = tokenizers.Tokenizer(made)
+    if kind == "word":
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    written = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    written.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    written.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = "a</s>b"
+    encoded = Renderer(tmp_path).encode([{"role": "user", "content": text}])
+    assert encoded == (*(words.index(letter, 2) for letter in text), words.index("</s>"))
 
 
 @pytest.mark.stranger("C12")
