@@ -217,7 +217,7 @@ def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """422, or the error as the result of a call that has a number: the calls after it wait for that number."""
     assert isinstance(error, RequestValidationError)
-    found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))} {_reason(item)}" for item in error.errors()[:3])
+    found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {_reason(item)}" for item in error.errors()[:3])
     mistake = f"the request is not valid: {found}"
     gateway, user, body = request.app.state.gateway, request.state.user, error.body
     named = {name: body.get(name) for name in ("model_id", "seq_id")} if isinstance(body, dict) else {}
@@ -233,8 +233,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 def _reason(found: Mapping[str, Any]) -> str:
     if found["type"] == "float_type" and found.get("input") is None:
-        return "is null, as the SDK sends NaN and infinity; it must be a finite number"
-    return f"is wrong: {found['msg']}"
+        return f"{found['msg']}, and is null, as the SDK sends NaN and infinity"
+    return str(found["msg"])
 
 
 def _fail(mistake: str) -> Callable[[TrainingClient], Awaitable[Answer]]:
