@@ -85,8 +85,11 @@ def _runs(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> bool:
 
 async def _cancel_tasks(limit_s: float) -> list[str]:
     """Names those that still run after `limit_s`."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    left = (await asyncio.wait(tasks, timeout=limit_s))[1] if tasks else ()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    while left and loop.time() < end:
+        for task in left:  # again: a task may take a cancellation for an error of its request, and try once more
+            task.cancel()
+        left = (await asyncio.wait(left, timeout=min(1.0, limit_s)))[1]
     return sorted(str(task.get_coro()) for task in left)

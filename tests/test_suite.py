@@ -1,6 +1,7 @@
 """The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -38,19 +39,20 @@ def running() -> Generator[Running]:
     loop.close()
 
 
-def _begin(loop: asyncio.AbstractEventLoop, *, stubborn: bool = False) -> threading.Event:
-    """Begins a task that waits; the event says that it was cancelled. A stubborn one then waits again."""
+def _begin(loop: asyncio.AbstractEventLoop, *, num_ignored: int = 0) -> threading.Event:
+    """Begins a task that waits; the event says that it was cancelled. It waits again after so many cancellations."""
     begun, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
         begun.set()
-        while True:
-            try:
+        for _ in range(num_ignored):
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                again, _ = not cancelled.is_set(), cancelled.set()
-                if not (stubborn and again):
-                    raise
+            cancelled.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
     asyncio.run_coroutine_threadsafe(wait(), loop)
     assert begun.wait(60)
@@ -84,7 +86,7 @@ def test_a_loop_that_was_stopped_or_closed_is_not_waited_for(running: Running, c
 
 def test_a_loop_that_stops_meanwhile_is_not_waited_for(running: Running) -> None:
     loop, _ = running
-    cancelled = _begin(loop, stubborn=True)
+    cancelled = _begin(loop, num_ignored=3)
 
     def stop() -> None:
         assert cancelled.wait(60)
@@ -102,8 +104,14 @@ def test_without_a_loop_nothing_happens() -> None:
     end_tasks(None, None)
 
 
+def test_a_task_that_ignores_a_cancellation_is_cancelled_again(running: Running) -> None:
+    _begin(running[0], num_ignored=1)
+    end_tasks(*running)
+    assert not asyncio.all_tasks(running[0])
+
+
 def test_a_task_that_does_not_end_is_named(running: Running) -> None:
-    _begin(running[0], stubborn=True)
+    _begin(running[0], num_ignored=3)
     with pytest.raises(RuntimeError, match=r"thread 'other' did not end within 0\.2 s: .*_begin\.<locals>\.wait"):
         end_tasks(*running, limit_s=0.2)
 
