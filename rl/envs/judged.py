@@ -230,12 +230,12 @@ async def _judge(judge: Judge, prompt: str, answer: str) -> _Judgement:
 def _reward(judge: Judge, said: str) -> float:
     """The score on the scale of rewards. Raises ValueError for an answer without a score, and for one off the scale."""
     low, high = (rf"{re.escape(f'{end:g}')}(?:\.0+)?" for end in (judge.lowest, judge.highest))
-    both, one_end = (
-        rf"{low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)",
-        rf"(?:{low}|{high}) *(?:=|(?:is|means|being)\b)",
-    )
-    said = re.sub(rf"(?<![\d.])(?:{both}|{one_end})", " ", Answer.read(said).content)
-    found = list(re.finditer(judge.score_pattern, said))
+    scale = rf"(?<![\d.]){low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)"
+    one_end = rf"(?<![\d.])(?:{low}|{high}) *(?:=|(?:is|means|being)\b)"
+    text = re.sub(scale, " ", Answer.read(said).content)
+    # "10 is my score" explains no scale: nothing else is there.
+    matches = (list(re.finditer(judge.score_pattern, each)) for each in (re.sub(one_end, " ", text), text))
+    found = next(filter(None, matches), [])
     if not found:
         raise ValueError(f"its answer {said!r:.80} holds no score")
     score = float(found[-1][1] if found[-1].re.groups else found[-1][0])

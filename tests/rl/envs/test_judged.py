@@ -74,6 +74,12 @@ def test_the_end_of_the_scale_is_not_the_score(said: str) -> None:
     assert group.rewards.tolist() == [0.7, 0.7]
 
 
+@pytest.mark.stranger("C8")
+def test_an_end_of_the_scale_may_be_the_score() -> None:
+    group, _ = _judged(lambda question, attempt: "10 is my score" if question.endswith("good") else "0")
+    assert group.rewards.tolist() == [1.0, 0.0]
+
+
 def test_it_reads_the_whole_conversation() -> None:
     seen: list[str] = []
 
