@@ -16,8 +16,8 @@ from controller.hosts.host_groups import Hosts
 from controller.hosts.placement import Placement
 from controller.hosts.remote_host import Host, HostError
 from controller.hosts.settings import forwarded_env
-from controller.meshes.errors import HostLostError
-from controller.meshes.gpus import GPUPool
+from controller.processes.errors import HostLostError
+from controller.processes.gpus import GPUPool
 
 _TRAINERS_GROUP = "trainer"
 _KNOWN_ANSWERS_S = 3.0  # that a worker which is not new has for its first answer; a host that is stopped gives none

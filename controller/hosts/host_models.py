@@ -9,7 +9,7 @@ from controller.hosts.addresses import own_address_towards
 from controller.hosts.host_groups import Tell
 from controller.hosts.model_copies import ModelServer, check_same_model, model_files
 from controller.hosts.remote_host import Host
-from controller.meshes.errors import HostLostError
+from controller.processes.errors import HostLostError
 
 _TELL_S = 5.0
 _POLL_S = 0.1

@@ -1,4 +1,4 @@
-"""`Placement`: the hosts and GPUs that one mesh runs on. Implements `controller.meshes.place.Place`."""
+"""`Placement`: the hosts and GPUs that one mesh runs on. Implements `controller.processes.place.Place`."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,9 @@ from controller.hosts.model_copies import model_files
 from controller.hosts.remote_host import Host
 from controller.hosts.remote_ranks import RemoteRanks
 from controller.hosts.settings import forwarded_env
-from controller.meshes.gpus import gpu_env
-from controller.meshes.place import free_port
-from controller.meshes.rank_processes import RankProcesses
+from controller.processes.gpus import gpu_env
+from controller.processes.place import free_port
+from controller.processes.rank_processes import RankProcesses
 
 _RELEASE_S = 3.0
 

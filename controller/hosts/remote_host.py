@@ -18,8 +18,8 @@ from controller.hosts.addresses import Address, accepts, own_address_towards, re
 from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
 from controller.hosts.lifeline import Lifeline
 from controller.hosts.model_copies import ModelOffer
-from controller.meshes.errors import HostLostError
-from controller.meshes.mesh import ignore_unhandled_faults
+from controller.processes.errors import HostLostError
+from controller.processes.mesh import ignore_unhandled_faults
 
 T = TypeVar("T")
 

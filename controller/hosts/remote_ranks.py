@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from controller.hosts.remote_host import Host
-from controller.meshes.rank_processes import RankProcesses, stacks_text
+from controller.processes.rank_processes import RankProcesses, stacks_text
 
 _STACKS_S = 6.0
 

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO

@@ -11,8 +11,8 @@ from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import Cluster, different_versions
 from controller.hosts.host_groups import WorkerHosts
 from controller.hosts.remote_host import Host, HostError
-from controller.meshes.errors import HostLostError
-from controller.meshes.seats import Seats
+from controller.launching.seats import Seats
+from controller.processes.errors import HostLostError
 from generator.config import GeneratorConfig
 from tests.hosts.fake_hosts import fake_host
 from tests.waiting import run_virtual

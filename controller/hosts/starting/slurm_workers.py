@@ -36,7 +36,7 @@ from controller.hosts.starting.slurm_jobs import (
     worker_script,
 )
 from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
-from controller.meshes.errors import HostsOverError
+from controller.processes.errors import HostsOverError
 from rl.cache import cache_directory
 
 _END_S = 3.0
