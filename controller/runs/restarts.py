@@ -3,7 +3,7 @@
 The loop has ended by then, and with it every process that it started. It begins again in the same controller, exactly
 as `ownloop run --resume` would begin it, so the metrics are those of a run without the failure. Where the trainers are
 whole, the last finished step was saved first (see steps.py). A run that has no checkpoint yet begins at step 1.
-Generators are replaced one by one while the loop goes on (see controller/handles/generator_router.py) and end it only if
+Generators are replaced one by one while the loop continues (see controller/handles/generator_router.py); it ends only if
 they cannot be.
 """
 
