@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,4,16,64")
     options = parser.parse_args()
     hosts = [name for name in options.hosts.split(",") if name]
-    from controller.hosts.settings import SETTINGS, apply
+    from controller.hosts.connections import SETTINGS, apply
 
     apply(SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Pat
     from benchmarks.host_actors import ReadingRank, SendingRank
     from controller.handles.store import WeightStore
     from controller.handles.weight_receivers import GeneratorHost
-    from controller.launching.seats import receiving
+    from controller.launching.assignments import receiving
 
     cluster = await _cluster(names)
     first, *others = cluster.hosts

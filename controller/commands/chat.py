@@ -74,7 +74,7 @@ async def _chat(
 
 def _generator_config(model: Path) -> "GeneratorConfig":
     """One conversation at a time, in the dtype that suits the hardware."""
-    from controller.processes.gpus import gpus_here
+    from controller.processes.place import gpus_here
     from generator.config import GeneratorConfig
     from rl.hardware import cpu_dtype
     from rl.hf_config import inspect_model

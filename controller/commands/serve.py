@@ -29,8 +29,8 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError(f"ownloop serve needs packages that are not installed: {how_to_install('tinker')}")
     from controller.runs.models import resolve_model
+    from controller.server.config import model_options
     from controller.server.keys import Keys, needs_keys
-    from controller.server.model_options import model_options
 
     with CapturedOutput() as output:
         config = configuration(overrides)
@@ -61,7 +61,7 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def configuration(overrides: Sequence[str]) -> "ServeConfig":
     """What to serve, by these options. Raises ValueError without `--model`, and as `override` does."""
-    from controller.processes.gpus import gpus_here
+    from controller.processes.place import gpus_here
     from controller.server.config import ServeConfig
     from generator.config import GeneratorConfig
     from rl.hardware import cpu_dtype

@@ -15,9 +15,8 @@ from typing import TypeVar
 from controller.handles.version_records import VersionRecords
 from controller.processes.calls import is_connection_error
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
-from controller.processes.gpus import gpu_env
 from controller.processes.mesh import Mesh
-from controller.processes.place import Place
+from controller.processes.place import Place, gpu_env
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
 from generator.engine_status import EngineStatus, EngineStoppedError
 from generator.openai_calls import OpenAICall, OpenAIReply

@@ -12,15 +12,16 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import get_args
 
-from controller.handles.policy_locks import PolicyLocks
-from controller.handles.prefix_affinity import PrefixAffinity
-from controller.handles.replicas import Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
+from controller.handles.generator_handle import GeneratorHandle
+from controller.handles.replicas import PrefixAffinity, Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from controller.processes.errors import MeshError
 from generator.config import OnFailure
+from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.checks import check_at_least, check_known
 from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
@@ -298,3 +299,67 @@ class GeneratorRouter:
                     except (ValueError, PublisherGoneError):  # the version is gone; the next pull brings a newer one
                         replica.missing.add(policy)
         replica.pulling.clear()
+
+
+class PolicyLocks:
+    """Iterating yields the policies whose lock is held. A server makes frozen versions for ever, so no lock is kept."""
+
+    def __init__(self) -> None:
+        self._locks: dict[Policy, asyncio.Lock] = {}
+        self._num_users: Counter[Policy] = Counter()  # those that hold the lock or wait for it
+
+    def __iter__(self) -> Iterator[Policy]:
+        return iter(self._locks)
+
+    def __contains__(self, policy: Policy) -> bool:
+        return policy in self._locks
+
+    @asynccontextmanager
+    async def hold(self, policy: Policy) -> AsyncGenerator[None]:
+        """Holds the lock of a policy while inside; those who wait get it in the order in which they came."""
+        lock = self._locks.setdefault(policy, asyncio.Lock())
+        self._num_users[policy] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._num_users[policy] -= 1
+            if not self._num_users[policy]:
+                del self._num_users[policy], self._locks[policy]
+
+
+async def openai(router: GeneratorRouter, call: OpenAICall) -> OpenAIReply:
+    """Answers a request on one replica; on another if that dies before it has answered or begun a stream.
+
+    Raises as `GeneratorHandle.openai`. A stream whose replica dies raises `MeshError`: half of it cannot be taken back.
+    """
+    answering = _answer(router, call)
+    try:
+        first = await anext(answering)
+    except MeshError:
+        answering = _answer(router, call)
+        first = await anext(answering)
+    assert isinstance(first, OpenAIReply)
+    if isinstance(first.body, str):
+        await answering.aclose()
+        return first
+    return OpenAIReply(status=first.status, body=_events(answering))
+
+
+async def _answer(router: GeneratorRouter, call: OpenAICall) -> AsyncGenerator[OpenAIReply | str]:
+    """Yields the reply, and then the events of its stream. Its replica counts as busy until the end."""
+    async with router.replica((), 1, call.policy) as replica:
+        assert isinstance(replica.generator, GeneratorHandle)
+        reply = await replica.generator.openai(call)
+        yield reply
+        if not isinstance(reply.body, str):
+            async with aclosing(reply.body) as events:
+                async for event in events:
+                    yield event
+
+
+async def _events(answering: AsyncGenerator[OpenAIReply | str]) -> AsyncGenerator[str]:
+    async with aclosing(answering) as events:
+        async for event in events:
+            assert isinstance(event, str)
+            yield event

@@ -4,6 +4,11 @@ Every store has a name of its own, under which trainer and generator processes l
 may have several stores at a time, and one that could not be ended leaves the next ones alone.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the import would load torch
+    pass
+
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence

@@ -12,9 +12,8 @@ import numpy as np
 
 from controller.handles.run_files import RunFiles
 from controller.handles.version_records import VersionRecords
-from controller.processes.gpus import gpu_env
 from controller.processes.mesh import Mesh
-from controller.processes.place import Place
+from controller.processes.place import Place, gpu_env
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
 from trainer.config import TrainerConfig

@@ -15,7 +15,7 @@ from controller.handles.offline import OfflineGeneratorConfig, offline_generator
 from controller.handles.replicas import Stoppable
 from controller.handles.version_records import VersionRecords
 from controller.hosts.host_groups import Hosts
-from controller.launching.seats import Seat, Seats
+from controller.launching.assignments import Assignment, Assignments
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
@@ -79,7 +79,7 @@ class Launcher:
         self._root: Launcher = self if beside is None else beside._root
         self._log_dir = log_dir
         self._hosts = hosts
-        self._seats = Seats(None if beside is None else beside._seats)
+        self._assignments = Assignments(None if beside is None else beside._assignments)
         self._starts: list[asyncio.Task[Any]] = []
         self._num_named = self._num_ready = 0  # trainers and generators: all, and those that have started
         self._running: list[Stoppable] = []
@@ -95,7 +95,7 @@ class Launcher:
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
 
     async def __aenter__(self) -> Self:
-        await self._seats.connect(self._hosts)
+        await self._assignments.connect(self._hosts)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -103,9 +103,9 @@ class Launcher:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
-        self._seats.give_back()
+        self._assignments.give_back()
         if self._hosts is not None:
-            await self._seats.disconnect()
+            await self._assignments.disconnect()
 
     def trainer(
         self,
@@ -135,13 +135,13 @@ class Launcher:
         from trainer.engines.model_check import check_model
 
         # Other hosts are asked for their hardware when the trainer starts.
-        is_here = self._seats.has_gpu(name, is_trainer=True) is None
+        is_here = self._assignments.has_gpu(name, is_trainer=True) is None
         limits = check_model(config if is_here else replace(config, compile=False, float8="none"))
-        seat = self._seats.trainer(name, config)
+        assignment = self._assignments.trainer(name, config)
         if generator is not None:
             self._weight_store()
             self._pushing_trainer = name
-        start = partial(self._launch_trainer, config, generator, name, limits, seat)
+        start = partial(self._launch_trainer, config, generator, name, limits, assignment)
         base = self._begin(self._turns.start_trainer(config.placement, start), name)
         if config.lora is None:
             return base
@@ -178,20 +178,25 @@ class Launcher:
         return await self._begin(start())
 
     async def _launch_trainer(
-        self, config: TrainerConfig, generator: GeneratorConfig | None, name: str, limits: "ModelLimits", seat: Seat
+        self,
+        config: TrainerConfig,
+        generator: GeneratorConfig | None,
+        name: str,
+        limits: "ModelLimits",
+        assignment: Assignment,
     ) -> "TrainerHandle":
         from controller.handles.trainer_handle import TrainerHandle
         from controller.handles.trainer_mesh import TrainerMesh
 
-        await seat.check_trainer(config)
+        await assignment.check_trainer(config)
         trainer = await TrainerMesh.launch(
             config,
             None if generator is None else generator.dtype,
             self._log_dir,
             name=name,
-            transport="auto" if generator is None else self._seats.transport(generator.weight_transport),
-            gpus=seat.gpus,
-            hosts=seat.hosts,
+            transport="auto" if generator is None else self._assignments.transport(generator.weight_transport),
+            gpus=assignment.gpus,
+            hosts=assignment.hosts,
             version_records=self._version_records,
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
@@ -199,7 +204,7 @@ class Launcher:
             store_name=self._root._store_name,
         )
         self._running.append(handle := TrainerHandle(trainer))
-        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, seat)
+        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, assignment)
         if generator is not None:
             self._pushing_mesh = trainer.mesh
             await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's
@@ -224,20 +229,20 @@ class Launcher:
         from generator.options import check_hardware
 
         num_replicas = config.num_replicas
-        check_hardware(config, has_gpu=self._seats.has_gpu(name, is_trainer=False))
-        seats = self._seats.generators(name, config)
+        check_hardware(config, has_gpu=self._assignments.has_gpu(name, is_trainer=False))
+        assignments = self._assignments.generators(name, config)
         store = self._weight_store()
 
         async def start_replica(index: int) -> GeneratorHandle:
-            seat = seats[index] = await self._seats.replaced(seats[index], name, index, config)
-            await seat.check_model_directory(config.model)
+            assignment = assignments[index] = await self._assignments.replaced(assignments[index], name, index, config)
+            await assignment.check_model_directory(config.model)
             launch = partial(
                 GeneratorHandle.launch,
                 config,
                 self._log_dir,
                 name=name if num_replicas == 1 else f"{name}-{index}",
-                gpus=seat.gpus,
-                hosts=seat.hosts,
+                gpus=assignment.gpus,
+                hosts=assignment.hosts,
                 version_records=self._version_records,
                 pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
                 store_name=self._root._store_name,
@@ -269,7 +274,7 @@ class Launcher:
 
     def _weight_store(self) -> "asyncio.Task[WeightStore]":
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""
-        root, seats = self._root, self._root._seats
+        root, assignments = self._root, self._root._assignments
 
         async def start() -> "WeightStore":
             await asyncio.sleep(_OTHERS_FIRST_S)
@@ -277,7 +282,7 @@ class Launcher:
                 from controller.handles.store import WeightStore  # loads torch
 
             root._running_store = running = await WeightStore.launch(
-                root._log_dir, root._store_name, hosts=seats.store(), generator_hosts=seats.generator_hosts
+                root._log_dir, root._store_name, hosts=assignments.store(), generator_hosts=assignments.generator_hosts
             )
             root._running.append(running)
             return running

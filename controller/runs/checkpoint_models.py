@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from controller.hosts.allocations import kept_allocations
+from controller.hosts.host_groups import kept_allocations
 from controller.launching.launcher import Launcher
 from controller.runs.models import Tell, resolve_model
 from rl.checks import check_empty_folder

@@ -96,7 +96,7 @@ async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]
     if missing:
         raise ValueError(f"a {type(config).__name__} has no {', '.join(missing)}: there are not two sides to compare")
-    from controller.hosts.allocations import kept_allocations
+    from controller.hosts.host_groups import kept_allocations
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 

@@ -17,14 +17,12 @@ from tinker import types
 from controller.server.access import Access, Caller, Door, check_owner
 from controller.server.answers import Answer, PendingAnswer
 from controller.server.config import Limits
-from controller.server.downloads import Signatures, downloads
 from controller.server.gateway import Gateway
 from controller.server.keys import Keys
-from controller.server.listing import listing
-from controller.server.monitoring import add_monitoring
+from controller.server.listing import Signatures, downloads, listing
 from controller.server.openai_routes import openai_routes
 from controller.server.sampling_clients import MAX_SAMPLES
-from controller.server.status import status_routes
+from controller.server.status import add_monitoring, status_routes
 from controller.server.training_client import TrainingClient
 from controller.server.wire import OWN_LOSS, check_size, decode_request
 

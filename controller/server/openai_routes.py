@@ -19,7 +19,7 @@ from controller.server.archive import EXPORTED
 from controller.server.gateway import Gateway
 from controller.server.keys import User
 from controller.server.sampling_clients import MAX_SAMPLES
-from controller.server.served_model import ServedModel
+from controller.server.served_models import ServedModel
 from generator.openai_calls import OpenAICall, OpenAIKind, OpenAIReply
 from rl.lora import Policy
 

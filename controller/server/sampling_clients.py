@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from controller.server.answers import Answer, PendingAnswer
-from controller.server.served_model import ServedModel
-from controller.server.turns import answer
+from controller.server.answers import Answer, PendingAnswer, answer
+from controller.server.served_models import ServedModel
 from controller.server.wire import csr_rows
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams

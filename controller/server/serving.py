@@ -5,19 +5,34 @@ import contextlib
 import fcntl
 import ipaddress
 import logging
+import shutil
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import uvicorn
 
+from controller.handles.adapters import BoundGenerator
+from controller.handles.generator_router import GeneratorRouter, openai
+from controller.launching.launcher import Launcher
+from controller.runs.restarts import RestartLimit
+from controller.server.answers import Throughput
 from controller.server.app import make_app
-from controller.server.config import ServeConfig, is_this_host
+from controller.server.config import ModelOptions, ServeConfig, is_this_host, model_options
 from controller.server.gateway import Gateway
-from controller.server.hosting import Say, host
 from controller.server.keys import Keys, needs_keys
-from controller.server.monitoring import log
+from controller.server.recovery import RecoveringAdapter, RestartingTrainer, Snapshots
+from controller.server.served_models import Places, ServedModel, WholeModels
+from controller.server.status import log
+from generator.config import LoRALimits
+from generator.openai_calls import OpenAICall, OpenAIReply
+from rl.hf_config import inspect_model
+from rl.lora import LoRAConfig
+from rl.protocols import Generator, Trainer
 from rl.startup import without_walking_what_exists
 
 LOG_BYTES = 64 * 2**20
@@ -25,6 +40,10 @@ LOG_BYTES = 64 * 2**20
 NUM_OLD_LOGS = 2
 KEEP_ALIVE_S = 75
 """How long a connection without requests stays open. A client that sends just as it closes sees a broken pipe."""
+
+
+Say = Callable[[str], None]
+_ADAPTERS_AT_ONCE = 8
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
@@ -59,7 +78,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Generator[None]:
+def held(folder: Path) -> Iterator[None]:
     """Within the block, a folder is this server's alone. Raises ValueError if another has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -99,7 +118,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def request_log(file: Path) -> Generator[None]:
+def request_log(file: Path) -> Iterator[None]:
     """Within the block, `monitoring` writes its lines to this file, and older ones are in `<file>.1` and so on."""
     handler = RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -117,7 +136,7 @@ class _Server(uvicorn.Server):
     """uvicorn's server without signal handlers, because `ownloop` has its own."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
+    def capture_signals(self) -> Iterator[None]:
         """Captures none."""
         yield
 
@@ -129,3 +148,80 @@ class _Server(uvicorn.Server):
         finally:
             self.should_exit = self.force_exit = True
             await running
+
+
+async def host(
+    stack: AsyncExitStack, config: ServeConfig, models: Mapping[str, Path], say: Say
+) -> Sequence[ServedModel]:
+    """Starts the processes of all models side by side. They end with `stack`.
+
+    `models` are as for `model_options`. Raises as `Launcher` does, before any process starts.
+    """
+    options = model_options(config, models)
+    shutil.rmtree(config.folder / "recovery", ignore_errors=True)  # of a server that was killed
+    first = await stack.enter_async_context(Launcher(config.folder / "logs"))
+    others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
+    launchers = [first, *[await stack.enter_async_context(other) for other in others]]
+    places = Places(config.full)
+    starts = [
+        _host_one(stack, launcher, config, of_model, "" if index == 1 else f"-{index}", places, say)
+        for index, (launcher, of_model) in enumerate(zip(launchers, options, strict=True), start=1)
+    ]
+    return await asyncio.gather(*starts)
+
+
+async def _host_one(
+    stack: AsyncExitStack,
+    launcher: Launcher,
+    config: ServeConfig,
+    options: ModelOptions,
+    suffix: str,
+    places: Places,
+    say: Say,
+) -> ServedModel:
+    model = options.directory
+    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
+    limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
+    generator_config = replace(config.generator, lora=limits)
+    trainer_config = replace(config.trainer, lora=LoRAConfig(rank=config.max_rank))
+    policy, generator = await asyncio.gather(
+        launcher.trainer(model, trainer_config, name=f"trainer{suffix}", generator=generator_config),
+        launcher.generator(model, generator_config, name=f"generator{suffix}"),
+    )
+    assert isinstance(generator, BoundGenerator), "with `lora` it is"
+    base = await launcher.reference(model, trainer_config)
+    await policy.drop()  # a loop's adapter; here every client makes its own
+    restart = partial(launcher.restart_trainer, f"trainer{suffix}")
+    trainer = RestartingTrainer(base, restart, RestartLimit(config), say)
+
+    async def adapter(name: str, lora: LoRAConfig) -> Trainer:
+        return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
+
+    throughput, vocab_size = Throughput(), inspect_model(model).vocab_size
+    whole = WholeModels(launcher, config, options, vocab_size, throughput, places)
+    stack.push_async_callback(whole.close)
+    return ServedModel(
+        names=options.names,
+        tokenizer=str(model),
+        adapter=adapter,
+        generator=generator.unbound,
+        openai=await _openai(options, generator.unbound),
+        max_rank=config.max_rank,
+        max_context=generator_config.max_model_len,
+        vocab_size=vocab_size,
+        snapshots=Snapshots(generator.unbound, config.max_snapshots),
+        whole=whole.begin if config.full else None,
+        throughput=throughput,
+    )
+
+
+async def _openai(options: ModelOptions, router: Generator) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
+    """What answers requests in OpenAI's form. Raises ValueError for parsers that vLLM cannot use."""
+    assert isinstance(router, GeneratorRouter), "of one generator too"
+
+    async def answer(call: OpenAICall) -> OpenAIReply:
+        return await openai(router, options.parse(call))
+
+    if options.tool_parser or options.reasoning_parser:  # an empty request has vLLM look for them now
+        await answer(OpenAICall(kind="chat", body=b"{}", policy=None, model=options.names[0]))
+    return answer

@@ -14,12 +14,11 @@ import torch
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from controller.server.answers import Answer
+from controller.server.answers import Answer, Turns
 from controller.server.archive import EXPORTED, Archive, CheckpointPath
 from controller.server.database import TrainingRunRow
 from controller.server.sampling_clients import SamplingClients
-from controller.server.served_model import ServedModel, WholeTraining
-from controller.server.turns import Turns
+from controller.server.served_models import ServedModel, WholeTraining
 from controller.server.wire import TrainingBatch, encode_output, read_batch
 from rl.lora import Policy
 from rl.losses import LossInputs
@@ -226,3 +225,6 @@ def _evaluate(batch: TrainingBatch, output: ForwardBackwardOutput) -> Mapping[st
     entropy = None if output.entropy is None else joined(list(output.entropy))
     loss, metrics = batch.loss(joined(list(output.logprobs)), entropy, inputs)
     return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+
+
+"""How long later calls wait for one that does not arrive. The client tries to send for five minutes."""

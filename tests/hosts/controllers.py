@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from controller.hosts.connections import SETTINGS, apply
 from controller.hosts.host_groups import parse_groups
-from controller.hosts.settings import SETTINGS, apply
 
 apply(SETTINGS)
 

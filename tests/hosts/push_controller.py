@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from controller.hosts.settings import SETTINGS, apply
+from controller.hosts.connections import SETTINGS, apply
 
 apply(SETTINGS)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.hosts import host_models
+from controller.hosts import other_hosts
 from controller.hosts.model_copies import ModelOffer, ModelServer, check_same_model, model_files, receive_model
 from tests.hosts.fake_hosts import FakeAgent, fake_host
 
@@ -111,10 +111,10 @@ def test_two_meshes_of_a_host_make_one_copy(model: Path, tmp_path: Path, monkeyp
 
     async def both() -> None:
         files = model_files(model)
-        await asyncio.gather(*(host_models.ensure_model(host, model, files, told.append) for _ in range(2)))
+        await asyncio.gather(*(other_hosts.ensure_model(host, model, files, told.append) for _ in range(2)))
         (there / "config.json").write_text("[]")
         with pytest.raises(ValueError, match=r"another one than the controller's: config\.json differ"):
-            await host_models.ensure_model(host, model, files, told.append)
+            await other_hosts.ensure_model(host, model, files, told.append)
 
     asyncio.run(both())
     assert told == ["copying the model model to n1: 0.02 GB"]

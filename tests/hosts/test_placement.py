@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from controller.hosts import cluster
-from controller.hosts.addresses import Address
-from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import Cluster, different_versions
+from controller.hosts.connections import Address, open_server, read_from
 from controller.hosts.host_groups import WorkerHosts
 from controller.hosts.remote_host import Host, HostError
-from controller.launching.seats import Seats
+from controller.launching.assignments import Seats
 from controller.processes.errors import HostLostError
 from generator.config import GeneratorConfig
 from tests.hosts.fake_hosts import fake_host

@@ -14,18 +14,16 @@ import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from controller.hosts.addresses import Address, own_address_towards
+from controller.hosts.connections import Address, Lifeline, own_address_towards
 from controller.hosts.host_groups import Groups, Tell
-from controller.hosts.lifeline import Lifeline
-from controller.hosts.starting.run_certificates import worker_certificates
-from controller.hosts.starting.slurm_hosts import SlurmHosts
-from controller.hosts.starting.slurm_jobs import (
+from controller.hosts.starting.slurm_hosts import (
     CERTIFICATES,
     LIFELINE,
     OUTPUT,
     READY,
     SCRIPT,
     JobState,
+    SlurmHosts,
     Times,
     batch_script,
     cancel,
@@ -35,7 +33,13 @@ from controller.hosts.starting.slurm_jobs import (
     submit,
     worker_script,
 )
-from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
+from controller.hosts.starting.worker_starts import (
+    WorkerOutput,
+    environment,
+    until_it_accepts,
+    worker_certificates,
+    worker_command,
+)
 from controller.processes.errors import HostsOverError
 from rl.cache import cache_directory
 
@@ -277,3 +281,7 @@ class OwnAllocation(SlurmWorkers):
                 await asyncio.wait_for(self._step.wait(), _END_S)
                 break
         self._step = None
+
+
+READY, LIFELINE, OUTPUT, CERTIFICATES, SCRIPT = "ready", "lifeline", "output.txt", "certs", "worker.sh"
+"""Files of a job's folder, which every node sees. `READY` is written last."""

@@ -83,7 +83,7 @@ def test_only_one_trainer_pushes(tmp_path: Path) -> None:
 
 
 def test_gpus_that_are_not_visible_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.launching.seats.gpus_here", lambda: ("4", "5"))
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("4", "5"))
 
     def start(launcher: Launcher, model: Path) -> None:
         launcher.trainer(model, TrainerConfig(data_parallel_shard=2, gpus=(4, 5)))
@@ -100,7 +100,7 @@ def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, m
         spawned[name] = env["CUDA_VISIBLE_DEVICES"]
         raise ConnectionError("no processes in this test")
 
-    monkeypatch.setattr("controller.launching.seats.gpus_here", lambda: ("2", "3", "4", "5", "6", "7"))
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("2", "3", "4", "5", "6", "7"))
     monkeypatch.setattr("controller.processes.mesh.Mesh.spawn", spawn)
     model = tiny_llama(tmp_path / "model", **SERVABLE)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.recipes import override
-from controller.processes.gpus import GPUPool, gpu_env, gpus_here
+from controller.processes.place import GPUPool, gpu_env, gpus_here
 from generator.config import GeneratorConfig
 from trainer.config import TrainerConfig
 
@@ -134,7 +134,7 @@ def test_a_mesh_sees_its_own_gpus_alone() -> None:
 @pytest.mark.seconds
 def test_cuda_stays_uninitialized_in_the_controller() -> None:
     code = (
-        "from controller.processes.gpus import gpus_here; gpus_here(); import torch; print(torch.cuda.is_initialized())"
+        "import torch; from controller.processes.place import gpus_here as g; g(); print(torch.cuda.is_initialized())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout == "False\n"

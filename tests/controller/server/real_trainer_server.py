@@ -10,7 +10,7 @@ import pytest
 
 from controller.handles.trainer_handle import TrainerHandle
 from controller.handles.trainer_mesh import TrainerMesh
-from controller.server.served_model import ServedModel
+from controller.server.served_models import ServedModel
 from rl.lora import LoRAConfig
 from tests.controller.server.running_server import RunningServer, running_server
 from tests.controller.server.toy_model import ToyHost

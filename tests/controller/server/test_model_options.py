@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from controller.server.config import ServeConfig
-from controller.server.model_options import ModelOptions, model_options
+from controller.server.config import ModelOptions, ServeConfig, model_options
 from generator.openai_calls import OpenAICall
 
 MODELS = {"org/one": Path("/models/one"), "two": Path("/models/two")}

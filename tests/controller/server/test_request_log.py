@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.server import serving
-from controller.server.monitoring import log
+from controller.server.status import log
 
 
 def test_old_lines_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.server.throughput import BUCKET_S, Throughput
+from controller.server.answers import BUCKET_S, Throughput
 from tests.controller.server.running_server import RunningServer, running_server
 from tests.controller.server.sdk import new_client, scores, train
 

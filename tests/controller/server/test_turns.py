@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
-from controller.server.answers import Answer, Answers
-from controller.server.turns import Call, Turns
+from controller.server.answers import Answer, Answers, Call, Turns
 from tests.waiting import run_virtual
 
 

@@ -18,9 +18,8 @@ import torch
 
 from controller.processes.errors import MeshError
 from controller.runs.restarts import RestartLimit
-from controller.server.recovery import RecoveringAdapter, RestartingTrainer
-from controller.server.served_model import ServedModel
-from controller.server.snapshots import Snapshots
+from controller.server.recovery import RecoveringAdapter, RestartingTrainer, Snapshots
+from controller.server.served_models import ServedModel
 from rl.data.batching import validate_batch
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.losses import LossInputs, get_loss

@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from controller.launching.launcher import Launcher
-from controller.server.config import ServeConfig
-from controller.server.model_options import ModelOptions
-from controller.server.served_model import ServedModel
-from controller.server.whole_models import Places, WholeModels
+from controller.server.config import ModelOptions, ServeConfig
+from controller.server.served_models import Places, ServedModel, WholeModels
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, LoRAConfig
 from rl.protocols import Generator, Trainer

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controller.hosts.addresses import own_address_towards
+from controller.hosts.connections import own_address_towards
 from controller.hosts.host_groups import check_no_hosts_expected, prepare
-from controller.processes.gpus import GPUPool, gpus_here
+from controller.processes.place import GPUPool, gpus_here
 from generator.config import GeneratorConfig
 from rl.types import WeightTransport
 from rl.weights.host import host_identity
@@ -17,17 +17,17 @@ if TYPE_CHECKING:  # the imports would load Monarch
     from controller.handles.weight_receivers import GeneratorHost
     from controller.hosts.cluster import Cluster
     from controller.hosts.host_groups import Hosts
-    from controller.hosts.placement import Placement
+    from controller.hosts.other_hosts import OtherHosts
     from controller.hosts.remote_host import Host
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Assignment:
     """Where one mesh runs."""
 
     gpus: tuple[str, ...] | None = None
     """GPUs of this host, one per rank. None: it computes on the CPU, or on `hosts`."""
-    hosts: "Placement | None" = None
+    hosts: "OtherHosts | None" = None
     """Other hosts, with their GPUs."""
 
     async def check_model_directory(self, model: Path) -> None:
@@ -55,10 +55,10 @@ class _Shared:
     """The names of the generators."""
 
 
-class Seats:
-    """The seats of this host and, with a cluster, of others."""
+class Assignments:
+    """The assignments of this host and, with a cluster, of others."""
 
-    def __init__(self, beside: "Seats | None" = None) -> None:
+    def __init__(self, beside: "Assignments | None" = None) -> None:
         """With `beside`, the hosts and GPUs are those that another launcher has, too."""
         self._names: set[str] = set()
         self._hosts: _Shared = _Shared() if beside is None else beside._hosts
@@ -102,19 +102,19 @@ class Seats:
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=is_trainer)
         return None if hosts is None else _have_gpus(name, hosts)
 
-    def trainer(self, name: str, config: TrainerConfig) -> Seat:
-        """The seat of a trainer. Raises ValueError if the name is taken, for too few GPUs and for too few hosts."""
+    def trainer(self, name: str, config: TrainerConfig) -> Assignment:
+        """A trainer's assignment. Raises ValueError if the name is taken, for too few GPUs and for too few hosts."""
         self._take_name(name)
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=True)
         if hosts is not None:
             assert self.cluster is not None
             _refuse_turns(name, config)
             _have_gpus(name, hosts)  # only to raise
-            return Seat(hosts=self.cluster.place(name, hosts, config.num_ranks, config.gpus))
-        return Seat(self._here(name, config, config.num_ranks, 1))
+            return Assignment(hosts=self.cluster.place(name, hosts, config.num_ranks, config.gpus))
+        return Assignment(self._here(name, config, config.num_ranks, 1))
 
-    def generators(self, name: str, config: GeneratorConfig) -> list[Seat]:
-        """The seats of a generator's replicas, which take turns on the hosts. Raises as `trainer` does."""
+    def generators(self, name: str, config: GeneratorConfig) -> list[Assignment]:
+        """The assignments of a generator's replicas, which take turns on the hosts. Raises as `trainer` does."""
         self._take_name(name)
         self._hosts.generators.add(name)
         num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
@@ -129,21 +129,21 @@ class Seats:
             return [self._remote_generator(name, index, config) for index in range(num_replicas)]
         own = self._here(name, config, num_ranks * num_replicas, num_replicas)
         return [
-            Seat(None if own is None else own[index * num_ranks : (index + 1) * num_ranks])
+            Assignment(None if own is None else own[index * num_ranks : (index + 1) * num_ranks])
             for index in range(num_replicas)
         ]
 
-    async def replaced(self, seat: Seat, name: str, index: int, config: GeneratorConfig) -> Seat:
-        """The seat of a replica that is started again: the same, or if its host is lost, on a host that is left.
+    async def replaced(self, assignment: Assignment, name: str, index: int, config: GeneratorConfig) -> Assignment:
+        """The assignment of a replica that is started again: the same, or if its host is lost, on a host that is left.
 
         Raises ValueError if those have too few GPUs, and `HostLostError` if none is left.
         """
-        if self.cluster is None or seat.hosts is None or seat.hosts.hosts[0].lost is None:
-            return seat
+        if self.cluster is None or assignment.hosts is None or assignment.hosts.hosts[0].lost is None:
+            return assignment
         await self.cluster.revive(name)
         return self._remote_generator(name, index, config)
 
-    def store(self) -> "Placement | None":
+    def store(self) -> "OtherHosts | None":
         """The hosts of the store: the first of the trainer's, whose weights it holds. None for this host."""
         group = None if self.cluster is None else self.cluster.group_of("trainer", is_trainer=True)
         return None if self.cluster is None or group is None else self.cluster.place("store", group[:1], 0)
@@ -179,12 +179,12 @@ class Seats:
         is_one_host = len(trainers) == 1 and set(trainers) == set(hosts)
         return [] if is_one_host else [receiving(cluster, host) for host in hosts]
 
-    def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Seat:
+    def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Assignment:
         assert self.cluster is not None
         group = self.cluster.groups[name]
         hosts = [host for host in group if host.lost is None] or group
         host = hosts[index % len(hosts)]
-        return Seat(hosts=self.cluster.place(f"{name}-{index}", [host], config.tensor_parallel, config.gpus))
+        return Assignment(hosts=self.cluster.place(f"{name}-{index}", [host], config.tensor_parallel, config.gpus))
 
     def _take_name(self, name: str) -> None:
         if name in self._names:
