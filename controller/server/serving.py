@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import shutil
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,10 @@ from controller.server.served_models import Places, ServedModel, WholeModels
 from controller.server.status import log
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
+from rl import protocols
 from rl.hf_config import inspect_model
 from rl.lora import LoRAConfig
-from rl.protocols import Generator, Trainer
+from rl.protocols import Trainer
 from rl.startup import without_walking_what_exists
 
 LOG_BYTES = 64 * 2**20
@@ -78,7 +79,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path) -> Generator[None]:
     """Within the block, a folder is this server's alone. Raises ValueError if another has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -118,7 +119,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def request_log(file: Path) -> Iterator[None]:
+def request_log(file: Path) -> Generator[None]:
     """Within the block, `monitoring` writes its lines to this file, and older ones are in `<file>.1` and so on."""
     handler = RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -136,7 +137,7 @@ class _Server(uvicorn.Server):
     """uvicorn's server without signal handlers, because `ownloop` has its own."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         """Captures none."""
         yield
 
@@ -215,7 +216,7 @@ async def _host_one(
     )
 
 
-async def _openai(options: ModelOptions, router: Generator) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
+async def _openai(options: ModelOptions, router: protocols.Generator) -> Callable[[OpenAICall], Awaitable[OpenAIReply]]:
     """What answers requests in OpenAI's form. Raises ValueError for parsers that vLLM cannot use."""
     assert isinstance(router, GeneratorRouter), "of one generator too"
 

@@ -222,7 +222,7 @@ def test_the_command_of_a_pod_is_a_worker_that_ends_with_the_run(
             running.append(subprocess.Popen(["sh", "-c", words], env={**os.environ, "JOB_COMPLETION_INDEX": "0"}))
         return await real(command, text, within_s)
 
-    monkeypatch.setattr(kubernetes_pods, "output_of", apply)
+    monkeypatch.setattr(kubernetes_hosts, "output_of", apply)
 
     async def run() -> None:
         allocation = KubernetesHosts({"trainer": 1}, image="x", port=free_ports()).allocation(print)

@@ -93,7 +93,7 @@ def test_a_model_that_has_no_room_is_refused_before_anything_is_sent(tmp_path: P
 
 def test_two_meshes_of_a_host_make_one_copy(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, host, told = tmp_path / "there", fake_host("n1"), list[str]()
-    monkeypatch.setattr(host_models, "own_address_towards", lambda _: HERE)
+    monkeypatch.setattr(other_hosts, "own_address_towards", lambda _: HERE)
 
     class OtherPlace(FakeAgent):
         """A host whose filesystem is below `there`."""

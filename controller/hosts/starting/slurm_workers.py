@@ -281,7 +281,3 @@ class OwnAllocation(SlurmWorkers):
                 await asyncio.wait_for(self._step.wait(), _END_S)
                 break
         self._step = None
-
-
-READY, LIFELINE, OUTPUT, CERTIFICATES, SCRIPT = "ready", "lifeline", "output.txt", "certs", "worker.sh"
-"""Files of a job's folder, which every node sees. `READY` is written last."""
