@@ -1,4 +1,7 @@
-"""What a router knows of each of its generators, and a pull that it asks all of them for."""
+"""What a router knows of each of its generators, and a pull that it asks all of them for.
+
+`PrefixAffinity` remembers which replica computed the beginning of which prompts: its prefix cache may still hold them.
+"""
 
 import asyncio
 from collections import OrderedDict

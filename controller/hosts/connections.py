@@ -1,7 +1,18 @@
-"""Addresses of workers as users write them: `n1:26600` or `tls://n1:26600`, or `tcp://n1:26600` without TLS.
+"""How hosts find and reach each other: addresses of workers, lifelines, ports, and Monarch's settings for them.
 
-A worker owns ten ports, from the one that is written on, and listens on one of them. After a crash it takes the next,
-because a controller that knew it cannot attach to the same address again (Monarch 0.7 keeps closed channels).
+An address is what users write: `n1:26600` or `tls://n1:26600`, or `tcp://n1:26600` without TLS. A worker owns ten
+ports, from the one that is written on, and listens on one of them. After a crash it takes the next, because a
+controller that knew it cannot attach to the same address again (Monarch 0.7 keeps closed channels).
+
+A lifeline is a connection over which nothing is sent. It tells a host's agent, or a worker that the controller itself
+started, that the controller still runs:
+
+    controller                     host
+    Lifeline  <--- connection ---  hold: on_end() when the connection ends
+
+The kernel closes it when the controller's process ends, however that ends, and answers for a process that is busy or
+stopped. So a controller whose event loop is blocked for minutes keeps its processes, and one that was killed loses them
+at once. If the network is cut, the connection ends after `lost_after_s`.
 """
 
 import contextlib

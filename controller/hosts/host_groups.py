@@ -180,6 +180,9 @@ async def kept_allocations(tell: Tell) -> AsyncGenerator[None]:
     """Keeps what is allocated in this block until its end. `tell` hears what an allocation waits for.
 
     A block within another leaves both to that one.
+
+    A launcher leases an allocation for as long as its own block lasts. Within this block the allocation outlives the
+    launcher, so that a run that restarts does not wait for its hosts again.
     """
     if _KEPT.get() is not None:
         yield

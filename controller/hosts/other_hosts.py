@@ -1,4 +1,8 @@
-"""`OtherHosts`: the hosts and GPUs that one mesh runs on. Implements `controller.processes.place.Place`."""
+"""`OtherHosts`: the hosts and GPUs that one mesh runs on. Implements `controller.processes.place.Place`.
+
+Its processes are `RemoteRanks`. The hosts' agents do all that is done to them: a process id means nothing on another
+host. A host that lacks the model gets a copy of it first.
+"""
 
 import asyncio
 import contextlib

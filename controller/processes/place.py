@@ -1,6 +1,8 @@
 """Where the processes of a mesh run: what `Mesh.spawn` has to know of it. This host is one such place.
 
-Other hosts are in controller/hosts/other_hosts.py.
+Other hosts are in controller/hosts/other_hosts.py. `GPUPool` gives out a host's GPUs. A GPU goes by the name that
+`CUDA_VISIBLE_DEVICES` has for it: a number, a UUID ("GPU-...") or the name of a MIG instance ("MIG-..."). Where the
+variable is not set, the names are the numbers of all GPUs.
 """
 
 import os

@@ -1,7 +1,13 @@
 """Results of requests that take long: a request gets an id at once, and the client asks for its result by that id.
 
+    client --- request ---> Answers: id      Turns: calls of one model, in the order of their numbers
+    client --- id -------->          result <--- one call at a time ---> trainer
+
 A client that loses a connection sends its request again, or asks for the same result again. So a request is known by a
 key of the client's (model and sequence number), and its result is kept for a while after it was first fetched.
+
+The client numbers a model's calls without gaps and sends them concurrently. A call starts when all before it have
+ended. So a client that sends very many lengthens only its own queue.
 """
 
 import asyncio

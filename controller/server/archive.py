@@ -1,6 +1,7 @@
 """Checkpoints by their `tinker://` paths: ordinary checkpoints of ours in the server's folder.
 
 A path names a training run, a kind and a name. Names are checked, so that no path leaves the folder.
+`ownloop export tinker://RUN/weights/NAME` writes one as a model directory.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What `ownloop serve` serves and where. Importing this module needs no package of the gateway's."""
+"""What `ownloop serve` serves and where, and the options of each model. Imports no package of the server's."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence

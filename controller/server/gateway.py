@@ -1,4 +1,7 @@
-"""The state behind the routes: sessions, training clients, sampling clients and requests."""
+"""The state behind the routes: sessions, training clients, sampling clients and requests.
+
+A checkpoint that clients sample from is loaded once, for all sampling clients and requests that name the same path.
+"""
 
 import asyncio
 import secrets

@@ -1,4 +1,8 @@
-"""Routes that list and manage what the server has: models, training runs, checkpoints, sampling clients."""
+"""Routes that list and manage what the server has: models, training runs, checkpoints, sampling clients.
+
+`tinker checkpoint download` fetches files without a key. So the addresses of an exported checkpoint's files are signed:
+the server gives them to the checkpoint's user, and they work for an hour, or until the server ends.
+"""
 
 import hmac
 import secrets

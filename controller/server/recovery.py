@@ -267,7 +267,12 @@ async def _nothing(trainer: Trainer) -> None:
 
 
 class Snapshots:
-    """The policies that the generator holds besides the base model."""
+    """The policies that the generator holds besides the base model.
+
+    A sampling client is a frozen snapshot: it always gives the tokens and log-probs of its version. The generator has
+    room for a bounded number of versions, and clients do not say when they are done with one. So the version that was
+    used least recently makes room for a new one, and a later request of it fails with an error that says so.
+    """
 
     def __init__(self, generator: Generator, max_kept: int) -> None:
         """`max_kept` is the generator's room."""

@@ -1,6 +1,7 @@
-"""Full fine-tuning: a client that trains all weights has a trainer and a generator of its own, while it lives.
+"""The models of a server: bases that adapters are trained over, and full fine-tunings.
 
-Its generator holds one version at a time, so a new sampling client ends the one before.
+A client that trains all weights has a trainer and a generator of its own, while it lives. That generator holds one
+version at a time, so a new sampling client ends the one before.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Runs a server: the processes of its models, and the gateway before them."""
+"""Runs a server: a trainer of the frozen base and a generator for each model, and the gateway before them."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""The status page: what goes on in a server, for its operator, and for each user what is theirs."""
+"""What an operator sees: the status page, a line per request in a log, and numbers for Prometheus at `/metrics`.
+
+The status page shows the operator all of a server, and each user what is theirs.
+"""
 
 import asyncio
 import logging

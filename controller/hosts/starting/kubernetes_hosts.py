@@ -4,7 +4,10 @@
     hosts=KubernetesHosts({"trainer": 2, "generator": 1}, image="registry/ownloop:1", gpus_per_pod=8)
 
 The controller runs where pods reach it and where it reaches them: in a pod of the cluster. `ownloop hosts kubernetes`
-prints the manifests for workers that are to stay from run to run.
+prints the manifests for workers that are to stay from run to run: for each role an indexed Job, and for all a Service
+and a Secret. The pods of an indexed Job have names that are known before they run, and certificates are made for these
+names: `<name>-<role>-<index>.<name>.<namespace>.svc`. Nothing but Kubernetes itself is needed in the cluster. Monarch's
+own `KubernetesJob` needs its operator there, and its workers speak plain TCP.
 """
 
 import asyncio

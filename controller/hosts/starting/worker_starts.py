@@ -1,6 +1,9 @@
-"""Workers that a run starts itself: their command line, and what their output says about where they listen.
+"""Workers that a run starts itself: their command, their certificates, and what they print about where they listen.
 
-Such a worker holds the run's lifeline, so it ends with the controller, however that ends.
+Such a worker holds the run's lifeline, so it ends with the controller, however that ends. Its certificate comes from an
+authority that this process makes for this run alone. The authority's folder is in memory. It is removed when the
+process ends; what a killed process left is removed by the next one. Programs of a cluster, such as `sbatch` or `kubectl`, are
+the user's own and run as the user would run them.
 """
 
 import asyncio

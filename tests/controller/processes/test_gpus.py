@@ -133,7 +133,7 @@ def test_a_mesh_sees_its_own_gpus_alone() -> None:
 
 @pytest.mark.seconds
 def test_cuda_stays_uninitialized_in_the_controller() -> None:
-    code = "import torch; from controller.processes.place import gpus_here; gpus_here(); print(torch.cuda.is_initialized())"
+    code = "import torch; from controller.processes import place; place.gpus_here(); print(torch.cuda.is_initialized())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout == "False\n"
 
