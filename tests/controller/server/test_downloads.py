@@ -83,7 +83,7 @@ def test_an_address_is_its_users_alone_and_does_not_last(
         url[:-1] + ("0" if url[-1] != "0" else "1"),
     ):
         assert fetch(other)[0] == 403, other
-    monkeypatch.setattr("controller.server.archive.time.time", lambda: 9e9)
+    monkeypatch.setattr("controller.server.listing.time.time", lambda: 9e9)
     assert fetch(url)[0] == 403
     monkeypatch.undo()
     rest.delete_checkpoint_from_tinker_path(path).result()
