@@ -2,8 +2,9 @@
 
 Such a worker holds the run's lifeline, so it ends with the controller, however that ends. Its certificate comes from an
 authority that this process makes for this run alone. The authority's folder is in memory. It is removed when the
-process ends; what a killed process left is removed by the next one. Programs of a cluster, such as `sbatch` or `kubectl`, are
-the user's own and run as the user would run them.
+process ends; what a killed process left is removed by the next one.
+
+Programs of a cluster, such as `sbatch` or `kubectl`, are the user's own and run as the user would run them.
 """
 
 import asyncio
