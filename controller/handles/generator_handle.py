@@ -8,10 +8,11 @@ for longer than its deadline, ends the mesh.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+from controller.handles.colocated import SharedGPUs
 from controller.handles.version_records import VersionRecords
 from controller.processes.calls import is_connection_error
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
@@ -24,8 +25,6 @@ from generator.options import check_hardware, generator_env
 from rl.checks import check_known
 from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-
-T = TypeVar("T")
 
 ACTOR = "generator.actor:VLLMGenerator"
 """The class of the ranks' actors. By its name, so that it is imported while the processes start."""
@@ -68,13 +67,15 @@ class GeneratorHandle:
         version_records: VersionRecords | None = None,
         pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
         store_name: str | None = None,
+        shared_gpus: SharedGPUs | None = None,
     ) -> "GeneratorHandle":
         """Starts the generator's processes and waits until vLLM has loaded the model.
 
         `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
         every rank sees all of them. `hosts` are other hosts to run on. `version_records` are the trainer's; a version
         that is not in them is looked up in the TorchStore that is named `store_name`; without one, nothing can be
-        pulled. `pulls_from` returns the meshes without which no version can be pulled.
+        pulled. `pulls_from` returns the meshes without which no version can be pulled. `shared_gpus` are those of a
+        colocated generator, which has their memory now.
 
         Raises ValueError, before any process starts, if the model directory cannot be served.
         """
@@ -100,6 +101,8 @@ class GeneratorHandle:
         except BaseException:
             await mesh.stop()
             raise
+        if shared_gpus is not None:
+            shared_gpus.join("sample", handle)
         return handle
 
     @property
@@ -122,9 +125,8 @@ class GeneratorHandle:
         rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
         limit = asyncio.timeout(self.config.request_timeout_s)
         try:
-            async with limit:
-                call = rank_0.generate.call_one(call_id, tokens, sampling, num_samples, policy)
-                return await self._watched(call, "generate")
+            async with self.mesh.gate(), limit:  # the limit begins when the GPUs are there
+                return await self._watched("generate", call_id, tokens, sampling, num_samples, policy)
         except asyncio.CancelledError:
             rank_0.cancel.broadcast(call_id)
             raise
@@ -148,13 +150,13 @@ class GeneratorHandle:
 
         async def events() -> AsyncGenerator[str]:
             try:
-                while (event := await self._watched(rank_0.openai_events.call_one(call_id), "openai")) is not None:
+                while (event := await self._watched("openai_events", call_id)) is not None:
                     yield event
             finally:
                 rank_0.cancel.broadcast(call_id)
 
         try:
-            status, body = await self._watched(rank_0.openai.call_one(call_id, call), "openai")
+            status, body = await self._watched("openai", call_id, call)
         except asyncio.CancelledError:
             rank_0.cancel.broadcast(call_id)
             raise
@@ -178,10 +180,8 @@ class GeneratorHandle:
         check_known("mode", mode, PULL_MODES)
         check_pull(policy, self.config, frozen=frozen)
         record = self._version_records.find(version, policy)
-        call = self.mesh.rank(0).pull_model_state_dict.call_one(
-            version, record, policy, frozen, mode, keep_prefix_cache
-        )
-        await self._watched(call, "pull_model_state_dict", needs=self._pulls_from)
+        arguments = (version, record, policy, frozen, mode, keep_prefix_cache)
+        await self._watched("pull_model_state_dict", *arguments, needs=self._pulls_from)
 
     async def drop_policy(self, policy: Policy) -> None:
         """Forgets an adapter or a frozen version; see `rl.protocols.Generator.drop_policy`.
@@ -189,11 +189,15 @@ class GeneratorHandle:
         Raises ValueError if the generator has no such policy.
         """
         check_policy(policy, self.config)
-        await self._watched(self.mesh.rank(0).drop_policy.call_one(policy), "drop_policy")
+        await self._watched("drop_policy", policy)
 
-    async def rest(self, *, asleep: bool) -> None:
-        """Frees the memory of its GPUs once no request is running, or takes it again; for turns with a trainer."""
-        await self._watched(self.mesh.rank(0).rest.call_one(asleep), "rest")
+    async def take_memory(self) -> None:
+        """Wakes vLLM up, which has its weights on the GPUs again then."""
+        await self._watched("rest", False, needs_memory=False)
+
+    async def free_memory(self) -> None:
+        """Has vLLM sleep once no request is running: it frees the memory of the GPUs, and keeps weights on the host."""
+        await self._watched("rest", True, needs_memory=False)
 
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
@@ -203,21 +207,25 @@ class GeneratorHandle:
         """Ends the generator's processes. May be called again."""
         await self.mesh.stop()
 
-    async def _watched(self, call: Awaitable[T], verb: str, needs: Callable[[], Sequence[Mesh]] = tuple) -> T:
-        """Awaits a call, and looks at the engines as long as there is such a call."""
-        self._num_watched += 1
-        if self._probes is None or self._probes.done():
-            self._probes = asyncio.create_task(self._probe())
-        try:
-            return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
-        except EngineStoppedError as error:
-            statuses = await self._statuses()  # raises if a process died
-            raise await self.mesh.calls.end(self._stopped(statuses, verb, error), ()) from error
-        finally:
-            self._num_watched -= 1
-            if self._num_watched == 0:
-                self._probes.cancel()
-                self._probes = None  # it ends a little later, and a call that begins before that needs others
+    async def _watched(
+        self, verb: str, *args: Any, needs_memory: bool = True, needs: Callable[[], Sequence[Mesh]] = tuple
+    ) -> Any:
+        """The answer of rank 0, which may take any time. Looks at the engines as long as there is such a call."""
+        async with self.mesh.gate() if needs_memory else contextlib.nullcontext():
+            self._num_watched += 1
+            if self._probes is None or self._probes.done():
+                self._probes = asyncio.create_task(self._probe())
+            try:
+                call = getattr(self.mesh.rank(0), verb).call_one(*args)
+                return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
+            except EngineStoppedError as error:
+                statuses = await self._statuses()  # raises if a process died
+                raise await self.mesh.calls.end(self._stopped(statuses, verb, error), ()) from error
+            finally:
+                self._num_watched -= 1
+                if self._num_watched == 0:
+                    self._probes.cancel()
+                    self._probes = None  # it ends a little later, and a call that begins before that needs others
 
     async def _probe(self) -> None:
         """Ends the mesh if an engine has stopped or hangs. The calls that wait for it then raise the error."""

@@ -1,5 +1,8 @@
 """`TrainerHandle`: one policy of a mesh of `PolicyTrainer` ranks as the `Trainer` that a controller script sees.
 
+    loop --- batch ---> TrainerHandle: checks, plans --- local batches ---> Mesh.call --- bytes ---> ranks
+    loop <-- output --- TrainerMesh.merge          <--- outputs of all ranks, or the error that caused a failure
+
 The handle checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results.
 Calls reach the ranks in the order in which they were issued, whatever their policy, so several may be in flight.
 """
@@ -29,6 +32,7 @@ class TrainerHandle:
         self.policy = policy
         self._trainer = trainer
         self._dropped = False
+        self._memory = trainer.share_gpus(policy)
         self._push_bytes_per_s: float | None = None
         self._collecting: asyncio.Task[None] | None = None  # what the ranks write in the background
 
@@ -39,11 +43,7 @@ class TrainerHandle:
 
     async def policy_version(self) -> int:
         """The number of optimizer steps applied so far."""
-        return (
-            await self._trainer.gather(
-                "policy_version", [rank.policy_version.call_one(self.policy) for rank in self._ranks]
-            )
-        )[0]
+        return (await self._call("policy_version", needs_memory=False))[0]
 
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
@@ -56,13 +56,8 @@ class TrainerHandle:
         checked = get_loss(loss, loss_config)
         checked.check_head(self.config.head)
         plan = self._trainer.plan(batch, checked.required_inputs)
-        calls = [
-            rank.forward_backward.call_one(self.policy, local_batch, checked)
-            for rank, local_batch in zip(self._ranks, self._trainer.local_batches(plan, batch), strict=True)
-        ]
-        return self._trainer.merge(
-            plan, await self._trainer.gather("forward_backward", calls, num_tokens=_num_tokens(batch))
-        )
+        arguments = [(local_batch, checked) for local_batch in self._trainer.local_batches(plan, batch)]
+        return self._trainer.merge(plan, await self._call_each("forward_backward", arguments, size=_num_tokens(batch)))
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         """Computes log-probs of the batch's target tokens, and entropies if asked to, or a critic's values.
@@ -75,11 +70,8 @@ class TrainerHandle:
         if entropy:
             self.config.check_entropy()
         plan = self._trainer.plan(batch, ())
-        calls = [
-            rank.forward.call_one(self.policy, local_batch, entropy)
-            for rank, local_batch in zip(self._ranks, self._trainer.local_batches(plan, batch), strict=True)
-        ]
-        return self._trainer.merge(plan, await self._trainer.gather("forward", calls, num_tokens=_num_tokens(batch)))
+        arguments = [(local_batch, entropy) for local_batch in self._trainer.local_batches(plan, batch)]
+        return self._trainer.merge(plan, await self._call_each("forward", arguments, size=_num_tokens(batch)))
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
@@ -87,9 +79,7 @@ class TrainerHandle:
         Raises ValueError if no gradient was accumulated, `grad_scale` is not finite, or a pattern of
         `learning_rate_multipliers` matches no parameter.
         """
-        outputs = await self._trainer.gather(
-            "optim_step", [rank.optim_step.call_one(self.policy, params, grad_scale) for rank in self._ranks]
-        )
+        outputs = await self._call("optim_step", params, grad_scale)
         metrics = merge_metrics([output.metrics for output in outputs])
         if self._push_bytes_per_s is not None:
             metrics["push_bytes_per_s"] = self._push_bytes_per_s
@@ -97,17 +87,16 @@ class TrainerHandle:
 
     async def zero_grad(self) -> None:
         """Drops the accumulated gradient."""
-        await self._trainer.gather("zero_grad", [rank.zero_grad.call_one(self.policy) for rank in self._ranks])
+        await self._call("zero_grad")
 
     async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         """Offloads parameters, gradients or optimizer state to `device` ("cpu"), or moves them back ("cuda").
 
         Offloaded state is moved to the device for each call and back afterwards. A trainer that computes on the CPU
-        moves nothing. Raises ValueError if nothing is chosen, and for another device.
+        moves nothing. A colocated trainer has its parameters and gradients on the GPU again in its next phase. Raises
+        ValueError if nothing is chosen, and for another device.
         """
-        await self._trainer.gather(
-            "to", [rank.to.call_one(self.policy, device, model, gradients, optimizer) for rank in self._ranks]
-        )
+        await self._call("to", device, model, gradients, optimizer)
 
     async def push_model_state_dict(self) -> int:
         """Publishes the current weights in the generator's dtype and returns their policy version.
@@ -131,8 +120,7 @@ class TrainerHandle:
                 "push_model_state_dict: the base is frozen, so generators have it from its directory; push an adapter"
             )
         start = time.perf_counter()
-        calls = [rank.push_model_state_dict.call_one(self.policy) for rank in self._ranks]
-        record = (await self.mesh.answers(calls, "push_model_state_dict", needs=self._trainer.pushes_to))[0]
+        record = (await self._call("push_model_state_dict", needs=self._trainer.pushes_to))[0]
         assert record is not None
         self._push_bytes_per_s = sum(spec.nbytes for spec in record.manifest) / (time.perf_counter() - start)
         self._trainer.version_records.add(record)
@@ -150,12 +138,12 @@ class TrainerHandle:
         Raises ValueError if `path` exists and is not a checkpoint of ours, cannot be written or has too little room,
         and for a `keep_last` below 1.
         """
-        ranks, files = self._ranks, self._trainer.files
+        self._check_not_dropped()
+        files = self._trainer.files
         if self._collecting is not None:
             await self.wait_for_checkpoint()
         there = await files.to_write(path)
-        saves = [rank.save_checkpoint.call_one(self.policy, there, asynchronous, keep_last) for rank in ranks]
-        await self._trainer.gather("save_checkpoint", saves, varies=True)
+        await self._call("save_checkpoint", there, asynchronous, keep_last, varies=True)
         if there != path.absolute():
             self._collecting = asyncio.create_task(files.collect(path, keep_last))
             if not asynchronous:
@@ -163,15 +151,15 @@ class TrainerHandle:
 
     async def wait_for_checkpoint(self) -> None:
         """Returns once no checkpoint is being written. Raises the error of the last asynchronous save, if it failed."""
-        calls = [rank.wait_for_checkpoint.call_one(self.policy) for rank in self._ranks]
+        self._check_not_dropped()
         try:
-            await self._trainer.gather("wait_for_checkpoint", calls, varies=True)
+            await self._call("wait_for_checkpoint", varies=True, needs_memory=False)
         except Exception:
             self._stop_collecting()
             raise
         if (collecting := self._collecting) is not None:
             try:
-                await asyncio.shield(collecting)  # whoever is cancelled while it waits may want it later
+                await asyncio.shield(collecting)  # a caller that is cancelled while it waits may want it later
             finally:
                 if collecting.done():
                     self._collecting = None
@@ -183,11 +171,8 @@ class TrainerHandle:
         Raises ValueError if `path` is missing, damaged, not a checkpoint of ours, or one of another model.
         """
         async with self._trainer.files.to_read(path) as paths:
-            loads = [
-                rank.load_checkpoint.call_one(self.policy, there, weights_only)
-                for rank, there in zip(self._ranks, paths, strict=True)
-            ]
-            return (await self._trainer.gather("load_checkpoint", loads, varies=True))[0]
+            arguments = [(there, weights_only) for there in paths]
+            return (await self._call_each("load_checkpoint", arguments, varies=True))[0]
 
     async def export_hf(self, path: Path) -> None:
         """Writes a model directory that transformers and vLLM can load, with weights in the generator's dtype.
@@ -198,8 +183,7 @@ class TrainerHandle:
         Raises ValueError for the same paths as `save_checkpoint`.
         """
         there = await self._trainer.files.to_write(path)
-        calls = [rank.export_hf.call_one(self.policy, there) for rank in self._ranks]
-        await self._trainer.gather("export_hf", calls, varies=True)
+        await self._call("export_hf", there, varies=True)
         await self._trainer.files.collect(path)
 
     async def adapter(self, name: str, config: LoRAConfig) -> "Trainer":
@@ -221,8 +205,7 @@ class TrainerHandle:
                 f"adapter {name!r}: rank is {config.rank}; the generator serves ranks up to {trainer.max_lora_rank} "
                 "(GeneratorConfig.lora.max_rank)"
             )
-        calls = [rank.adapter.call_one(name, config) for rank in trainer.ranks]
-        await trainer.gather("adapter", calls, varies=True)
+        await self.mesh.call("adapter", [(name, config)] * self.config.num_ranks, varies=True)
         return TrainerHandle(trainer, name)
 
     async def drop(self) -> None:
@@ -230,35 +213,42 @@ class TrainerHandle:
 
         Calls that were issued before are executed first. Raises ValueError if this is not an adapter.
         """
-        policy = self._adapter_name("drop")
-        calls = [rank.drop.call_one(policy) for rank in self._ranks]
+        policy, trainer = self._adapter_name("drop"), self._trainer
+        self._check_not_dropped()
         self._dropped = True
-        await self._trainer.gather("drop", calls, varies=True)
-        self._trainer.version_records.forget(policy)
+        await self.mesh.call("drop", [(policy,)] * self.config.num_ranks, varies=True)
+        trainer.version_records.forget(policy)
+        if trainer.gpus is not None and self._memory is not None:
+            trainer.gpus.leave(self._memory)
 
     async def export_peft(self, path: Path) -> None:
         """Writes an adapter as a directory that `peft` and vLLM can load, in float32.
 
         Raises ValueError if this is not an adapter, and for the same paths as `save_checkpoint`.
         """
-        policy = self._adapter_name("export_peft")
+        self._adapter_name("export_peft")
         there = await self._trainer.files.to_write(path)
-        calls = [rank.export_peft.call_one(policy, there) for rank in self._ranks]
-        await self._trainer.gather("export_peft", calls, varies=True)
+        await self._call("export_peft", there, varies=True)
         await self._trainer.files.collect(path)
 
-    @property
-    def _ranks(self) -> list[Any]:
-        """The actors that calls of this policy go to. Raises ValueError if it was dropped."""
+    async def _call(self, verb: str, *args: Any, **options: Any) -> list[Any]:
+        """The answers of all ranks to a call about this policy, with the same arguments. See `Mesh.call`."""
+        return await self._call_each(verb, [args] * self.config.num_ranks, **options)
+
+    async def _call_each(self, verb: str, arguments: Sequence[tuple[Any, ...]], **options: Any) -> list[Any]:
+        """The same, with the arguments of each rank. Raises ValueError if the policy was dropped."""
+        self._check_not_dropped()
+        return await self.mesh.call(verb, [(self.policy, *args) for args in arguments], **options)
+
+    def _check_not_dropped(self) -> None:
         if self._dropped:
             raise ValueError(f"adapter {self.policy!r} of {self.mesh.name!r} was dropped; `adapter` makes a new one")
-        return self._trainer.ranks
 
     def _stop_collecting(self) -> None:
         """Ends a collection. What it has not brought is not visible."""
         collecting, self._collecting = self._collecting, None
         if collecting is not None and not collecting.cancel():
-            collecting.exception()  # somebody has to look at it, or asyncio complains
+            collecting.exception()  # asyncio complains about exceptions that are never looked at
 
     def _adapter_name(self, verb: str) -> str:
         if self.policy is None:

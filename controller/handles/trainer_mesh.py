@@ -3,13 +3,14 @@
 The handles of all policies of a trainer share one: the model's own, and that of each adapter.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from controller.handles.colocated import SharedGPUs
 from controller.handles.run_files import RunFiles
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
@@ -23,8 +24,6 @@ from trainer.environment import trainer_env
 
 if TYPE_CHECKING:  # the import would load torch
     from trainer.actor import WeightDtype
-
-T = TypeVar("T")
 
 ACTOR = "trainer.actor:PolicyTrainer"
 """The class of the ranks' actors. By its name, so that it is imported while the processes start."""
@@ -55,6 +54,8 @@ class TrainerMesh:
     """Where ranks write checkpoints and models, and read them."""
     pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes
     """The meshes without which no version can be pushed."""
+    gpus: SharedGPUs | None = None
+    """The GPUs that a colocated trainer shares with a generator."""
 
     def __post_init__(self) -> None:
         """Has the mesh tell a rank's own error from those that it caused."""
@@ -76,12 +77,14 @@ class TrainerMesh:
         max_lora_rank: int | None = None,
         pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes,
         store_name: str | None = None,
+        shared_gpus: SharedGPUs | None = None,
     ) -> "TrainerMesh":
         """Starts the trainer's processes and waits until every rank has loaded the model.
 
         Weights are pushed in `generator_dtype` over `transport` to the TorchStore named `store_name`; without both they
         cannot be. `name` is for log file names and errors. `gpus` are this host's, one per rank; by default all.
         `hosts` are other hosts to run on. `limits` is `check_model(config)`, if it is known already.
+        `shared_gpus` are those of a colocated trainer.
 
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """
@@ -107,21 +110,16 @@ class TrainerMesh:
             max_lora_rank=max_lora_rank,
             files=RunFiles(mesh.place, config.num_ranks),
             pushes_to=pushes_to,
+            gpus=shared_gpus,
         )
 
-    @property
-    def ranks(self) -> list[Any]:
-        """The actor of each rank."""
-        return [self.mesh.rank(index) for index in range(self.config.num_ranks)]
-
-    async def gather(
-        self, verb: str, calls: Sequence[Awaitable[T]], *, num_tokens: int = 0, varies: bool = False
-    ) -> list[T]:
-        """The answers of all ranks. Raises the error that caused a failure, not another rank's `RankFailureError`.
-
-        The calls were sent when they were created, before any await, so that all ranks get them in the order of issue.
-        """
-        return await self.mesh.answers(calls, verb, size=num_tokens, varies=varies)
+    def share_gpus(self, policy: str | None) -> "PolicyMemory | None":
+        """Has a policy give up its memory in the phases of a colocated generator. It has its memory now."""
+        if self.gpus is None:
+            return None
+        memory = PolicyMemory(self.mesh, policy)
+        self.gpus.join("train", memory)
+        return memory
 
     def plan(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> BatchPlan:
         """Checks a batch and splits it over data-parallel ranks and micro-batches."""
@@ -160,6 +158,26 @@ class TrainerMesh:
             entropy=plan.restore(entropies) if entropies else None,
             metrics=metrics,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyMemory:
+    """What one policy has in the memory of colocated GPUs. A `controller.handles.colocated.Member`."""
+
+    mesh: Mesh
+    policy: str | None
+
+    async def take_memory(self) -> None:
+        """Moves parameters and gradients to the GPUs. The optimizer state stays on the host, and is used in pieces."""
+        await self._move("cuda", optimizer=False)
+
+    async def free_memory(self) -> None:
+        """Moves everything to the host."""
+        await self._move("cpu", optimizer=True)
+
+    async def _move(self, device: str, *, optimizer: bool) -> None:
+        arguments = [(self.policy, device, True, True, optimizer)] * self.mesh.num_ranks
+        await self.mesh.call("to", arguments, needs_memory=False)
 
 
 def _plain(datum: Datum) -> Datum:

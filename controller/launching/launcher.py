@@ -2,15 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from controller.handles.adapters import POLICY, BoundGenerator, check_lora, check_same_base
-from controller.handles.gpu_turns import Turns
+from controller.handles.colocated import SharedGPUs, Side
 from controller.handles.offline import OfflineGeneratorConfig, offline_generator
 from controller.handles.replicas import Stoppable
 from controller.handles.version_records import VersionRecords
@@ -89,7 +89,7 @@ class Launcher:
         self._pushing_mesh: Mesh | None = None
         self._pushing_trainer: str | None = None
         self._version_records = VersionRecords()
-        self._turns = Turns()
+        self._gpus = SharedGPUs()
         self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[Trainer]]] = []
         self._pushed_base: Path | None = None  # of adapters that are pushed and pulled
         self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
@@ -142,7 +142,7 @@ class Launcher:
             self._weight_store()
             self._pushing_trainer = name
         start = partial(self._launch_trainer, config, generator, name, limits, assignment)
-        base = self._begin(self._turns.start_trainer(config.placement, start), name)
+        base = self._begin(self._in_phase("train", config, start), name)
         if config.lora is None:
             return base
         self._bases.append((model, config, base))
@@ -185,8 +185,7 @@ class Launcher:
         limits: "ModelLimits",
         assignment: Assignment,
     ) -> "TrainerHandle":
-        from controller.handles.trainer_handle import TrainerHandle
-        from controller.handles.trainer_mesh import TrainerMesh
+        from controller.handles.trainer_handle import TrainerHandle, TrainerMesh
 
         await assignment.check_trainer(config)
         trainer = await TrainerMesh.launch(
@@ -202,6 +201,7 @@ class Launcher:
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
             pushes_to=lambda: [] if (s := self._root._running_store) is None else [s.mesh, *s.receivers.lost],
             store_name=self._root._store_name,
+            shared_gpus=self._gpus if config.placement == "colocated" else None,
         )
         self._running.append(handle := TrainerHandle(trainer))
         self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, assignment)
@@ -246,17 +246,24 @@ class Launcher:
                 version_records=self._version_records,
                 pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
                 store_name=self._root._store_name,
+                shared_gpus=self._gpus if config.placement == "colocated" else None,
             )
-            return await self._turns.start_replica(config.placement, launch)
+            return await self._in_phase("sample", config, launch)
 
         async def start() -> Generator:
             router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
             self._running.append(router)
             await (await asyncio.shield(store)).receivers.complete()  # a later generator may be on a further host
-            generator = self._turns.generator(config.placement, router)
-            return generator if config.lora is None else BoundGenerator(generator, POLICY)
+            return router if config.lora is None else BoundGenerator(router, POLICY)
 
         return self._begin(start(), name)
+
+    async def _in_phase(
+        self, side: Side, config: TrainerConfig | GeneratorConfig, start: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Awaits a start. What is colocated starts when its side has the memory of the GPUs."""
+        async with self._gpus.phase(side) if config.placement == "colocated" else nullcontext():
+            return await start()
 
     def _begin(self, start: Coroutine[Any, Any, T], name: str = "") -> "asyncio.Task[T]":
         """Begins a start. The user is told when one with a name has ended."""

@@ -110,6 +110,8 @@ class Mesh:
         self._procs = procs
         self._ranks: dict[int, Rank] = {}
         self._stopped = False
+        self.gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        """What a call holds while it uses the memory of GPUs. Meshes that share GPUs replace it; see colocated.py."""
 
     @classmethod
     async def spawn(
@@ -200,6 +202,25 @@ class Mesh:
     def actor(self, index: int) -> Any:
         """Monarch's own handle of the actor of one rank, which other processes can be given."""
         return self.actors.slice(**self.place.coordinates(index, self.num_ranks))
+
+    async def call(
+        self,
+        verb: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        size: float = 0.0,
+        varies: bool = False,
+        needs_memory: bool = True,
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
+    ) -> list[Any]:
+        """Calls the endpoint `verb` of every rank, each with its `arguments`, and returns the answers; see `answers`.
+
+        The calls are sent before the first await, so all ranks get them in the order of issue. Only a call that
+        `needs_memory` of GPUs which the mesh shares waits for them first.
+        """
+        async with self.gate() if needs_memory else contextlib.nullcontext():
+            calls = [getattr(self.rank(rank), verb).call_one(*args) for rank, args in enumerate(arguments)]
+            return await self.answers(calls, verb, size=size, varies=varies, needs=needs)
 
     async def answer(
         self,

@@ -1,10 +1,12 @@
 """Trainers and a generator on the same GPUs: who holds memory when."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from controller.handles.gpu_turns import Side, Turns
+from controller.handles.colocated import SharedGPUs, Side
 from controller.processes.errors import MeshError
 from tests.waiting import run_virtual
 
@@ -12,20 +14,19 @@ Events = list[str]
 
 
 class Memory:
-    """A party that notes its turns, and how many parties hold memory."""
-
-    held: set[str]
+    """A member that notes when it has memory."""
 
     def __init__(self, name: str, events: Events) -> None:
         self.name, self.events = name, events
         self.dies = False
         self.begins_in_s = 0.0
+        self.mesh: Any = SimpleNamespace()
 
-    async def begin_turn(self) -> None:
+    async def take_memory(self) -> None:
         await asyncio.sleep(self.begins_in_s)
         self.events.append(f"{self.name} begins")
 
-    async def end_turn(self) -> None:
+    async def free_memory(self) -> None:
         await asyncio.sleep(0)
         if self.dies:
             raise MeshError(self.name, "a process died")
@@ -38,21 +39,21 @@ def events() -> Events:
 
 
 async def settle() -> None:
-    """Returns when every task waits: the virtual clock moves no earlier."""
+    """Regpus when every task waits: the virtual clock moves no earlier."""
     await asyncio.sleep(0.01)
 
 
-async def started(events: Events) -> tuple[Turns, Memory, Memory]:
-    turns, trainer, replica = Turns(), Memory("trainer", events), Memory("replica", events)
-    async with turns.turn("train"):
-        turns.join("train", trainer)
-    async with turns.turn("sample"):
-        turns.join("sample", replica)
-    return turns, trainer, replica
+async def started(events: Events) -> tuple[SharedGPUs, Memory, Memory]:
+    gpus, trainer, replica = SharedGPUs(), Memory("trainer", events), Memory("replica", events)
+    async with gpus.phase("train"):
+        gpus.join("train", trainer)
+    async with gpus.phase("sample"):
+        gpus.join("sample", replica)
+    return gpus, trainer, replica
 
 
-async def call(turns: Turns, side: Side, name: str, events: Events, until: asyncio.Event | None = None) -> None:
-    async with turns.turn(side):
+async def call(gpus: SharedGPUs, side: Side, name: str, events: Events, until: asyncio.Event | None = None) -> None:
+    async with gpus.phase(side):
         events.append(name)
         if until is not None:
             await until.wait()
@@ -62,11 +63,11 @@ async def call(turns: Turns, side: Side, name: str, events: Events, until: async
 
 def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Events) -> None:
     async def body() -> None:
-        turns, _, _ = await started(events)
+        gpus, _, _ = await started(events)
         assert events == ["trainer ends"]  # before the replica started
         events.clear()
         for side in ("train", "train", "sample", "train"):
-            await call(turns, side, side, events)
+            await call(gpus, side, side, events)
 
     run_virtual(body())
     assert events == [
@@ -78,36 +79,36 @@ def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Eve
 
 def test_gpu_logic_calls_of_a_side_run_together_and_later_ones_wait_behind_the_other_side(events: Events) -> None:
     async def body() -> None:
-        turns, _, _ = await started(events)
+        gpus, _, _ = await started(events)
         events.clear()
         release = asyncio.Event()
-        tasks = [asyncio.create_task(call(turns, "sample", f"s{i}", events, release)) for i in range(2)]
+        tasks = [asyncio.create_task(call(gpus, "sample", f"s{i}", events, release)) for i in range(2)]
         await settle()
         assert events == ["s0", "s1"]
-        tasks.append(asyncio.create_task(call(turns, "train", "t", events)))
+        tasks.append(asyncio.create_task(call(gpus, "train", "t", events)))
         await settle()
         assert events == ["s0", "s1"], "the trainer waits for running requests"
         release.set()
         await tasks[0]
-        tasks.append(asyncio.create_task(call(turns, "sample", "s2", events)))
+        tasks.append(asyncio.create_task(call(gpus, "sample", "s2", events)))
         await asyncio.gather(*tasks)
 
     run_virtual(body())
-    turn_of_the_trainer = ["replica ends", "trainer begins", "t", "t done"]
-    assert events[4:] == [*turn_of_the_trainer, "trainer ends", "replica begins", "s2", "s2 done"]
+    training_phase = ["replica ends", "trainer begins", "t", "t done"]
+    assert events[4:] == [*training_phase, "trainer ends", "replica begins", "s2", "s2 done"]
 
 
-def test_gpu_logic_a_restart_that_running_requests_wait_for_does_not_wait_for_its_turn(events: Events) -> None:
+def test_gpu_logic_a_restart_that_running_requests_wait_for_is_not_held_up(events: Events) -> None:
     """A request waits for its replica's successor, and a trainer's call for the request: the successor must start."""
 
     async def body() -> None:
-        turns, _, _ = await started(events)
+        gpus, _, _ = await started(events)
         restarted = asyncio.Event()
-        request = asyncio.create_task(call(turns, "sample", "request", events, restarted))
+        request = asyncio.create_task(call(gpus, "sample", "request", events, restarted))
         await settle()
-        step = asyncio.create_task(call(turns, "train", "step", events))
+        step = asyncio.create_task(call(gpus, "train", "step", events))
         await settle()
-        async with turns.turn("sample"):
+        async with gpus.phase("sample"):
             restarted.set()
         await asyncio.gather(request, step)
 
@@ -115,25 +116,25 @@ def test_gpu_logic_a_restart_that_running_requests_wait_for_does_not_wait_for_it
     assert events[-2:] == ["step", "step done"]
 
 
-def test_gpu_logic_a_cancelled_call_and_a_dead_party_hold_nobody_up(events: Events) -> None:
+def test_gpu_logic_a_cancelled_call_and_a_dead_member_hold_nothing_up(events: Events) -> None:
     async def body() -> None:
-        turns, trainer, replica = await started(events)
+        gpus, trainer, replica = await started(events)
         forever = asyncio.Event()
-        request = asyncio.create_task(call(turns, "sample", "request", events, forever))
+        request = asyncio.create_task(call(gpus, "sample", "request", events, forever))
         await settle()
-        waiting = asyncio.create_task(call(turns, "train", "cancelled", events))
+        waiting = asyncio.create_task(call(gpus, "train", "cancelled", events))
         await settle()
         waiting.cancel()
         request.cancel()
         await asyncio.gather(waiting, request, return_exceptions=True)
         replica.dies = True
-        await call(turns, "train", "step", events)
-        await call(turns, "sample", "request", events)
+        await call(gpus, "train", "step", events)
+        await call(gpus, "sample", "request", events)
         assert events[-4:] == ["step done", "trainer ends", "request", "request done"]
         assert "replica begins" not in events, "it is gone; its successor joins by itself"
         trainer.dies = True
         with pytest.raises(MeshError):
-            async with turns.turn("train"):
+            async with gpus.phase("train"):
                 raise MeshError("trainer", "a process died")  # by the call itself, which is what a loop sees
 
     run_virtual(body())
@@ -141,16 +142,16 @@ def test_gpu_logic_a_cancelled_call_and_a_dead_party_hold_nobody_up(events: Even
 
 def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one(events: Events) -> None:
     async def body() -> None:
-        turns, trainer, replica = await started(events)
-        await call(turns, "train", "step", events)
+        gpus, trainer, replica = await started(events)
+        await call(gpus, "train", "step", events)
         events.clear()
         trainer.begins_in_s, replica.begins_in_s = 0.01, 0.1
-        request = asyncio.create_task(call(turns, "sample", "cancelled", events))
+        request = asyncio.create_task(call(gpus, "sample", "cancelled", events))
         while "trainer ends" not in events:
             await settle()
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        await call(turns, "train", "save", events)
+        await call(gpus, "train", "save", events)
 
     run_virtual(body())
     assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]
