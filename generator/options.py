@@ -36,6 +36,9 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not _has_gpu(has_gpu):
         env |= {
+            # vLLM compiles some functions even with `enforce_eager`, such as the embedding of a tensor-parallel group:
+            # the first request would wait for the compiler, and fail on a host without g++.
+            "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default gives two ranks of one NUMA node the same core
             **cpu_thread_env(config.num_threads),
             # Saves 4 % of a step's CPU time and 15 % of a pull's.

@@ -7,7 +7,6 @@ again: on a virtual machine whose host takes unused memory away, the next step o
 takes twice its time. So it is handed back only once the process has grown beyond what several steps needed.
 """
 
-import ctypes
 import gc
 import resource
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from rl.hardware import hand_back_memory
 
 _GROWTH = 1.02
 _STEPS_TO_SETTLE = 4
-_PIECE_BYTES = 1 << 26
 
 
 class Heap:
@@ -54,25 +52,6 @@ def hand_back_garbage() -> None:
     """
     gc.collect()
     hand_back_memory()
-
-
-def touch(num_bytes: int, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Makes glibc hold that much freed memory which the kernel has already given, for what is allocated next.
-
-    With the settings of `rl.hardware.cpu_malloc_env` glibc keeps it. A step that needs fresh memory waits for every
-    page of it, on a virtual machine for seconds per gigabyte. Other threads run meanwhile, so this is for a thread
-    beside them. Returns early where there is not so much memory, and once `stopped` returns True.
-    """
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-    libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
-    pieces: list[int] = []  # adjacent, so that they are one when all are free
-    while num_bytes > 0 and not stopped() and (piece := libc.malloc(min(num_bytes, _PIECE_BYTES))):
-        ctypes.memset(piece, 0, min(num_bytes, _PIECE_BYTES))
-        pieces.append(piece)
-        num_bytes -= _PIECE_BYTES
-    for piece in pieces:
-        libc.free(piece)
 
 
 def _resident_bytes() -> int:

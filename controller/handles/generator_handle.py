@@ -92,7 +92,6 @@ class GeneratorHandle:
             log_dir=log_dir,
             deadlines=config.deadlines,
             hosts=hosts,
-            urgent=True,  # it takes longest
         )
         handle = cls(mesh, config, version_records or VersionRecords(), pulls_from)
         try:

@@ -34,7 +34,6 @@ from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.deadlines import Deadlines
-from rl.deferred_imports import defer_compiler
 from rl.startup import without_garbage_collection
 
 T = TypeVar("T")
@@ -125,12 +124,11 @@ class Mesh:
         deadlines: Deadlines | None = None,
         hosts: Place | None = None,
         loads: Sequence[str] = (),
-        urgent: bool = False,
     ) -> "Mesh":
         """Starts `num_ranks` processes, each with `actor(*args)` in it, on `hosts` or else on this host.
 
         `actor` may be a name, "module:class". Then the processes import its module, and those in `loads`, while this
-        one imports it. Where cores are few, they leave them to `urgent` meshes meanwhile.
+        one imports it.
 
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
@@ -149,7 +147,7 @@ class Mesh:
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
         mesh.calls = Calls(name, processes, deadlines)
         try:
-            made = await mesh._loaded(process, actor, loads, deadlines, urgent=urgent)
+            made = await mesh._loaded(process, actor, loads, deadlines)
             async with asyncio.timeout(deadlines.first_s):
                 await prepare_ranks(process, *await place.master())
             mesh.actors = procs.spawn(name, answering(made), *args)
@@ -166,13 +164,12 @@ class Mesh:
         return mesh
 
     async def _loaded(
-        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines, *, urgent: bool
+        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines
     ) -> type[Actor]:
         """The class of the actors, once the processes have their modules. Their ids come first, for kills."""
-        defer_compiler()
         asked, loaded = process.pid.call(), None
         if isinstance(actor, str):
-            loaded = process.load.call([actor.partition(":")[0], *loads], urgent)
+            loaded = process.load.call([actor.partition(":")[0], *loads])
         pids = tuple((await self.answer(asked, "start")).values())
         async with asyncio.timeout(deadlines.first_s):
             self.calls = Calls(self.name, await self.place.processes(self.name, pids, self.log_files), deadlines)

@@ -16,9 +16,7 @@ from monarch.spmd import SPMDActor
 
 from controller.processes.place import Place
 from controller.processes.rank_processes import answer_stack_signal
-from rl.deferred_imports import defer_compiler
-from rl.startup import import_patiently, without_garbage_collection
-from rl.transformers_import import hasten_transformers
+from rl.startup import without_garbage_collection
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _MODULE_FOLDERS = "OWNLOOP_MODULE_FOLDERS"
@@ -38,11 +36,8 @@ class RankProcess(SPMDActor):
         return os.getpid()
 
     @endpoint
-    def load(self, modules: Sequence[str], urgent: bool) -> None:
-        """Imports modules. What is not urgent leaves the cores to other processes."""
-        if not urgent:
-            import_patiently(modules)
-            return
+    def load(self, modules: Sequence[str]) -> None:
+        """Imports modules."""
         with without_garbage_collection():
             for module in modules:
                 import_module(module)
@@ -79,7 +74,6 @@ async def prepare_ranks(processes: Any, address: str, port: int) -> None:
 def _prepare_process() -> None:
     """Sends this process's output, and the stacks that it is asked for, to its log; leaves signals to the controller.
 
-    Puts off what PyTorch's compiler imports, and makes the import of transformers faster; both have to come first.
     Descriptors 1 and 2 themselves are replaced, so that the output of native libraries goes there too.
     """
     # Slurm and systemd send SIGTERM to every process of a job at once. A process of a mesh has to live until the
@@ -95,5 +89,3 @@ def _prepare_process() -> None:
     answer_stack_signal()
     # Behind all others: a user's module has no name of a package that this process needs.
     sys.path += [each for each in os.environ[_MODULE_FOLDERS].split(os.pathsep) if each and each not in sys.path]
-    defer_compiler()
-    hasten_transformers()

@@ -52,29 +52,6 @@ def test_what_malloc_keeps_goes_back_to_the_kernel() -> None:
     assert handed_back > 192 << 20
 
 
-TOUCHED = """
-import sys
-import numpy as np
-from rl.heap import _resident_bytes, touch
-size = 256 << 20
-if sys.argv[1] != "fresh":
-    touch(size, lambda: sys.argv[1] == "stopped")
-before = _resident_bytes()
-array = np.empty(size, np.uint8)
-array.fill(1)
-print(_resident_bytes() - before)
-"""
-
-
-@pytest.mark.parametrize(("case", "grows"), [("touched", False), ("stopped", True), ("fresh", True)])
-def test_memory_that_was_touched_is_there_when_it_is_allocated(case: str, grows: bool) -> None:
-    env = {**os.environ, **cpu_malloc_env()}
-    done = subprocess.run(
-        [sys.executable, "-c", TOUCHED, case], env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S
-    )
-    assert (int(done.stdout) > 192 << 20) == grows, done.stdout
-
-
 ARENAS = """
 import ctypes, sys, threading
 from rl.hardware import keep_few_arenas
