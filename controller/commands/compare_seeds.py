@@ -4,7 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runs.significance import Configuration, FinalReward, final_reward, named_differences, same_configuration, welch
+from controller.runs.significance import (
+    Configuration,
+    FinalReward,
+    final_reward,
+    named_differences,
+    same_configuration,
+    welch,
+)
 
 _SIGNIFICANT = 0.05
 
@@ -16,7 +23,7 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     run. Raises ValueError for a run without an
     evaluation, and for two runs of one configuration with the same seed: they say no more than one.
     """
-    from rl.runs.folder import read_metrics
+    from controller.runs.folder import read_metrics
 
     configs: list[Mapping[str, Any]] = []
     members: list[list[FinalReward]] = []
@@ -44,8 +51,9 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    from rl.runs.folder import CONFIG_FILE, read_json
-    from rl.runs.schema import current_fields
+    from controller.runs.folder import CONFIG_FILE
+    from controller.runs.schema import current_fields
+    from rl.system.files import read_json
 
     return current_fields(read_json(run / CONFIG_FILE))
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE, read_json
+from controller.runs.folder import CONFIG_FILE
+from rl.system.files import read_json
 
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from controller.meshes.offline import OfflineGeneratorConfig
+from controller.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
 from controller.runs.models import resolve_model
+from controller.runs.recorded import RecordedEnv
+from controller.runs.recording import recorded_files
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
-from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.tokenizer import load_tokenizer, text_of
-from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
-from rl.runs.recording import recorded_files
 from rl.types import Group
 
 _NUM_CHECKED = 64  # completions that are decoded to check the tokenizer

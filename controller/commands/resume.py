@@ -12,10 +12,11 @@ from controller.commands.pinning import with_recorded_models
 from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from controller.commands.trust import check_own, is_own, signed
-from rl.runs.comparison import ABSENT, differences
-from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, read_json, to_json, write_json
-from rl.runs.schema import SCHEMA_VERSION, schema_version
-from rl.runs.secret_fields import hide_secrets
+from controller.runs.comparison import ABSENT, differences
+from controller.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints
+from controller.runs.schema import SCHEMA_VERSION, schema_version
+from rl.secret_fields import hide_secrets
+from rl.system.files import read_json, to_json, write_json
 
 RECIPE_FILE = "recipe.json"
 CHANGEABLE = (

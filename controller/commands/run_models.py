@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from controller.commands.resume import resumed_configuration
-from rl.runs.folder import CONFIG_FILE
+from controller.runs.folder import CONFIG_FILE
 
 
 def run_of(name: str, runs: Path) -> Path | None:
@@ -27,8 +27,8 @@ async def model_of(
     checkpoint.
     """
     from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
-    from rl.runs.folder import complete_checkpoints
-    from rl.runs.state import FINISHED, state_of
+    from controller.runs.folder import complete_checkpoints
+    from controller.runs.state import FINISHED, state_of
 
     run = run_of(options.model, options.runs)
     if run is None:

@@ -34,8 +34,8 @@ def add_parser(commands: Commands) -> None:
 
 def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
-    from rl.runs.folder import to_json
-    from rl.runs.secret_fields import hide_secrets
+    from rl.secret_fields import hide_secrets
+    from rl.system.files import to_json
 
     run = _run_folder(options.recipe, options.runs)
     with CapturedOutput() as output:
@@ -55,7 +55,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _run_folder(name: str, runs: Path) -> Path | None:
     """The run of this path or name, unless the name is a recipe's."""
-    from rl.runs.folder import CONFIG_FILE
+    from controller.runs.folder import CONFIG_FILE
 
     if (Path(name) / CONFIG_FILE).is_file():
         return Path(name)
@@ -70,10 +70,10 @@ def _run_folder(name: str, runs: Path) -> Path | None:
 
 def _last_rollouts(run: Path) -> "Iterator[tuple[str, Sequence[Group]]]":
     """A heading and the groups of the last evaluation and of the last training step. Raises ValueError without any."""
+    from controller.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
+    from controller.runs.recording import recorded_files
     from rl.rollouts.columns import read_groups
     from rl.rollouts.json_lines import read_lines
-    from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
-    from rl.runs.recording import recorded_files
 
     last = {kind: (step, file) for kind, step, file in recorded_files(run / ROLLOUTS)}
     if last:

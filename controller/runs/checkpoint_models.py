@@ -5,9 +5,10 @@ from typing import Any
 
 from controller.hosts.allocations import kept_allocations
 from controller.meshes.launch import Launcher
+from controller.runs.folder import LOOP_FILE, complete_checkpoints
 from controller.runs.models import Tell, resolve_model
 from rl.checks import check_empty_folder
-from rl.runs.folder import LOOP_FILE, complete_checkpoints, read_json
+from rl.system.files import read_json
 
 _POLICY = "policy"
 

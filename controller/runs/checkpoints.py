@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from controller.meshes.errors import TrainingStoppedError
+from controller.runs.folder import LOOP_FILE
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.recording import write_rollouts
+from controller.runs.step_log import EQUAL_REWARDS, Report
 from rl.protocols import Trainer
 from rl.rollouts.columns import read_groups
-from rl.runs.folder import LOOP_FILE, read_json, write_json
-from rl.runs.recording import write_rollouts
+from rl.system.files import read_json, write_json
 from rl.types import Group
 
 _MAX_SKIPS_IN_A_ROW = 3

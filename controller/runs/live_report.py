@@ -10,14 +10,14 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
+from controller.runs.folder import HOST_FILE, RunFolder
+from controller.runs.report.page import write_report
+from controller.runs.report.samples import TokenSamples
 from controller.runs.run_tokenizer import decoder_of
 from rl.hardware import describe_host, describe_software
 from rl.heap import hand_back_garbage
-from rl.runs.folder import HOST_FILE, RunFolder, write_json
-from rl.runs.recording import RecordingError
-from rl.runs.report.page import write_report
-from rl.runs.report.samples import TokenSamples
-from rl.runs.timeline import TIMELINE, Timeline
+from rl.system.files import RecordingError, write_json
+from rl.system.timeline import TIMELINE, Timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 _SECONDS_BETWEEN = 30.0

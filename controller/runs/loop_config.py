@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
+from controller.runs.loggers.table import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages.group_relative import ADVANTAGES, Rewards
 from rl.checks import check_above_zero, check_at_least, check_known
@@ -14,8 +16,6 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
-from rl.runs.folder import RunFolder
-from rl.runs.loggers.table import check_loggers
 from rl.types import MAX_RUN_SEED, AdamParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 

@@ -17,8 +17,8 @@ from controller.hosts.allocations import kept_allocations
 from controller.hosts.host_groups import run_hosts
 from controller.meshes.errors import MeshError
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import Loop
-from rl.runs.folder import RunFolder
 
 
 async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.preflight import check_prompts_fit
+from controller.runs.recorded import RecordedEnv
 from rl.protocols import Generator, best_reward_of
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.guard import time_limit_of
-from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.rendering import Renderer
 from rl.types import Group
 

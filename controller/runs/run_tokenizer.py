@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from controller.runs.folder import CONFIG_FILE
 from controller.runs.models import resolve_model
-from rl.runs.folder import CONFIG_FILE, read_json
+from rl.system.files import read_json
 
 
 def decoder_of(run: Path) -> Callable[[Sequence[int]], str] | None:

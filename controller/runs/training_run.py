@@ -11,14 +11,14 @@ from typing import Any
 
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.step_log import EQUAL_REWARDS, Report
 from controller.runs.steps import Steps
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
-from rl.runs.folder import RunFolder
-from rl.runs.timeline import report_progress
+from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 

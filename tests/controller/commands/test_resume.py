@@ -10,8 +10,9 @@ from controller.commands.model_card import add_model_card
 from controller.commands.next_command import command_of, how_to_go_on
 from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
 from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
-from rl.runs.folder import RunFolder, write_json
-from rl.runs.report.page import write_report
+from controller.runs.folder import RunFolder
+from controller.runs.report.page import write_report
+from rl.system.files import write_json
 from tests.controller.commands.old_runs import old_run
 from tests.controller.commands.test_cli import ownloop
 
@@ -113,7 +114,7 @@ def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
 
 SOWN = """
 from dataclasses import dataclass, field
-from rl.runs.secret_fields import Secret
+from rl.secret_fields import Secret
 from tests.controller.commands.toy_recipe import ToyConfig
 
 @dataclass(frozen=True, kw_only=True)

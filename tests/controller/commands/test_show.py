@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.show import show
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from rl.types import Group
 from tests.controller.commands.old_runs import old_run
 from tests.rl.fakes import completion, single_turn

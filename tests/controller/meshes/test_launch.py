@@ -14,7 +14,7 @@ from controller.meshes.errors import MeshError
 from controller.meshes.launch import Launcher, launch
 from controller.meshes.trainer_mesh import TrainerMesh
 from generator.config import GeneratorConfig
-from rl.runs.timeline import show_progress_with
+from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.meshes.fake_ranks import FakeMesh, trainer_of
 from trainer.config import TrainerConfig

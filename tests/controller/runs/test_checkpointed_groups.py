@@ -11,11 +11,11 @@ import pytest
 
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import Report
+from controller.runs.step_log import Report
 from rl.protocols import Trainer
-from rl.runs.folder import RunFolder
-from rl.runs.recording import RecordingError
+from rl.system.files import RecordingError
 from rl.types import Group
 from tests.controller.runs.test_checkpoints import FileTrainer
 from tests.rl.fakes import completion, single_turn

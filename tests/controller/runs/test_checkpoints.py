@@ -11,11 +11,11 @@ import pytest
 from controller.meshes.errors import TrainingStoppedError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.step_log import EQUAL_REWARDS, Report
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer
-from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from controller.runs import live_report
+from controller.runs.folder import RunFolder
 from controller.runs.live_report import LiveReport
-from rl.runs.folder import RunFolder
-from rl.runs.recording import RecordingError
-from rl.runs.timeline import Timeline
+from rl.system.files import RecordingError
+from rl.system.timeline import Timeline
 
 
 class Clock:
