@@ -19,7 +19,7 @@ from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
 from controller.commands.replay import recording_file
 from controller.runs.comparison import by_step, metric_differences
 from controller.runs.folder import read_metrics
-from controller.runs.recorded import read_recording
+from controller.runs.recording import read_recording
 from rl.envs.even_words import EvenWords
 
 ERROR_WITHIN_S = 30.0

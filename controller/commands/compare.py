@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from controller.commands.command import Commands, add_runs_option, refuse
 
 if TYPE_CHECKING:  # the import would load NumPy
-    from controller.runs.significance import Configuration
+    from controller.runs.comparison import Configuration
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 80  # of a page that is not a terminal
@@ -68,7 +68,7 @@ def _is_evaluated(run: Path) -> bool:
 def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> None:
     """Draws the held-out reward of all runs over the steps."""
     from controller.runs.folder import read_metrics
-    from controller.runs.plot_comparison import plot_comparison  # loads matplotlib
+    from controller.runs.plot import plot_comparison  # loads matplotlib
 
     curves = {
         configuration.name: [read_metrics(Path(run.run) / "metrics.jsonl") for run in configuration.runs]
@@ -84,7 +84,7 @@ def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
     """
     from controller.runs.comparison import by_step, differences
     from controller.runs.folder import CONFIG_FILE, read_metrics
-    from controller.runs.schema import current_fields
+    from controller.runs.metric_rows import current_fields
     from rl.system.files import read_json
 
     configs = [current_fields(read_json(run / CONFIG_FILE)) for run in (run_a, run_b)]

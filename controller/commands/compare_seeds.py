@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.runs.significance import (
+from controller.runs.comparison import (
     Configuration,
     FinalReward,
     final_reward,
@@ -52,7 +52,7 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 def _config(run: Path) -> Mapping[str, Any]:
     from controller.runs.folder import CONFIG_FILE
-    from controller.runs.schema import current_fields
+    from controller.runs.metric_rows import current_fields
     from rl.system.files import read_json
 
     return current_fields(read_json(run / CONFIG_FILE))

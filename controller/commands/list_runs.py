@@ -42,8 +42,7 @@ def print_runs(runs: Sequence[Path]) -> None:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics
-    from controller.runs.state import state_of
+    from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics, state_of
     from rl.system.files import read_json
 
     try:

@@ -30,7 +30,7 @@ def with_pinned_models(config: Any, tell: Callable[[str], None]) -> Any:
 
 def with_recorded_models(config: Any, folder: Path) -> Any:
     """The configuration with the commits that the run in `folder` recorded, where they are of the same models."""
-    from controller.runs.hub_models import HubName
+    from controller.runs.models import HubName
 
     recorded = read_json(folder / CONFIG_FILE)
     same: dict[str, str] = {}

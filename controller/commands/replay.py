@@ -9,8 +9,7 @@ from typing import Any
 from controller.meshes.offline import OfflineGeneratorConfig
 from controller.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
 from controller.runs.models import resolve_model
-from controller.runs.recorded import RecordedEnv
-from controller.runs.recording import recorded_files
+from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of

@@ -28,7 +28,7 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.next_command import command_of
     from controller.commands.resume import RECIPE_FILE, find_run
     from controller.runs.report.page import write_report
-    from controller.runs.run_tokenizer import decoder_of
+    from controller.runs.report.samples import decoder_of
     from rl.system.files import RecordingError
 
     refuse(overrides)

@@ -14,7 +14,7 @@ from controller.commands.replay import replayed
 from controller.commands.trust import check_own, is_own, signed
 from controller.runs.comparison import ABSENT, differences
 from controller.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints
-from controller.runs.schema import SCHEMA_VERSION, schema_version
+from controller.runs.metric_rows import SCHEMA_VERSION, schema_version
 from rl.secret_fields import hide_secrets
 from rl.system.files import read_json, to_json, write_json
 

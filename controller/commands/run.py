@@ -97,7 +97,7 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.fork import forked_configuration, forked_folder
     from controller.commands.next_command import command_of
     from controller.commands.resume import find_run, saved_recipe
-    from controller.runs.checkpoint_models import checkpoint_of
+    from controller.runs.checkpoints import checkpoint_of
 
     parent = find_run(options.fork, options.runs)
     checkpoint = checkpoint_of(parent, options.at)
@@ -123,8 +123,7 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
     from controller.commands.next_command import check_has_checkpoint, command_of
     from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
-    from controller.runs.folder import CONFIG_FILE, RunFolder
-    from controller.runs.state import is_finished
+    from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished
     from rl.system.files import read_json
 
     path = find_run(options.resume, options.runs)

@@ -26,9 +26,8 @@ async def model_of(
     exported to where `ownloop export` would. Raises ValueError for a step of a model, and for a run without that
     checkpoint.
     """
-    from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
-    from controller.runs.folder import complete_checkpoints
-    from controller.runs.state import FINISHED, state_of
+    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
+    from controller.runs.folder import FINISHED, complete_checkpoints, state_of
 
     run = run_of(options.model, options.runs)
     if run is None:

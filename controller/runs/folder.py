@@ -13,11 +13,11 @@
                 checkpoints/      see controller/runs/checkpoints.py
                 model/            the trained model, in Hugging Face's format
                 logs/             the output of processes and libraries
-                cut_off/          what a resumed run had written after its checkpoint, see controller/runs/cut_off.py
+                cut_off/          what a resumed run had written after its checkpoint, see controller/runs/recording.py
 
 Every line is complete when it is written, and so is every Parquet file. A line that a killed process left unfinished is
 dropped when the run is resumed. JSON has no NaN, so numbers that are not finite are stored as null. Only one process at
-a time writes to a folder. Files of earlier versions are read: see controller/runs/schema.py.
+a time writes to a folder. Files of earlier versions are read: see controller/runs/metric_rows.py.
 """
 
 import contextlib
@@ -28,12 +28,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from weakref import WeakMethod
 
-from controller.runs.cut_off import cut_lines, cut_recordings, free_folder
-from controller.runs.loop_end import LoopEnd
-from controller.runs.metric_rows import metric_rows
-from controller.runs.recording import BackgroundWriter, free_file, kind_of, last_steps, write_rollouts
-from controller.runs.schema import SCHEMA_VERSION
+from controller.runs.metric_rows import SCHEMA_VERSION, metric_rows
+from controller.runs.recording import (
+    BackgroundWriter,
+    cut_lines,
+    cut_recordings,
+    free_file,
+    free_folder,
+    kind_of,
+    last_steps,
+    write_rollouts,
+)
 from rl.secret_fields import hide_secrets
 from rl.system.files import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
 from rl.types import Group
@@ -283,3 +290,81 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+FINISHED = "finished"
+"""The state of a run that has come to its end."""
+
+
+def state_of(run: Path) -> str:
+    """ "running"; "finished"; or "stopped", and whether there is a checkpoint to go on from.
+
+    A run that is resumed with more steps is not finished before it has done them.
+    """
+    if is_running(run):
+        return "running"
+    if is_finished(run):
+        return FINISHED
+    complete = complete_checkpoints(run / "checkpoints")
+    return f"stopped, saved at {int(complete[-1].name.rpartition('-')[2])}" if complete else "stopped, nothing saved"
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run came to the end of the steps that its configuration asks for."""
+    if not (run / FINISHED_FILE).is_file():
+        return False
+    num_steps = read_json(run / CONFIG_FILE).get("num_steps")
+    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps
+
+
+def is_running(run: Path) -> bool:
+    """Whether a process of this host holds the run's lock. Does not touch the lock, so that no run is refused it."""
+    try:
+        status = (run / ".lock").stat()
+        locks = Path("/proc/locks").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(
+        line.split()[1] == "FLOCK" and line.split()[5].rpartition(":")[2] == str(status.st_ino)
+        for line in locks.splitlines()
+        if "->" not in line  # one that waits
+    )
+
+
+def check_ended(run: Path) -> None:
+    """Raises ValueError if a process of this host holds the run's folder."""
+    if is_running(run):
+        raise ValueError(f"{run} is running; wait for its end, or choose another --name")
+
+
+def set_aside(run: Path) -> None:
+    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none.
+
+    Raises ValueError if the run has not ended.
+    """
+    check_ended(run)
+    if run.is_dir():
+        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())
+        run.rename(run.with_name(f"{run.name}.stopped-{number}"))
+
+
+class LoopEnd:
+    """Methods to call then. They are kept weakly: what is gone by then was closed by its owner.
+
+    A folder that held them would keep whoever holds the folder, and with it the folder's lock.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is to be done yet."""
+        self._methods: list[WeakMethod[Callable[[], None]]] = []
+
+    def call(self, method: Callable[[], None]) -> None:
+        """Has a bound method called, once."""
+        self._methods.append(WeakMethod(method))
+
+    def has_come(self) -> None:
+        """Calls the methods, in order."""
+        methods, self._methods = self._methods, []
+        for weak in methods:
+            if (method := weak()) is not None:
+                method()

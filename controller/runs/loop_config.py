@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loggers.table import check_loggers
+from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages.group_relative import ADVANTAGES, Rewards
 from rl.checks import check_above_zero, check_at_least, check_known

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.live_report import LiveReport
-from controller.runs.loggers.table import RunLoggers
+from controller.runs.loggers import RunLoggers
 from controller.runs.metric_rows import metric_rows, thinned_metrics
+from controller.runs.report.page import LiveReport
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.heap import hand_back_garbage
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement

@@ -4,20 +4,24 @@ A loop says when a step begins and what came of it. `Run` measures the time, wri
 and saves and restores checkpoints. It knows nothing of the algorithm.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from controller.meshes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
 from controller.runs.step_log import EQUAL_REWARDS, Report
-from controller.runs.steps import Steps
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
+from rl.startup import without_walking_what_exists
 from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -138,3 +142,39 @@ class Run:
     def finish(self) -> None:
         """Draws the curves and prints samples and the sentence that says what the run achieved."""
         self._report.finish()
+
+
+class Steps:
+    """Iterates over the numbers of the remaining steps. Made by `Run.steps`."""
+
+    def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
+        """`num_steps` is the last step of the run."""
+        self._checkpoints = checkpoints
+        self._num_steps = num_steps
+        self._exempted = contextlib.ExitStack()
+        self.remaining = range(1, num_steps + 1)
+        """The steps to do, if the run does not end early; known once the block is entered."""
+
+    async def __aenter__(self) -> Self:
+        first = await self._checkpoints.resume()
+        self.remaining = range(first, first if self._checkpoints.solved else self._num_steps + 1)
+        self._exempted.enter_context(without_walking_what_exists())  # by now all processes have started
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exempted.close()
+        if isinstance(error, asyncio.CancelledError):
+            await self._checkpoints.save_last_step()
+        elif isinstance(error, MeshError):
+            await self._checkpoints.save_after_failure()
+        elif error is None:
+            await self._checkpoints.finish()
+
+    def __iter__(self) -> Iterator[int]:
+        """Ends after the last step, and earlier once the run is solved."""
+        for step in self.remaining:
+            if self._checkpoints.solved:
+                return
+            yield step

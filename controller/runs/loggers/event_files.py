@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers.base import SAMPLE_COLUMNS, sample_table
+from controller.runs.loggers import SAMPLE_COLUMNS, sample_table
 from rl.types import Group
 
 

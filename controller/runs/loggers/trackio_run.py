@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers.base import SAMPLE_COLUMNS, run_id, sample_table
+from controller.runs.loggers import SAMPLE_COLUMNS, run_id, sample_table
 from rl.types import Group
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers.base import SAMPLE_COLUMNS, run_id, sample_table
+from controller.runs.loggers import SAMPLE_COLUMNS, run_id, sample_table
 from rl.types import Group
 
 _OFFLINE = ("offline", "dryrun", "disabled")

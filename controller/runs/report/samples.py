@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from controller.runs.folder import CONFIG_FILE
+from controller.runs.models import resolve_model
 from controller.runs.recording import recorded_files
 from rl.rollouts.columns import read_groups
-from rl.system.files import write_whole
+from rl.system.files import read_json, write_whole
 from rl.types import Datum, ForwardBackwardOutput, Rollout
 
 Decode = Callable[[Sequence[int]], str]
@@ -128,3 +131,26 @@ def _pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
         before, after = decode(tokens[start:end]), decode(tokens[start : end + 1])
         pieces.append(after[len(before) :] if after.startswith(before) else decode([tokens[end]]))
     return pieces
+
+
+def decoder_of(run: Path) -> Callable[[Sequence[int]], str] | None:
+    """Tokens -> text, special tokens included; None if the run's model is not here or has another kind of tokenizer."""
+    try:
+        config = read_json(run / CONFIG_FILE)
+        return _decoder(resolve_model(str(config["model"])) / "tokenizer.json")
+    except (ValueError, KeyError, OSError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def _decoder(file: Path) -> Callable[[Sequence[int]], str] | None:
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode([*tokens], skip_special_tokens=False)
+
+    return decode

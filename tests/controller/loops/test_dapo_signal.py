@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import read_metrics
-from controller.runs.recorded import RecordedEnv, read_recording
+from controller.runs.recording import RecordedEnv, read_recording
 from rl.advantages.group_relative import has_signal
 from rl.algorithms.shaping import unshaped
 from rl.envs.even_words import EvenWords

@@ -22,7 +22,7 @@ from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.loops.ppo import PPOConfig
 from controller.loops.sft import SFTConfig
-from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
+from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig

@@ -20,7 +20,7 @@ from controller.loops.ppo import PPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import RolloutLoopConfig
-from controller.runs.recorded import read_recording
+from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from rl.advantages.group_relative import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams

@@ -15,7 +15,7 @@ from configs.calculator_qwen3_gpu import recipe
 from controller.loops import grpo
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.recorded import read_recording
+from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from rl.envs.math_problems import MathProblems
 from rl.types import SamplingParams

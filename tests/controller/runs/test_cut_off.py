@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.cut_off import cut_lines, free_folder
 from controller.runs.folder import RunFolder, read_metrics
+from controller.runs.recording import cut_lines, free_folder
 from rl.rollouts.columns import read_groups
 from tests.controller.runs.test_folder import group
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs import live_report
 from controller.runs.folder import RunFolder
-from controller.runs.live_report import LiveReport
+from controller.runs.report import page as live_report
+from controller.runs.report.page import LiveReport
 from rl.system.files import RecordingError
 from rl.system.timeline import Timeline
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from controller.runs.folder import RunFolder
-from controller.runs.recorded import RecordedEnv, read_recording
+from controller.runs.recording import RecordedEnv, read_recording
 from rl.algorithms.shaping import length_penalty, shape_rewards
 from rl.types import Group
 from tests.controller.commands.old_runs import old_run

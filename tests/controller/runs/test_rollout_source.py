@@ -14,7 +14,7 @@ from controller.loops.grpo import GRPOConfig
 from controller.meshes.offline import OfflineGenerator
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.recorded import RecordedEnv
+from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
 from generator.config import GeneratorConfig

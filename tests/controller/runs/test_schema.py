@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from controller.runs.folder import RunFolder, read_metrics
-from controller.runs.schema import current_fields
+from controller.runs.metric_rows import current_fields
 
 
 def test_an_old_row_is_read_under_the_names_of_today(tmp_path: Path) -> None:

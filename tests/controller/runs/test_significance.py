@@ -1,6 +1,6 @@
 import pytest
 
-from controller.runs.significance import t_quantile, welch
+from controller.runs.comparison import t_quantile, welch
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.preflight import check_prompts_fit
+from controller.runs.rollout_source import check_prompts_fit
 from controller.runs.step_log import Report
 from generator.config import GeneratorConfig
 from rl.algorithms.metrics import PhaseClock

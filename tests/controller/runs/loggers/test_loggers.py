@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from controller.runs import loggers as table
 from controller.runs.folder import RunFolder
-from controller.runs.loggers import table
-from controller.runs.loggers.table import LOGGERS, RunLoggers, check_loggers
+from controller.runs.loggers import LOGGERS, RunLoggers, check_loggers
 from rl.types import Group
 from tests.controller.commands.test_cli import ownloop
 from tests.rl.fakes import completion, single_turn
@@ -147,7 +147,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 CRASHING = """
 from dataclasses import dataclass
-from controller.runs.loggers.table import RunLoggers
+from controller.runs.loggers import RunLoggers
 
 @dataclass(frozen=True, kw_only=True)
 class CrashingConfig:

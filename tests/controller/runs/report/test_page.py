@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import HOST_FILE, METRICS, RunFolder
-from controller.runs.report.contents import duration, report_contents
-from controller.runs.report.page import write_report
+from controller.runs.report.page import duration, report_contents, write_report
 from rl.system.files import to_json, write_json
 from tests.controller.runs.report.reported_runs import NASTY, dialogue, reported_run
 
