@@ -84,10 +84,9 @@ def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
     """
     from controller.runs.comparison import by_step, differences
     from controller.runs.folder import CONFIG_FILE, read_metrics
-    from controller.runs.metric_rows import current_fields
-    from rl.system.files import read_json
+    from rl.system.disk import read_json
 
-    configs = [current_fields(read_json(run / CONFIG_FILE)) for run in (run_a, run_b)]
+    configs = [read_json(run / CONFIG_FILE) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
     for field, (a, b) in differences(configs[0], configs[1]).items():

@@ -20,8 +20,8 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     """The runs, put together where they differ in their seeds only, in the order given.
 
     Each configuration is named by its values of all fields in which they differ; a single one has the name of its first
-    run. Raises ValueError for a run without an
-    evaluation, and for two runs of one configuration with the same seed: they say no more than one.
+    run. Raises ValueError for a run without an evaluation, and for two runs of one configuration with the same seed:
+    they say no more than one.
     """
     from controller.runs.folder import read_metrics
 
@@ -52,10 +52,9 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 def _config(run: Path) -> Mapping[str, Any]:
     from controller.runs.folder import CONFIG_FILE
-    from controller.runs.metric_rows import current_fields
-    from rl.system.files import read_json
+    from rl.system.disk import read_json
 
-    return current_fields(read_json(run / CONFIG_FILE))
+    return read_json(run / CONFIG_FILE)
 
 
 def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:

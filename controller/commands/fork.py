@@ -19,7 +19,7 @@ from controller.commands.trust import check_own, signed
 from controller.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, began_at
 from controller.runs.models import Tell
 from controller.runs.recording import recorded_files
-from rl.system.files import read_json, write_json
+from rl.system.disk import read_json, write_json
 
 PARENT_FILE = "parent.json"
 

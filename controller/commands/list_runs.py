@@ -43,7 +43,7 @@ def print_runs(runs: Sequence[Path]) -> None:
 
 def _row(run: Path) -> tuple[str, ...]:
     from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics, state_of
-    from rl.system.files import read_json
+    from rl.system.disk import read_json
 
     try:
         config, rows, state = read_json(run / CONFIG_FILE), read_metrics(run / METRICS), state_of(run)

@@ -12,7 +12,7 @@ from typing import Any
 from controller.commands.next_command import command_of
 from controller.commands.resume import RECIPE_FILE
 from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics
-from rl.system.files import read_json, write_whole
+from rl.system.disk import read_json, write_whole
 
 _CARD = "README.md"
 _FROM_TRAINING = (

@@ -7,7 +7,7 @@ from controller.commands.recipes import recipe_files
 from controller.commands.resume import saved_recipe
 from controller.runs.folder import CONFIG_FILE, complete_checkpoints
 from rl.secret_fields import hidden_fields, hide_in_options
-from rl.system.files import read_json
+from rl.system.disk import read_json
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.folder import CONFIG_FILE
-from rl.system.files import read_json
+from rl.system.disk import read_json
 
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""

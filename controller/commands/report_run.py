@@ -29,7 +29,7 @@ def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.resume import RECIPE_FILE, find_run
     from controller.runs.report.page import write_report
     from controller.runs.report.samples import decoder_of
-    from rl.system.files import RecordingError
+    from rl.system.disk import RecordingError
 
     refuse(overrides)
     if options.to is not None and options.to.is_dir():

@@ -124,7 +124,7 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.next_command import check_has_checkpoint, command_of
     from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
     from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished
-    from rl.system.files import read_json
+    from rl.system.disk import read_json
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)

@@ -17,7 +17,8 @@
 
 Every line is complete when it is written, and so is every Parquet file. A line that a killed process left unfinished is
 dropped when the run is resumed. JSON has no NaN, so numbers that are not finite are stored as null. Only one process at
-a time writes to a folder. Files of earlier versions are read: see controller/runs/metric_rows.py.
+a time writes to a folder. The folder of an earlier schema is refused: see
+controller/runs/metric_rows.py.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from controller.runs.recording import (
     write_rollouts,
 )
 from rl.secret_fields import hide_secrets
-from rl.system.files import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
+from rl.system.disk import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
@@ -50,12 +51,12 @@ METRICS = "metrics.jsonl"
 HOST_FILE = "host.json"
 ROLLOUTS = "rollouts"
 CUT_OFF = "cut_off"
-EARLIER_ROLLOUTS = "rollouts.jsonl"
-"""The rollouts of runs of schema version 2 and earlier."""
 BEGAN_FILE = "began.json"
 """Says when the run began. The date that a chat template sees stays the same in a resumed run."""
 FINISHED_FILE = "finished.json"
 """Says that the run came to its end, and of how many steps it was then."""
+FINISHED = "finished"
+"""The state of a run that has come to its end."""
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20
@@ -86,7 +87,7 @@ class RunFolder:
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.command = ""
-        """The command that starts the same run again, for whoever reads its report."""
+        """The command that starts the same run again, which its report shows."""
         self.loop_end = LoopEnd()
         self.saving = False
         """Whether the run was stopped and its last finished step is being saved."""
@@ -145,7 +146,7 @@ class RunFolder:
         append_line(self.metrics_file, to_json({**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """Has every rollout of these groups written, in the background: `flush` waits for it.
+        """Writes every rollout of these groups in the background; `flush` waits for it.
 
         Raises `RecordingError` if an earlier write failed.
         """
@@ -155,14 +156,14 @@ class RunFolder:
         self._recorded[kind] = max(step, self._recorded.get(kind, step))
 
     def in_background(self, work: Callable[[], None]) -> None:
-        """Has a file of the run written by another thread, after all that was handed over before.
+        """Writes a file of the run on another thread, after everything that was handed over before.
 
         Raises the error of earlier work; `RecordingError` if the disk is full.
         """
         self._writer.submit(work)
 
     def mark_finished(self) -> None:
-        """Has it written, after everything handed over before, that the run has come to its end."""
+        """Records that the run has come to its end, after everything handed over before is written."""
         num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")
         self.in_background(partial(write_json, self.path / FINISHED_FILE, {"num_steps": num_steps}))
 
@@ -240,16 +241,37 @@ class RunFolder:
         return f"{', '.join(parts)} in {self.path}"
 
 
+class LoopEnd:
+    """Methods to call when a run's loop has ended, for any reason, while the processes that it started still live.
+
+    The folder refers to them weakly: otherwise it would keep alive the objects that hold it, and with them its lock. An
+    object that is gone by then was closed by its owner.
+    """
+
+    def __init__(self) -> None:
+        """There are no methods yet."""
+        self._methods: list[WeakMethod[Callable[[], None]]] = []
+
+    def call(self, method: Callable[[], None]) -> None:
+        """Adds a bound method. It is called once."""
+        self._methods.append(WeakMethod(method))
+
+    def has_come(self) -> None:
+        """Calls the methods, in order."""
+        methods, self._methods = self._methods, []
+        for weak in methods:
+            if (method := weak()) is not None:
+                method()
+
+
+def check_run_schema(run: Path) -> None:
+    """Raises ValueError for a run of another schema, by the first row of its metrics."""
+    next(metric_rows(run / METRICS), None)
+
+
 def read_metrics(file: Path) -> list[dict[str, float]]:
     """All rows of a `metrics.jsonl`, as `metric_rows` reads them."""
     return [*metric_rows(file)]
-
-
-def _begin(run: Path, now: datetime) -> datetime:
-    """When the run began, which is `now` if no file says so; afterwards one does."""
-    began = began_at(run) or now
-    write_json(run / BEGAN_FILE, {"time": began.isoformat()})
-    return began
 
 
 def began_at(run: Path) -> datetime | None:
@@ -271,29 +293,6 @@ def complete_checkpoints(directory: Path) -> list[Path]:
         if all((file.parent / name).is_dir() for name in loop["trainers"]):
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])
-
-
-def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
-    """Raises ValueError unless `path` is a run to resume, or is free for a new one."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"run folder {path} is a file; name a new folder")
-    if resume and not is_run:
-        raise ValueError(f"run folder {path} holds no run to resume")
-    if not resume and is_run:
-        raise ValueError(f"run folder {path} already holds a run; name a new folder")
-    if not is_run and path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"run folder {path} exists and is not a run's; name a new or empty folder")
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Removes those of the folders that hold nothing; a run beside this one may have begun in the meantime."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-FINISHED = "finished"
-"""The state of a run that has come to its end."""
 
 
 def state_of(run: Path) -> str:
@@ -348,23 +347,27 @@ def set_aside(run: Path) -> None:
         run.rename(run.with_name(f"{run.name}.stopped-{number}"))
 
 
-class LoopEnd:
-    """Methods to call then. They are kept weakly: what is gone by then was closed by its owner.
+def _begin(run: Path, now: datetime) -> datetime:
+    """When the run began, which is `now` if no file says so; afterwards one does."""
+    began = began_at(run) or now
+    write_json(run / BEGAN_FILE, {"time": began.isoformat()})
+    return began
 
-    A folder that held them would keep whoever holds the folder, and with it the folder's lock.
-    """
 
-    def __init__(self) -> None:
-        """Nothing is to be done yet."""
-        self._methods: list[WeakMethod[Callable[[], None]]] = []
+def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
+    """Raises ValueError unless `path` is a run to resume, or is free for a new one."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run folder {path} is a file; name a new folder")
+    if resume and not is_run:
+        raise ValueError(f"run folder {path} holds no run to resume")
+    if not resume and is_run:
+        raise ValueError(f"run folder {path} already holds a run; name a new folder")
+    if not is_run and path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"run folder {path} exists and is not a run's; name a new or empty folder")
 
-    def call(self, method: Callable[[], None]) -> None:
-        """Has a bound method called, once."""
-        self._methods.append(WeakMethod(method))
 
-    def has_come(self) -> None:
-        """Calls the methods, in order."""
-        methods, self._methods = self._methods, []
-        for weak in methods:
-            if (method := weak()) is not None:
-                method()
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Removes the folders that are empty. Another run in the same place may have begun in the meantime."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

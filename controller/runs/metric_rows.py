@@ -1,4 +1,8 @@
-"""Reads `metrics.jsonl`: every row, one after the other, or as many as drawings and warnings need of a long run."""
+"""Reads `metrics.jsonl`: every row, one after the other, or as many as drawings and warnings need of a long run.
+
+Its rows and `recipe.json` name the schema of the run: the names and forms in its files, and the modules that its saved
+recipe imports. A run of another schema is refused.
+"""
 
 import json
 import math
@@ -6,19 +10,19 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 Row = dict[str, float]
 
+SCHEMA_VERSION = 4
 _LAST = 100
 
 
 def metric_rows(file: Path) -> Iterator[Row]:
     """The rows, without a last line that is still being written; none if there is no such file.
 
-    Raises ValueError, naming the file and the line, for a line that is no row.
-
-    Rows of an earlier schema version come under the names of the current one. Numbers that were not finite are NaN.
+    Numbers that were not finite are NaN. Raises ValueError, naming the file and the line, for a line that is no row,
+    and for a run of another schema.
     """
     if not file.exists():
         return
@@ -26,11 +30,22 @@ def metric_rows(file: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):
                 try:
-                    row: dict[str, float | None] = current_metrics(json.loads(line))
-                except (ValueError, AttributeError, TypeError) as error:
+                    row = dict[str, float | None](json.loads(line))
+                except (ValueError, TypeError) as error:
                     raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
+                check_schema(row, file.parent)
+                row.pop("schema_version")
                 # The parser makes each name anew for each row, which would be most of a row's memory.
                 yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
+
+
+def check_schema(saved: Mapping[str, Any], run: Path) -> None:
+    """Raises ValueError unless a row of `metrics.jsonl`, or `recipe.json`, of the run in this folder has our schema."""
+    if (found := saved.get("schema_version", 1)) != SCHEMA_VERSION:
+        raise ValueError(
+            f"{run} is a run of schema {found}, and this version of ownloop reads runs of schema {SCHEMA_VERSION}; use "
+            "the version that began it, or start a new run"
+        )
 
 
 def thinned_metrics(file: Path, num_kept: int = 1000) -> list[Row]:
@@ -74,51 +89,3 @@ def _kind(row: Row) -> str:
         return "evaluation"
     warned = row.get("skipped") or not math.isfinite(row.get("loss", 0.0)) or row.get("env_failures")
     return "warned" if warned else "step"
-
-
-SCHEMA_VERSION = 3
-
-_METRICS = {
-    "logprob_gap_mean": "logprob_mismatch_mean",
-    "logprob_gap_max": "logprob_mismatch_max",
-    "lag_mean": "staleness_mean",
-    "lag_max": "staleness_max",
-    "kl_sampler": "kl_generator",
-}
-_EVAL_PREFIXES = ("heldout_", "eval_")
-_FIELDS = {
-    "num_heldout": "num_eval",
-    "heldout_samples": "eval_samples",
-    "samples_per_prompt": "group_size",
-    "max_policy_lag": "max_staleness",
-    "credit": "ppo",
-    "on_death": "on_failure",
-}
-_VALUES = {"on_failure": {"resend": "retry"}}
-
-
-def schema_version(saved: Mapping[str, Any]) -> int:
-    """The version that a row of `metrics.jsonl`, or `recipe.json`, was written in."""
-    return int(saved.get("schema_version", 1))
-
-
-def current_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `metrics.jsonl` under the names of the current version, without `schema_version`."""
-    metrics = {name: value for name, value in row.items() if name != "schema_version"}
-    if schema_version(row) >= 2:
-        return metrics
-    old, new = _EVAL_PREFIXES
-    return {
-        new + name.removeprefix(old) if name.startswith(old) else _METRICS.get(name, name): value
-        for name, value in metrics.items()
-    }
-
-
-def current_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of a `config.json`, of any version, under the field names of the current one."""
-    fields: dict[str, Any] = {}
-    for old, value in config.items():
-        name = _FIELDS.get(old, old)
-        nested = current_fields(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
-        fields[name] = _VALUES.get(name, {}).get(nested, nested) if isinstance(nested, str) else nested
-    return fields

@@ -1,13 +1,21 @@
-"""Writes the rollouts of a run, on a thread of its own, so that the loop's thread never waits for a disk.
+"""The recorded rollouts of a run: written, cut back to a checkpoint, and replayed.
 
-Producer: the loop, which hands immutable values over. Consumer: the one thread of a `BackgroundWriter`, which works in
-the order of submission. At most two pieces of work wait: then `room` waits for the disk, and so does the loop. The
-first error ends the writer: everything that waits is dropped, and each later call raises the error.
+    loop --submit--> BackgroundWriter's queue --> its one thread --> disk
+    loop <--room---- waits here while more than two pieces of work are queued
+
+The loop hands over immutable values, and the thread works in the order of submission. The first error ends the writer:
+the queue is dropped, and each later call raises the error.
 
     rollouts/step-00012.parquet   the rollouts that step 12 was trained on
              eval-00010.parquet   those of the evaluation after step 10
 
-A file has a hidden name until all of it is on disk. So a killed run leaves whole files only.
+A file has a hidden name until all of it is on disk. So a killed run leaves whole files only. A run that resumes moves
+aside what it wrote after its checkpoint, so that no step is there twice. Nothing is destroyed: lines and files go to a
+folder in `cut_off/`, under their own names.
+
+In a replay, `RecordedEnv` takes the place of the environment. `controller.runs.rollout_source` then takes a step's
+groups from the recording, with their tokens, log-probs, versions and rewards, and samples nothing. The trainer's side
+of the loop runs as it did in the recorded run, or with another loss.
 """
 
 import asyncio
@@ -29,16 +37,16 @@ from numpy.typing import NDArray
 from rl.algorithms.shaping import unshaped
 from rl.protocols import Problem
 from rl.rollouts.columns import count_groups, groups_to_table, parquet_bytes, read_groups
-from rl.rollouts.json_lines import read_lines
-from rl.system.files import sync_directory, write_whole
+from rl.system.disk import sync_directory, write_whole
 from rl.types import Group
 
 MAX_WAITING = 2
-"""Pieces of work, of a step or an evaluation each, that may wait for the disk while the loop goes on."""
+"""Pieces of work, of a step or an evaluation each, that may wait for the disk while the loop continues."""
 TRAINING = "step"
 """The first word in the names of files with training rollouts."""
 _MAX_SUBMITTED = 8  # more only come from a loop that never awaits `room`
 _FILE_NAME = re.compile(r"(?P<kind>\w+)-(?P<step>\d+)(-(?P<number>\d+))?\.parquet")
+_NOT_RECORDED = Group(problem_id="", prompt="", rollouts=(), failures=("not recorded",))
 
 
 class BackgroundWriter:
@@ -193,9 +201,6 @@ def cut_recordings(directory: Path, lengths: Mapping[str, int], into: Path) -> N
             file.rename(into / directory.name / file.name)
 
 
-_NOT_RECORDED = Group(problem_id="", prompt="", rollouts=(), failures=("not recorded",))
-
-
 class RecordedEnv:
     """The training rollouts of a run. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
 
@@ -211,7 +216,7 @@ class RecordedEnv:
         self.best_reward = best_reward
         """See `rl.protocols.Env`."""
         self._groups_per_step = groups_per_step
-        for step, number in _num_groups(self.steps).items():
+        for step, number in self.steps.num_groups().items():
             if number > groups_per_step:
                 raise ValueError(
                     f"step {step} of the recording {file} has {number} groups; prompts_per_step is {groups_per_step}"
@@ -268,21 +273,25 @@ class RecordedEnv:
         return []
 
 
-def read_recording(path: Path) -> Mapping[int, Sequence[Group]]:
-    """Step -> the groups that it trained on, of a run's folder `rollouts`, a file of it, or an earlier rollouts.jsonl.
+def read_recording(path: Path) -> "RecordedSteps":
+    """Step -> the groups that it trained on, from a run's folder `rollouts` or from a file of it.
 
     Raises ValueError if the path is missing or has no training rollouts, and for a file that is not a recording.
     """
-    steps = _Steps(path) if path.is_dir() or path.suffix == ".parquet" else read_lines(path)
+    steps = RecordedSteps(path)
     if not steps:
         raise ValueError(f"the recording {path} holds no training rollouts")
     return steps
 
 
-class _Steps(Mapping[int, Sequence[Group]]):
-    """Parquet files by step. Holds the groups of one step at a time: those of a long run may not fit into memory."""
+class RecordedSteps(Mapping[int, Sequence[Group]]):
+    """The groups of each step, read from its Parquet files when they are asked for.
+
+    Keeps one step in memory, since all steps of a long run may not fit.
+    """
 
     def __init__(self, path: Path) -> None:
+        """`path` is a folder of Parquet files, or one of them. Raises ValueError if there is nothing at `path`."""
         found = recorded_files(path if path.is_dir() else path.parent)
         self._files: dict[int, list[Path]] = {}
         for kind, step, file in found:
@@ -306,7 +315,3 @@ class _Steps(Mapping[int, Sequence[Group]]):
     def num_groups(self) -> dict[int, int]:
         """Step -> the number of its groups; reads one small column of every file."""
         return {step: sum(map(count_groups, files)) for step, files in self._files.items()}
-
-
-def _num_groups(steps: Mapping[int, Sequence[Group]]) -> dict[int, int]:
-    return steps.num_groups() if isinstance(steps, _Steps) else {step: len(steps[step]) for step in steps}

@@ -1,7 +1,7 @@
-"""Reporting of one run: one call per step, one per evaluation, one at the end.
+"""The step log of a run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png` and
-the live report.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png`, the
+report and the loggers.
 """
 
 import math
@@ -14,11 +14,11 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loggers import RunLoggers
 from controller.runs.metric_rows import metric_rows, thinned_metrics
-from controller.runs.report.page import LiveReport
+from controller.runs.report.page import ReportWriter
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.heap import hand_back_garbage
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
-from rl.system.files import RecordingError
+from rl.system.disk import RecordingError
 from rl.system.timeline import show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -28,8 +28,8 @@ EQUAL_REWARDS = "in every group all rewards were equal"
 """The usual reason why a step of rollouts has nothing to learn from."""
 
 
-class Report:
-    """One run's reporting. Steps count from 1; step 0 is the model before training."""
+class StepLog:
+    """One run's step log. Steps count from 1; step 0 is the model before training."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Report:
     ) -> None:
         """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
 
-        `log` names the loggers beside the folder, which show `config`. Raises ValueError if one cannot begin.
+        `log` names loggers to use in addition to the folder; they show `config`. Raises ValueError if one cannot begin.
         Curves are drawn at most once in `seconds_between_drawings`, and at the end.
         """
         self.folder = folder
         self.total_steps = total_steps
         self._console = console
-        self._log = RunLoggers(log, folder, config, console.warn)
-        self._live = LiveReport(folder)
+        self._loggers = RunLoggers(log, folder, config, console.warn)
+        self._report = ReportWriter(folder)
         show_progress_with(console.progress)
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
@@ -82,14 +82,14 @@ class Report:
         for row in metric_rows(self.folder.metrics_file):
             self._count(row)
             last_step = max(last_step, int(row["step"]))
-        self._live.resume(last_step)
+        self._report.resume(last_step)
 
     def phase(self, text: str) -> None:
-        """Tells the user what is going on while there is no step to show."""
+        """Shows the user what the run is doing while there is no step to show."""
         self._console.phase(text)
 
     def note(self, text: str) -> None:
-        """Tells the user something that stays to be read."""
+        """Shows the user a line that stays."""
         self._console.note(text)
 
     def step(
@@ -130,7 +130,7 @@ class Report:
                 **(metrics or {}),
             },
         )
-        self._live.after_step(step, batch, output)
+        self._report.after_step(step, batch, output)
 
     def step_without_signal(
         self,
@@ -143,7 +143,7 @@ class Report:
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
-        self._live.after_step(step)
+        self._report.after_step(step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
@@ -154,7 +154,7 @@ class Report:
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
         self._log_intervals(step, evaluation.intervals)
-        self._log.log_rollouts(step, evaluation.groups, split="eval")
+        self._loggers.log_rollouts(step, evaluation.groups, split="eval")
         self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
         self._curves_are_old = True
         self._draw_if_due()
@@ -177,7 +177,7 @@ class Report:
                 f"eval_{name}_low": interval.low,
                 f"eval_{name}_high": interval.high,
             }
-        self._log.log_metrics(row)
+        self._loggers.log_metrics(row)
 
     def finish(self) -> None:
         """Draws the curves, writes the report, and prints three samples and the sentence that says what was achieved.
@@ -185,10 +185,10 @@ class Report:
         Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
         """
         self.folder.in_background(self._drawing())
-        self._live.finish()
+        self._report.finish()
         self.folder.mark_finished()
         self.folder.flush()
-        self._log.close()
+        self._loggers.close()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())
 
@@ -212,8 +212,8 @@ class Report:
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **metrics}
         self._count(row)
-        self._log.log_metrics(row)
-        self._log.log_rollouts(step, groups)
+        self._loggers.log_metrics(row)
+        self._loggers.log_rollouts(step, groups)
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups
@@ -255,7 +255,7 @@ class Report:
 
 
 def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
-    """Draws held-out metrics, each with its metric in training, to PNGs beside the metrics."""
+    """Draws held-out metrics, each with its metric in training, to PNGs in the run's folder."""
     from controller.runs.plot import (
         plot_curve,  # loads matplotlib; a mistake in a recipe should not have to wait for it
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rl.system.files import RecordingError
+from rl.system.disk import RecordingError
 
 TIMELINE = "timeline.json"
 CONTROLLER = "controller"

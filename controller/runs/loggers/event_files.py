@@ -13,6 +13,8 @@ from rl.types import Group
 class EventFiles:
     """Writes scalars under their metrics' names, and samples as text. A resumed run adds a file."""
 
+    requires = "tensorboard"
+
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         """`run` is the run's folder, and `config` its configuration without secrets."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -48,7 +50,7 @@ class EventFiles:
 
     def _write(self, step: int, summary: Any) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()  # otherwise whoever looks at a run that goes on sees it two minutes late
+        self._writer.flush()  # otherwise a running run is shown two minutes late
 
 
 def _cell(value: object) -> str:

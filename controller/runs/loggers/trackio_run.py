@@ -13,6 +13,8 @@ from rl.types import Group
 class TrackioRun:
     """Logs metrics by their steps, and the samples of evaluations as tables."""
 
+    requires = "trackio"
+
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         """`run` is the run's folder, and `config` its configuration without secrets."""
         trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it

@@ -18,6 +18,8 @@ _OFFLINE = ("offline", "dryrun", "disabled")
 class WandbRun:
     """Logs metrics against `step`, and samples as tables."""
 
+    requires = "wandb"
+
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         """`run` is the run's folder, and `config` its configuration without secrets.
 
@@ -53,7 +55,7 @@ class WandbRun:
         self._run.log(dict(metrics))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """See `Logger`. Keeps those of evaluations: a table is a file, too much for every step."""
+        """See `Logger`. Keeps evaluations only: each table is a file, which is too much for every step."""
         if split == "train":
             return
         table = self._table(columns=[*SAMPLE_COLUMNS], data=[[*row] for row in sample_table(groups)])
@@ -65,5 +67,5 @@ class WandbRun:
 
 
 def _has_login(wandb: Any) -> bool:
-    """Whether a key is in the environment or in the file that `wandb login` writes. Asks nobody."""
+    """Whether a key is in the environment or in the file that `wandb login` writes. Asks for no input."""
     return bool(wandb.api.api_key)

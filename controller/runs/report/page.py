@@ -1,11 +1,19 @@
-"""Writes a run's `report.html`: one file that needs nothing else, so that it opens from a disk and can be sent."""
+"""Writes a run's `report.html`: one file that needs nothing else, so that it opens from a disk and can be sent.
+
+`report_contents` collects what the page shows as one object in JSON types, whose size is bounded however long the run.
+`write_report` puts that object into `page.html`. While the run continues, `ReportWriter` does so again and again:
+
+    loop's thread                        recording thread (`RunFolder.in_background`)
+    StepLog.step -> after_step --due-->  timeline.json, token_samples.json, report.html
+                    next page is due <-- 30 s later, or 100 times the CPU time that this page took
+"""
 
 import contextlib
 import json
 import math
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,35 +25,12 @@ from controller.runs.report.samples import Decode, TokenSamples, decoder_of, eva
 from controller.runs.report.warnings_in_words import warnings_of
 from rl.hardware import describe_host, describe_software
 from rl.heap import hand_back_garbage
-from rl.system.files import RecordingError, read_json, to_json, write_json, write_whole
+from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
 from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 REPORT = "report.html"
 _PLACE = "/*DATA*/"
-
-
-def write_report(
-    run: Path, decode: Decode | None = None, command: str = "", file: Path | None = None, *, state: str | None = None
-) -> Path:
-    """Writes the report of the run in this folder, which may still be going on, and returns its path.
-
-    `decode` turns the model's tokens into text; without it, answers are not cut into tokens. `state` replaces what the
-    folder says. Raises `RecordingError`.
-    """
-    file, contents = file or run / REPORT, report_contents(run, decode, command)
-    write_whole(file, page(contents if state is None else {**contents, "state": state}).encode())
-    return file
-
-
-def page(contents: dict[str, Any]) -> str:
-    """The page that shows these contents."""
-    template = files("controller.runs.report").joinpath("page.html").read_text(encoding="utf-8")
-    # Answers may hold "</script>" and "<!--", which would end the element or change how it is read.
-    text = json.dumps(to_json(contents), allow_nan=False).replace("<", "\\u003c")
-    return template.replace(_PLACE, text, 1)
-
-
 _MAX_POINTS = 600
 _MAX_SPANS = 1500
 _STEPS_IN_TIMELINE = 3
@@ -66,10 +51,34 @@ _CURVES = (
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")
 _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "group_size", "loss", "advantage")
+_SECONDS_BETWEEN = 30.0
+_TIMELINE_SECONDS_BETWEEN = 10.0
+_LARGEST_SHARE = 0.01
+
+
+def write_report(
+    run: Path, decode: Decode | None = None, command: str = "", file: Path | None = None, *, state: str | None = None
+) -> Path:
+    """Writes the report of the run in this folder, which may still be running, and returns its path.
+
+    `decode` turns the model's tokens into text; without it, answers are not cut into tokens. `state` replaces what the
+    folder says. Raises `RecordingError`.
+    """
+    file, contents = file or run / REPORT, report_contents(run, decode, command)
+    write_whole(file, page(contents if state is None else {**contents, "state": state}).encode())
+    return file
+
+
+def page(contents: dict[str, Any]) -> str:
+    """The page that shows these contents."""
+    template = files("controller.runs.report").joinpath("page.html").read_text(encoding="utf-8")
+    # Answers may hold "</script>" and "<!--", which would end the element or change how it is read.
+    text = json.dumps(to_json(contents), allow_nan=False).replace("<", "\\u003c")
+    return template.replace(_PLACE, text, 1)
 
 
 def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
-    """Everything about the run in this folder; it may still be going on. `decode` cuts answers into their tokens."""
+    """Everything about the run in this folder; it may still be running. `decode` cuts answers into their tokens."""
     config: dict[str, Any] = read_json(run / CONFIG_FILE)
     rows = thinned_metrics(run / METRICS)
     steps = [row for row in rows if "seconds_step" in row]
@@ -182,37 +191,46 @@ def _thinned(points: Sequence[Any]) -> list[Any]:
     return [*points[:-1:stride], points[-1]]
 
 
-_SECONDS_BETWEEN = 30.0
-_TIMELINE_SECONDS_BETWEEN = 10.0
-_LARGEST_SHARE = 0.01
+class ReportWriter:
+    """Keeps a run's `report.html` and `timeline.json` up to date while it runs, at less than 1 % of its time."""
 
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        thread_time: Callable[[], float] = time.thread_time,
+        write: Callable[..., object] = write_report,
+    ) -> None:
+        """From now on, phases and calls of the current context are in the timeline.
 
-class LiveReport:
-    """The page and the timeline of one run."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        """From now on, phases and calls of the current context are in the timeline."""
+        `monotonic` and `thread_time` return seconds as the functions of `time` do; `write` writes the page.
+        """
         self._folder = folder
+        self._monotonic, self._thread_time, self._write = monotonic, thread_time, write
         host = {"hardware": describe_host(), "versions": describe_software()}
         folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
         self._timeline = Timeline(folder.path / TIMELINE)
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
         self._num_steps = 0
-        folder.loop_end.call(self._stop)
+        folder.loop_end.call(self.stop)
         self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
-        self._page_due_at = time.monotonic() + _SECONDS_BETWEEN
-        self._timeline_due_at = time.monotonic() + _TIMELINE_SECONDS_BETWEEN
+        self._page_due_at = self._monotonic() + _SECONDS_BETWEEN
+        self._timeline_due_at = self._monotonic() + _TIMELINE_SECONDS_BETWEEN
 
     def resume(self, last_step: int) -> None:
-        """The run goes on after `last_step`."""
+        """The run continues after `last_step`."""
         self._samples = TokenSamples(self._folder.path, last_step)
 
     def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
-        """Has the files written if they are due. Call it once the step's metrics and rollouts are handed over."""
+        """Writes the files in the background if they are due.
+
+        To be called once the step's metrics and rollouts are handed over to the folder.
+        """
         self._num_steps += 1
         self._last = self._last if output is None else (step, batch, output)
-        now = time.monotonic()
+        now = self._monotonic()
         if now >= self._page_due_at:
             self._page_due_at = float("inf")  # until it is written
             self._add_samples()
@@ -222,11 +240,11 @@ class LiveReport:
             self._folder.in_background(self._timeline.write)
 
     def finish(self) -> None:
-        """Has the files written, for a run that is over."""
+        """Writes the files of a run that is over, in the background."""
         self._write_last_page("finished")
 
-    def _stop(self) -> None:
-        """Has the files written for a run that ended before its end, if it has done a step."""
+    def stop(self) -> None:
+        """Writes the files of a run that was stopped early, if it has done a step."""
         if self._num_steps:
             with contextlib.suppress(RecordingError):  # which has ended the run
                 self._write_last_page("stopped")
@@ -244,15 +262,15 @@ class LiveReport:
 
     def _write_page(self, state: str | None = None) -> None:
         """Writes both files. A mistake in the page is in the log, and does not end the run; a full disk does."""
-        started = time.thread_time()
+        started = self._thread_time()
         try:
             self._timeline.write()
             self._samples.write()
-            write_report(self._folder.path, decoder_of(self._folder.path), self._folder.command, state=state)
+            self._write(self._folder.path, decoder_of(self._folder.path), self._folder.command, state=state)
         except RecordingError:
             raise
         except Exception:
             traceback.print_exc()
         hand_back_garbage()
-        took = time.thread_time() - started
-        self._page_due_at = time.monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)
+        took = self._thread_time() - started
+        self._page_due_at = self._monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)

@@ -12,7 +12,7 @@ from controller.runs.folder import CONFIG_FILE
 from controller.runs.models import resolve_model
 from controller.runs.recording import recorded_files
 from rl.rollouts.columns import read_groups
-from rl.system.files import read_json, write_whole
+from rl.system.disk import read_json, write_whole
 from rl.types import Datum, ForwardBackwardOutput, Rollout
 
 Decode = Callable[[Sequence[int]], str]
@@ -69,7 +69,7 @@ class TokenSamples:
     """Some answers of the latest steps with the log-probs of trainer and generator, in `token_samples.json`."""
 
     def __init__(self, run: Path, last_step: int) -> None:
-        """Goes on with those of a run that is resumed after `last_step`."""
+        """A run that is resumed after `last_step` keeps the samples up to that step."""
         self.file = run / TOKEN_SAMPLES
         self._samples = [sample for sample in read_token_samples(run) if sample["step"] <= last_step]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from controller.runs.folder import RunFolder, began_at, read_metrics
-from rl.system.files import to_json, write_json
+from rl.system.disk import to_json, write_json
 from rl.types import Completion, Group
 from tests.rl.fakes import single_turn
 from tests.rl.recordings import recorded_rows

@@ -6,18 +6,26 @@ import tracemalloc
 from pathlib import Path
 
 from controller.runs.folder import read_metrics
-from controller.runs.metric_rows import thinned_metrics
+from controller.runs.metric_rows import SCHEMA_VERSION, thinned_metrics
 
 
 def _write(file: Path, num_steps: int) -> None:
+    named = {"schema_version": SCHEMA_VERSION}
     with file.open("w") as lines:
         for step in range(1, num_steps + 1):
-            row = {"step": float(step), "seconds_step": 1.0, "loss": step / 7, "skipped": 0.0, "reward_mean": 0.5}
+            row = {
+                "step": float(step),
+                "seconds_step": 1.0,
+                "loss": step / 7,
+                "skipped": 0.0,
+                "reward_mean": 0.5,
+                **named,
+            }
             if step % 40 == 0:
                 row["env_failures"] = 1.0
             lines.write(json.dumps(row) + "\n")
             if step % 10 == 0:
-                lines.write(json.dumps({"step": float(step), "eval_reward": step / num_steps}) + "\n")
+                lines.write(json.dumps({"step": float(step), "eval_reward": step / num_steps, **named}) + "\n")
 
 
 def test_a_run_of_usual_length_loses_no_row(tmp_path: Path) -> None:

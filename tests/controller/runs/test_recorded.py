@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +6,6 @@ from controller.runs.folder import RunFolder
 from controller.runs.recording import RecordedEnv, read_recording
 from rl.algorithms.shaping import length_penalty, shape_rewards
 from rl.types import Group
-from tests.controller.commands.old_runs import old_run
 from tests.rl.fakes import completion, single_turn
 
 
@@ -84,28 +82,3 @@ def test_a_path_that_is_not_a_recording_is_refused(tmp_path: Path) -> None:
     (rollouts / "step-00002.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"step-00002\.parquet is not a recording of rollouts"):
         RecordedEnv(rollouts, groups_per_step=2)
-
-
-def test_lines_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    file = old_run(tmp_path / "run") / "rollouts.jsonl"
-    env = RecordedEnv(file, groups_per_step=1)
-    (group,) = env.train_groups(1, 1)
-    assert (group.problem_id, group.rewards.tolist()) == ("train 2", [0, 1])
-    assert group.rollouts[0].turns[0].completion.tokens == (10, 11)
-    lines = file.read_text().splitlines(keepends=True)
-
-    file.write_text("".join([*lines, lines[-1][:50]]))  # a run that was killed while it wrote
-    assert sorted(read_recording(file)) == [1, 2]
-    file.write_text("".join([*lines[:3], "{]\n"]))
-    with pytest.raises(ValueError, match=r"rollouts.jsonl:4 is"):
-        read_recording(file)
-    row = json.loads(lines[2])
-    del row["turns"]
-    file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"rollouts.jsonl:1 lacks 'turns'"):
-        read_recording(file)
-    file.write_text(lines[0])
-    with pytest.raises(ValueError, match="holds no training rollouts"):
-        read_recording(file)
-    with pytest.raises(ValueError, match=r"missing.jsonl cannot be read: No such file"):
-        read_recording(tmp_path / "missing.jsonl")

@@ -13,7 +13,7 @@ import pytest
 from controller.runs.folder import RunFolder
 from controller.runs.recording import MAX_WAITING, BackgroundWriter, write_rollouts
 from rl.rollouts.columns import read_groups
-from rl.system.files import RecordingError
+from rl.system.disk import RecordingError
 from rl.types import Group, Rollout
 from tests.rl.fakes import completion, single_turn
 from tests.rl.recordings import disk_of
@@ -81,8 +81,8 @@ SMALL_DISK = """
 import asyncio, sys
 from pathlib import Path
 from rl.rollouts.columns import read_groups
-from controller.runs.folder import RunFolder, write_json
-from controller.runs.recording import RecordingError
+from controller.runs.folder import RunFolder
+from rl.system.disk import RecordingError, write_json
 from tests.controller.runs.test_recording import big_group
 folder, step = RunFolder(Path(sys.argv[1]) / "a", {}, min_free_bytes=0), 0
 try:

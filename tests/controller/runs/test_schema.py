@@ -1,39 +1,58 @@
-"""Files of earlier versions under the names of the current one."""
+"""Covers: the schema that a run's files name, and how a run of another one is refused.
 
+Everything that reads a run's metrics refuses it in one sentence, which names the schema found and the one expected.
+"""
+
+import argparse
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from controller.commands.compare import comparison
+from controller.commands.replay import recording_file
+from controller.commands.resume import saved_recipe
+from controller.commands.show import show
 from controller.runs.folder import RunFolder, read_metrics
-from controller.runs.metric_rows import current_fields
+from controller.runs.report.page import write_report
 
 
-def test_an_old_row_is_read_under_the_names_of_today(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0.0, "heldout_reward": 0.5, "heldout_reward_low": 0.25, "heldout_reward_high": None},
-        {"step": 1.0, "logprob_gap_mean": 0.1, "logprob_gap_max": 0.2, "kl_sampler": 0.3, "reward_mean": 0.4},
-        {"step": 2.0, "lag_mean": 0.5, "lag_max": 1.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, *others = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(first.pop("eval_reward_high"))
-    assert [first, *others] == [
-        {"step": 0, "eval_reward": 0.5, "eval_reward_low": 0.25},
-        {"step": 1, "logprob_mismatch_mean": 0.1, "logprob_mismatch_max": 0.2, "kl_generator": 0.3, "reward_mean": 0.4},
-        {"step": 2, "staleness_mean": 0.5, "staleness_max": 1},
-    ]
+def _run(path: Path, schema: int | None) -> Path:
+    """A run's folder whose files name this schema, or none."""
+    named = {} if schema is None else {"schema_version": schema}
+    folder = RunFolder(path, {"seed": 0})
+    folder.metrics_file.write_text(json.dumps({"step": 1.0, "loss": 0.5, **named}) + "\n")
+    (path / "recipe.json").write_text(json.dumps({"source": "", **named}))
+    folder.close()
+    return path
 
 
-def test_a_new_row_says_its_version_and_keeps_its_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: read_metrics(run / "metrics.jsonl"),
+        lambda run: [*comparison(run, run)],
+        lambda run: show(argparse.Namespace(recipe=str(run), runs=run), ()),
+        recording_file,
+        saved_recipe,
+        write_report,
+    ],
+    ids=["metrics", "compare", "show", "replay", "resume", "report"],
+)
+@pytest.mark.parametrize(("schema", "found"), [(3, 3), (5, 5), (None, 1)])
+def test_another_schema_is_refused(
+    read: Callable[[Path], object], schema: int | None, found: int, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"/a is a run of schema {found}, and this version of ownloop reads .* schema 4;"
+    ):
+        read(_run(tmp_path / "a", schema))
+
+
+def test_a_row_names_the_schema_and_keeps_its_names(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     folder.log_metrics({"step": 1.0, "lag_mean": 0.5})  # an environment's own metric
-    assert json.loads(folder.metrics_file.read_text())["schema_version"] == 3
+    assert json.loads(folder.metrics_file.read_text())["schema_version"] == 4
     (row,) = folder.metrics()
     assert row.keys() == {"step", "lag_mean", "time"}
-
-
-def test_old_fields_have_the_names_of_today() -> None:
-    old = {"num_heldout": 8, "samples_per_prompt": 4, "generator": {"on_death": "resend", "dtype": "float32"}}
-    new = {"num_eval": 8, "group_size": 4, "generator": {"on_failure": "retry", "dtype": "float32"}}
-    assert current_fields(old) == new
-    assert current_fields(new) == new

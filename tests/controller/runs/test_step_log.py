@@ -9,7 +9,7 @@ import pytest
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.rollout_source import check_prompts_fit
-from controller.runs.step_log import Report
+from controller.runs.step_log import StepLog
 from generator.config import GeneratorConfig
 from rl.algorithms.metrics import PhaseClock
 from rl.envs.procedural import TextProblem
@@ -27,13 +27,13 @@ def _group(*rewards: float) -> Group:
     return Group(problem_id="p", prompt="p", rollouts=rollouts)
 
 
-def _report(tmp_path: Path, **options: Any) -> tuple[Report, RunFolder, io.StringIO]:
+def _step_log(tmp_path: Path, **options: Any) -> tuple[StepLog, RunFolder, io.StringIO]:
     stream = io.StringIO()
     folder = RunFolder(tmp_path / "run", {})
-    return Report(folder, Console(stream), 10, **options), folder, stream
+    return StepLog(folder, Console(stream), 10, **options), folder, stream
 
 
-def _step(report: Report, step: int, *, skipped: bool = False, **metrics: float) -> None:
+def _step(step_log: StepLog, step: int, *, skipped: bool = False, **metrics: float) -> None:
     clock = PhaseClock()
     for phase in ("generate", "forward_backward", "optim_step"):
         with clock(phase):
@@ -46,12 +46,12 @@ def _step(report: Report, step: int, *, skipped: bool = False, **metrics: float)
     )
     norm = float("nan") if skipped else 1.5
     update = OptimStepOutput(policy_version=step, learning_rate=1e-3, grad_norm=norm, skipped=skipped)
-    report.step(step, clock, [_group(1, 0)], batch, output, update)
+    step_log.step(step, clock, [_group(1, 0)], batch, output, update)
 
 
 def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
-    report, folder, stream = _report(tmp_path)
-    _step(report, 1)
+    step_log, folder, stream = _step_log(tmp_path)
+    _step(step_log, 1)
     (row,) = folder.metrics()
     assert row["loss"] == 1.5  # per sampled token: two completions of two
     assert row["clipped_tokens"] == 0.25
@@ -66,7 +66,7 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_which_nothing_is_scored_is_written(tmp_path: Path) -> None:
-    report, folder, _ = _report(tmp_path)
+    step_log, folder, _ = _step_log(tmp_path)
     clock = PhaseClock()
     for phase in ("forward_backward", "optim_step"):
         with clock(phase):
@@ -79,15 +79,15 @@ def test_a_batch_of_which_nothing_is_scored_is_written(tmp_path: Path) -> None:
         metrics={"loss": 0.0, "num_loss_tokens": 0.0},
     )
     update = OptimStepOutput(policy_version=1, learning_rate=1e-3, grad_norm=0.0, skipped=False)
-    report.step(1, clock, (), [silent], output, update)
+    step_log.step(1, clock, (), [silent], output, update)
     (row,) = folder.metrics()
     assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
 
 
 def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:
-    report, folder, _ = _report(tmp_path)
+    step_log, folder, _ = _step_log(tmp_path)
     mine: dict[str, Any] = {"ignored": 3.0, "pull_sum": 3.0, "gap_max": 3.0, "gap_min": -3.0, "ratio_max": 2.0}
-    _step(report, 1, **mine, memory_peak_bytes_max=1e9, seconds_engine_max=0.5)
+    _step(step_log, 1, **mine, memory_peak_bytes_max=1e9, seconds_engine_max=0.5)
     (row,) = folder.metrics()
     assert row["ignored"] == 0.75  # of four scored tokens
     assert {name: row[name] for name in mine if name != "ignored"} == {n: v for n, v in mine.items() if n != "ignored"}
@@ -100,19 +100,19 @@ def test_every_metric_of_a_loss_is_written(tmp_path: Path) -> None:
 def test_mfu_is_reported_where_operations_and_rate_are_known(
     tmp_path: Path, flops: float, peak: float, reported: float | None
 ) -> None:
-    report, folder, _ = _report(tmp_path)
-    _step(report, 1, model_flops=flops, peak_flops=peak)
+    step_log, folder, _ = _step_log(tmp_path)
+    _step(step_log, 1, model_flops=flops, peak_flops=peak)
     (row,) = folder.metrics()
     assert row.get("mfu") == reported
     assert row.keys().isdisjoint({"model_flops", "peak_flops"})
 
 
 def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
-    report, folder, stream = _report(tmp_path)
-    report.evaluation(0, Evaluation(groups=tuple(_group(float(i < 2)) for i in range(10))))
-    _step(report, 1)
-    report.evaluation(10, Evaluation(groups=tuple(_group(float(i < 9)) for i in range(10))))
-    report.finish()
+    step_log, folder, stream = _step_log(tmp_path)
+    step_log.evaluation(0, Evaluation(groups=tuple(_group(float(i < 2)) for i in range(10))))
+    _step(step_log, 1)
+    step_log.evaluation(10, Evaluation(groups=tuple(_group(float(i < 9)) for i in range(10))))
+    step_log.finish()
     text = stream.getvalue()
     assert "held-out reward before training: 0.200" in text
     assert "held-out reward after 10 steps: 0.900" in text
@@ -122,41 +122,41 @@ def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
 
 
 def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
-    report, _, stream = _report(tmp_path)
+    step_log, _, stream = _step_log(tmp_path)
     for step, right in ((4, 3), (8, 9)):
-        report.evaluation(step, Evaluation(groups=tuple(_group(float(i < right)) for i in range(10))))
-    report.finish()
+        step_log.evaluation(step, Evaluation(groups=tuple(_group(float(i < right)) for i in range(10))))
+    step_log.finish()
     assert "Since step 4, held-out reward went from 0.300 to 0.900 (change +0.600" in stream.getvalue()
 
 
 def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
-    report, folder, stream = _report(tmp_path)
-    report.step_without_signal(3, PhaseClock(), [_group(1, 1)])
+    step_log, folder, stream = _step_log(tmp_path)
+    step_log.step_without_signal(3, PhaseClock(), [_group(1, 1)])
     assert "step 3 made no update: in every group all rewards were equal" in stream.getvalue()
     assert folder.metrics()[0]["groups_with_signal"] == 0
 
 
 @pytest.mark.seconds
 def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
-    report, folder, _ = _report(tmp_path, seconds_between_drawings=1e9)
+    step_log, folder, _ = _step_log(tmp_path, seconds_between_drawings=1e9)
     image = folder.path / "reward.png"
 
     def evaluate(step: int) -> None:
-        report.evaluation(step, Evaluation(groups=(_group(1, 0),)))
+        step_log.evaluation(step, Evaluation(groups=(_group(1, 0),)))
         folder.flush()
 
     evaluate(0)
     image.unlink()
     evaluate(1)
     assert not image.exists()  # it was drawn a moment ago
-    report.seconds_between_drawings = 0.0
-    _step(report, 2)
+    step_log.seconds_between_drawings = 0.0
+    _step(step_log, 2)
     folder.flush()
     image.unlink()  # the evaluation before was still to be drawn
-    _step(report, 3)
+    _step(step_log, 3)
     folder.flush()
     assert not image.exists()  # nothing new
-    report.finish()
+    step_log.finish()
     assert image.exists()
 
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from controller.runs import loggers as table
 from controller.runs.folder import RunFolder
-from controller.runs.loggers import LOGGERS, RunLoggers, check_loggers
+from controller.runs.loggers import RunLoggers, check_loggers
 from rl.types import Group
 from tests.controller.commands.test_cli import ownloop
 from tests.rl.fakes import completion, single_turn
@@ -181,32 +181,48 @@ def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: p
     assert [record["reward_mean"] for record in wandb_records(run) if "reward_mean" in record] == [0.5]
 
 
+FAILING = """
 class Failing:
-    """A dashboard that is gone after its first row."""
+    requires = "json"
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, run, config):
         self.rows = 0
 
-    def log_metrics(self, metrics: object) -> None:
+    def log_metrics(self, metrics):
         self.rows += 1
         if self.rows == 2:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("no answer")
 
-    def log_rollouts(self, step: int, groups: object, *, split: str = "train") -> None: ...
+    def log_rollouts(self, step, groups, *, split="train"): ...
 
-    def close(self) -> None: ...
+    def close(self): ...
+"""
 
 
-def test_a_logger_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = type(LOGGERS["wandb"])(package="json", make=Failing)
-    monkeypatch.setattr(table, "LOGGERS", {"gone": entry})
+def test_a_logger_of_an_installed_package_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine-1.0.dist-info").mkdir()
+    (tmp_path / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (tmp_path / "mine-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ownloop.loggers]\ngone = failing_logger:Failing\n"
+    )
+    (tmp_path / "failing_logger.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
     folder, warnings = RunFolder(tmp_path / "a", {}), list[str]()
+    check_loggers(["gone"])
     loggers = RunLoggers(["gone"], folder, {}, warnings.append)
     for row in METRICS:
         loggers.log_metrics(row)
     loggers.close()
-    assert warnings == ["gone is left out from now on: ConnectionError: nobody there"]
+    assert warnings == ["gone is left out from now on: ConnectionError: no answer"]
     assert len(folder.metrics()) == 3
+
+
+def test_no_module_imports_a_logger() -> None:
+    root = Path(__file__).parents[4]
+    for file in (
+        file for package in ("rl", "controller", "trainer", "generator") for file in (root / package).rglob("*.py")
+    ):
+        assert not re.search(r"loggers(\.| import )(event_files|wandb_run|trackio_run)", file.read_text()), file
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

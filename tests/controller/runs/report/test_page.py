@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import HOST_FILE, METRICS, RunFolder
+from controller.runs.metric_rows import SCHEMA_VERSION
 from controller.runs.report.page import duration, report_contents, write_report
-from rl.system.files import to_json, write_json
+from rl.system.disk import to_json, write_json
 from tests.controller.runs.report.reported_runs import NASTY, dialogue, reported_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -106,7 +107,9 @@ def test_the_headline_has_change_duration_hardware_and_versions(tmp_path: Path) 
 )
 def test_a_headline_leaves_out_what_is_not_known(tmp_path: Path, rows: list[Any], headline: list[Any]) -> None:
     folder = RunFolder(tmp_path / "a", {})
-    folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.metrics_file.write_text(
+        "".join(json.dumps({**row, "schema_version": SCHEMA_VERSION}) + "\n" for row in rows)
+    )
     assert report_contents(folder.path)["headline"] == headline
 
 
@@ -131,7 +134,15 @@ def test_memory_is_in_a_unit_that_fits(tmp_path: Path, peak: float, unit: str, v
 def test_a_report_of_a_long_run_is_no_larger(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     lines = (
-        json.dumps({"step": step, "reward_mean": 0.123456789, "seconds_step": 1.0, "time": step})
+        json.dumps(
+            {
+                "step": step,
+                "reward_mean": 0.123456789,
+                "seconds_step": 1.0,
+                "time": step,
+                "schema_version": SCHEMA_VERSION,
+            }
+        )
         for step in range(50_000)
     )
     folder.metrics_file.write_text("\n".join(lines) + "\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.system.files import drop_unfinished_line
+from rl.system.disk import drop_unfinished_line
 
 
 @pytest.mark.parametrize(

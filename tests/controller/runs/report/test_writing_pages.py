@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from controller.runs.folder import RunFolder
-from controller.runs.report import page as live_report
-from controller.runs.report.page import LiveReport
-from rl.system.files import RecordingError
+from controller.runs.report.page import ReportWriter
+from rl.system.disk import RecordingError
 from rl.system.timeline import Timeline
 
 
@@ -25,26 +24,15 @@ class Clock:
         return self.used
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Takes the place of the module's `time`."""
-    clock = Clock()
-    monkeypatch.setattr(live_report, "time", clock)
-    return clock
-
-
 @pytest.mark.seconds
-def test_writing_takes_a_hundredth_of_the_time_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    folder = RunFolder(tmp_path / "a", {})
+def test_writing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
+    folder, clock = RunFolder(tmp_path / "a", {}), Clock()
     took = 2.0
 
     def write(*arguments: object, **options: object) -> None:
         clock.used += took
 
-    monkeypatch.setattr(live_report, "write_report", write)
-    live = LiveReport(folder)
+    live = ReportWriter(folder, monotonic=clock.monotonic, thread_time=clock.thread_time, write=write)
     began = clock.now
     for step in range(1, 200):
         clock.now += 10.0
@@ -54,10 +42,10 @@ def test_writing_takes_a_hundredth_of_the_time_at_most(
     assert clock.used - took <= 0.01 * (clock.now - began)
 
 
-def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path, clock: Clock) -> None:
-    folder = RunFolder(tmp_path / "a", {"num_steps": 9})
+def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path) -> None:
+    folder, clock = RunFolder(tmp_path / "a", {"num_steps": 9}), Clock()
     folder.command = "ownloop run mine"
-    live = LiveReport(folder)
+    live = ReportWriter(folder, monotonic=clock.monotonic, thread_time=clock.thread_time)
     folder.log_metrics({"step": 1.0, "reward_mean": 0.5})
     live.after_step(1)
     folder.flush()
@@ -74,19 +62,19 @@ def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path, cl
     folder.loop_end.has_come()
     folder.flush()
     assert '"state": "finished"' in page.read_text()
-    live.after_step(3)  # as in a run that goes on and is then stopped
-    LiveReport(folder)  # one that has done no step writes nothing
-    folder.loop_end.call(live._stop)  # pyright: ignore[reportPrivateUsage]
+    live.after_step(3)  # as in a run that continues and is then stopped
+    ReportWriter(folder)  # one that has done no step writes nothing
+    folder.loop_end.call(live.stop)
     folder.loop_end.has_come()
     folder.flush()
     assert '"state": "stopped"' in page.read_text()
 
 
 def test_a_mistake_in_the_page_does_not_end_the_run_but_a_full_disk_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path / "a", {})
-    live = LiveReport(folder)
+    live = ReportWriter(folder)
     config = (folder.path / "config.json").read_text()
     (folder.path / "config.json").write_text("[]")
     live.finish()
@@ -98,8 +86,7 @@ def test_a_mistake_in_the_page_does_not_end_the_run_but_a_full_disk_does(
     def full(*arguments: object, **options: object) -> None:
         raise RecordingError(folder.path / "report.html", OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(live_report, "write_report", full)
-    live.finish()
+    ReportWriter(folder, write=full).finish()
     with pytest.raises(RecordingError, match=r"report\.html cannot be written: No space left"):
         folder.flush()
 
