@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from controller.commands.command import Commands, add_runs_option, refuse
 
 if TYPE_CHECKING:  # the import would load NumPy
-    from rl.runs.significance import Configuration
+    from controller.runs.comparison import Configuration
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 80  # of a page that is not a terminal
@@ -60,15 +60,15 @@ def _print(lines: Iterable[str], width: int) -> None:
 
 
 def _is_evaluated(run: Path) -> bool:
-    from rl.runs.folder import read_metrics
+    from controller.runs.folder import read_metrics
 
     return any("eval_reward" in row for row in read_metrics(run / "metrics.jsonl"))
 
 
 def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> None:
     """Draws the held-out reward of all runs over the steps."""
-    from rl.runs.folder import read_metrics
-    from rl.runs.plot_comparison import plot_comparison  # loads matplotlib
+    from controller.runs.folder import read_metrics
+    from controller.runs.plot import plot_comparison  # loads matplotlib
 
     curves = {
         configuration.name: [read_metrics(Path(run.run) / "metrics.jsonl") for run in configuration.runs]
@@ -82,11 +82,11 @@ def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
 
     The lines of tables have at most `width` characters: metrics that do not fit follow in tables of their own.
     """
-    from rl.runs.comparison import by_step, differences
-    from rl.runs.folder import CONFIG_FILE, read_json, read_metrics
-    from rl.runs.schema import current_fields
+    from controller.runs.comparison import by_step, differences
+    from controller.runs.folder import CONFIG_FILE, read_metrics
+    from rl.system.disk import read_json
 
-    configs = [current_fields(read_json(run / CONFIG_FILE)) for run in (run_a, run_b)]
+    configs = [read_json(run / CONFIG_FILE) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
     for field, (a, b) in differences(configs[0], configs[1]).items():
@@ -122,7 +122,7 @@ def _tables(first: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -
 
 def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> str:
     """One sentence: where the metrics first differ, and where they differ most."""
-    from rl.runs.comparison import metric_differences
+    from controller.runs.comparison import metric_differences
 
     both, found = ours.keys() & theirs.keys(), metric_differences(ours, theirs)
     if not both:

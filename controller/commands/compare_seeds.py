@@ -4,7 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runs.significance import Configuration, FinalReward, final_reward, named_differences, same_configuration, welch
+from controller.runs.comparison import (
+    Configuration,
+    FinalReward,
+    final_reward,
+    named_differences,
+    same_configuration,
+    welch,
+)
 
 _SIGNIFICANT = 0.05
 
@@ -13,10 +20,10 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     """The runs, put together where they differ in their seeds only, in the order given.
 
     Each configuration is named by its values of all fields in which they differ; a single one has the name of its first
-    run. Raises ValueError for a run without an
-    evaluation, and for two runs of one configuration with the same seed: they say no more than one.
+    run. Raises ValueError for a run without an evaluation, and for two runs of one configuration with the same seed:
+    they say no more than one.
     """
-    from rl.runs.folder import read_metrics
+    from controller.runs.folder import read_metrics
 
     configs: list[Mapping[str, Any]] = []
     members: list[list[FinalReward]] = []
@@ -44,10 +51,10 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    from rl.runs.folder import CONFIG_FILE, read_json
-    from rl.runs.schema import current_fields
+    from controller.runs.folder import CONFIG_FILE
+    from rl.system.disk import read_json
 
-    return current_fields(read_json(run / CONFIG_FILE))
+    return read_json(run / CONFIG_FILE)
 
 
 def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -59,9 +59,9 @@ async def _evaluation(options: argparse.Namespace, config: Any, console: "Consol
     from controller.commands.run_models import model_of, run_of
     from controller.hosts.host_groups import kept_allocations
     from controller.launching.launcher import Launcher
+    from controller.runs.folder import began_at
     from controller.runs.rollout_source import RolloutSource
-    from rl.runs.folder import began_at
-    from rl.runs.timeline import show_progress_with
+    from rl.system.timeline import show_progress_with
 
     show_progress_with(console.progress)
     hosts = getattr(config, "hosts", None)

@@ -34,7 +34,7 @@ def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.brief_work import CommandEndedError, finish
     from controller.commands.model_card import add_model_card, name_of_data
     from controller.commands.resume import find_run, resumed_configuration
-    from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
+    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 
     if options.run.startswith("tinker://"):
         return _export_saved(options, overrides)

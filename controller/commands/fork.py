@@ -16,9 +16,10 @@ from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from controller.commands.resume import RECIPE_FILE, saved_recipe
 from controller.commands.trust import check_own, signed
+from controller.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, began_at
 from controller.runs.models import Tell
-from rl.runs.folder import LOOP_FILE, METRICS, ROLLOUTS, RunFolder, began_at, read_json, write_json
-from rl.runs.recording import recorded_files
+from controller.runs.recording import recorded_files
+from rl.system.disk import read_json, write_json
 
 PARENT_FILE = "parent.json"
 

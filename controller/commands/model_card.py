@@ -11,8 +11,8 @@ from typing import Any
 
 from controller.commands.next_command import command_of
 from controller.commands.resume import RECIPE_FILE
-from rl.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
-from rl.runs.recording import write_whole
+from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics
+from rl.system.disk import read_json, write_whole
 
 _CARD = "README.md"
 _FROM_TRAINING = (

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from controller.commands.recipes import recipe_files
 from controller.commands.resume import saved_recipe
-from rl.runs.folder import CONFIG_FILE, complete_checkpoints, read_json
-from rl.runs.secret_fields import hidden_fields, hide_in_options
+from controller.runs.folder import CONFIG_FILE, complete_checkpoints
+from rl.secret_fields import hidden_fields, hide_in_options
+from rl.system.disk import read_json
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import CONFIG_FILE, read_json
+from controller.runs.folder import CONFIG_FILE
+from rl.system.disk import read_json
 
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""
@@ -29,7 +30,7 @@ def with_pinned_models(config: Any, tell: Callable[[str], None]) -> Any:
 
 def with_recorded_models(config: Any, folder: Path) -> Any:
     """The configuration with the commits that the run in `folder` recorded, where they are of the same models."""
-    from controller.runs.hub_models import HubName
+    from controller.runs.models import HubName
 
     recorded = read_json(folder / CONFIG_FILE)
     same: dict[str, str] = {}

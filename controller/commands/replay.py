@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from controller.handles.offline import OfflineGeneratorConfig
+from controller.runs.folder import ROLLOUTS, check_run_schema
 from controller.runs.models import resolve_model
+from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
-from rl.rollouts.recorded import RecordedEnv
 from rl.rollouts.tokenizer import load_tokenizer, text_of
-from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
-from rl.runs.recording import recorded_files
 from rl.types import Group
 
 _NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
@@ -22,11 +21,14 @@ _NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
 def recording_file(run: Path) -> Path:
-    """The rollouts in a run's folder. Any other path is taken for a recording itself."""
+    """The rollouts in a run's folder. Any other path is taken for a recording itself.
+
+    Raises ValueError for a run of another schema.
+    """
     if not run.is_dir() or recorded_files(run):
         return run
-    earlier = run / EARLIER_ROLLOUTS
-    return earlier if earlier.is_file() else run / ROLLOUTS
+    check_run_schema(run)
+    return run / ROLLOUTS
 
 
 def replayed(config: Any, file: Path) -> Any:

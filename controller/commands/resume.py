@@ -12,10 +12,11 @@ from controller.commands.pinning import with_recorded_models
 from controller.commands.recipes import load_recipe, override
 from controller.commands.replay import replayed
 from controller.commands.trust import check_own, is_own, signed
-from rl.runs.comparison import ABSENT, differences
-from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, read_json, to_json, write_json
-from rl.runs.schema import SCHEMA_VERSION, schema_version
-from rl.runs.secret_fields import hide_secrets
+from controller.runs.comparison import ABSENT, differences
+from controller.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints
+from controller.runs.metric_rows import SCHEMA_VERSION, check_schema
+from rl.secret_fields import hide_secrets
+from rl.system.disk import read_json, to_json, write_json
 
 RECIPE_FILE = "recipe.json"
 CHANGEABLE = (
@@ -110,12 +111,7 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
             "on with RunFolder(path, config, resume=True)"
         )
     recipe: dict[str, Any] = read_json(file)
-    if (version := schema_version(recipe)) != SCHEMA_VERSION:
-        raise ValueError(
-            f"{folder} was written by another version of ownloop (schema {version}, this is {SCHEMA_VERSION}): modules "
-            "that its saved recipe imports have moved and fields were renamed, so it cannot be resumed; start a new "
-            "run, or resume it with the version that began it"
-        )
+    check_schema(recipe, folder)
     return recipe
 
 

@@ -18,7 +18,7 @@ from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
-from rl.runs.secret_fields import hide_in_text
+from rl.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from controller.commands.pinning import with_pinned_models
         from controller.commands.replay import recording_file, replayed
         from controller.commands.resume import save_recipe
-        from rl.runs.folder import RunFolder
+        from controller.runs.folder import RunFolder
 
         config = with_pinned_models(config, lambda text: print(text, file=output.errors))
         recording = recording_file(options.replay).absolute() if options.replay else None
@@ -97,7 +97,7 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from controller.commands.fork import forked_configuration, forked_folder
     from controller.commands.next_command import command_of
     from controller.commands.resume import find_run, saved_recipe
-    from controller.runs.checkpoint_models import checkpoint_of
+    from controller.runs.checkpoints import checkpoint_of
 
     parent = find_run(options.fork, options.runs)
     checkpoint = checkpoint_of(parent, options.at)
@@ -123,8 +123,8 @@ def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
     from controller.commands.next_command import check_has_checkpoint, command_of
     from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
-    from rl.runs.folder import CONFIG_FILE, RunFolder, read_json
-    from rl.runs.state import is_finished
+    from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished
+    from rl.system.disk import read_json
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)

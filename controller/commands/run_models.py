@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from controller.commands.resume import resumed_configuration
-from rl.runs.folder import CONFIG_FILE
+from controller.runs.folder import CONFIG_FILE
 
 
 def run_of(name: str, runs: Path) -> Path | None:
@@ -26,9 +26,8 @@ async def model_of(
     exported to where `ownloop export` would. Raises ValueError for a step of a model, and for a run without that
     checkpoint.
     """
-    from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
-    from rl.runs.folder import complete_checkpoints
-    from rl.runs.state import FINISHED, state_of
+    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
+    from controller.runs.folder import FINISHED, complete_checkpoints, state_of
 
     run = run_of(options.model, options.runs)
     if run is None:

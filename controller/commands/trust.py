@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.runs.folder import to_json
+from rl.system.disk import to_json
 
 _KEY_BYTES = 32
 _FIELD = "signature"

@@ -19,8 +19,8 @@ from controller.launching.assignments import Assignment, Assignments
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
-from rl.runs.timeline import report_progress
 from rl.startup import without_garbage_collection
+from rl.system.timeline import report_progress
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch

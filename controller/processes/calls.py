@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from controller.processes.errors import DeadlineError, HostLostError, MeshError
 from controller.processes.rank_processes import RankProcesses
 from rl.deadlines import Deadlines
-from rl.runs.timeline import span
+from rl.system.timeline import span
 
 T = TypeVar("T")
 Wait = Literal["queued", "at once", "watched"]

@@ -11,7 +11,7 @@ from controller.commands import brief_work
 from controller.commands.recipes import configuration
 from controller.commands.resume import save_recipe
 from controller.runs.console import Console
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from tests.docs.in_process import launch_in_process
 
 RECIPE = '''"""Any machine: a random model says even words."""

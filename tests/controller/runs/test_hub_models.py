@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.hub_models import HubName
+from controller.runs.models import HubName
 from rl.hf_config import inspect_model
 from rl.model_files import INDEX_FILE
 from rl.tiny_models import tiny_llama
