@@ -16,7 +16,7 @@ from controller.meshes.errors import MeshError
 from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.mesh import Mesh
 from rl.types import Completion, SamplingParams
-from rl.weights.manifest import UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.versions import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
 from tests.e2e.weight_meshes import (
     PROMPTS,
