@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 _PACKS = "ownloop_packs_weight"
 _LINE_BYTES = 64

@@ -16,8 +16,7 @@ from rl.lora import LivePolicy, Policy
 from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
 from rl.types import Completion, PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord, WeightsError
-from rl.weights.registry import find_record
+from rl.weights.versions import VersionRecord, WeightsError, find_record
 
 
 class VLLMGenerator(Actor):

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from generator._compat import packed_experts
 from generator._cpu_packing import pack, pack_again, packed_layers
-from rl.weights import gpu_copies
-from rl.weights.copy_threads import Workers
-from rl.weights.manifest import VersionRecord
+from rl.weights import copies as gpu_copies
+from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
+from rl.weights.versions import VersionRecord
 
 Operation = Callable[[], object]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rl.lora import Policy
 from rl.types import PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord
+from rl.weights.versions import VersionRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from generator._cpu_packing import packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
 from rl.checks import first_names
 from rl.model_files import stored_shapes
-from rl.weights.copy_threads import Workers
-from rl.weights.manifest import VersionRecord, WeightsError, WeightsMismatchError
+from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
+from rl.weights.versions import VersionRecord, WeightsError, WeightsMismatchError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]

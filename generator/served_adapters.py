@@ -22,7 +22,7 @@ from generator._compat import patch_prompt_logprobs
 from generator.config import LoRALimits
 from generator.policies import ServedPolicy, unknown_policy
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
-from rl.weights.manifest import VersionRecord, WeightsMismatchError
+from rl.weights.versions import VersionRecord, WeightsMismatchError
 
 
 class Adapters:

@@ -19,10 +19,9 @@ from generator.policies import ServedPolicy, unknown_policy
 from generator.pull import Backup, WeightLoader
 from generator.served_adapters import Adapters
 from rl.lora import Policy
-from rl.weights.manifest import VersionRecord
 from rl.weights.ranks import raise_on_every_rank
 from rl.weights.transport import TRANSPORTS, Feed, WeightMemory, load_transport
-from rl.weights.version_index import Store
+from rl.weights.versions import Store, VersionRecord
 
 _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 

@@ -15,9 +15,9 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from controller.processes.mesh import Mesh
 from controller.processes.place import Place
-from rl.weights.manifest import WeightsError
 from rl.weights.receivers import RECEIVERS_KEY, Received, ReceivingHost, Transfer
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import WeightsError
 
 T = TypeVar("T")
 

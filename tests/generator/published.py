@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
-from rl.weights.registry import find_record
+from rl.weights.versions import find_record
 from tests.stores import FakeStore
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl.weights.buffer import WeightBuffer
-from rl.weights.registry import living_versions
+from rl.weights.versions import living_versions
 from trainer.push import WeightPublisher
 
 

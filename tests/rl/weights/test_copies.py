@@ -1,13 +1,16 @@
 """Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl.weights import gpu_copies
+from rl.weights import copies as gpu_copies
 from rl.weights.buffer import WeightBuffer
 from tests.stores import FakeStore, living, read_buffer
 from trainer.push import WeightPublisher
@@ -115,3 +118,34 @@ class _NoDevice:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+_SCRIPT = """
+import threading
+import torch
+from rl.weights.copies import Workers
+
+workers = Workers()
+pairs = [(torch.zeros(2_000_000, dtype=torch.bfloat16), torch.rand(2_000_000)) for _ in range(4)]
+workers.copy(pairs)
+for copied, original in pairs:
+    assert torch.equal(copied, original.bfloat16())
+
+numbers, both = [], threading.Barrier(2)
+
+def look():
+    numbers.append(torch.get_num_threads())
+    both.wait()
+
+workers.run([look, look])
+print(*numbers, torch.get_num_threads())
+"""
+
+
+@pytest.mark.seconds
+def test_each_thread_uses_no_others_and_the_caller_keeps_its_own() -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", _SCRIPT]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "1", "2"]
