@@ -93,7 +93,7 @@ def _by_option(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _check_options(run: Path, combination: Sequence[str]) -> None:
     """Raises ValueError if a run that would be taken as it is, or resumed, was started with other options."""
-    from controller.commands.resume import RECIPE_FILE, saved_recipe
+    from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
     from rl.runs.folder import complete_checkpoints
     from rl.runs.state import FINISHED, state_of
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from controller.commands import cli
-from controller.commands.compare import comparison
-from controller.commands.compare_seeds import configurations_of
+from controller.commands.compare import comparison, configurations_of
 from rl.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 from tests.controller.commands.old_runs import old_run
 

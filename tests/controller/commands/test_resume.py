@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.model_card import add_model_card
-from controller.commands.next_command import command_of, how_to_go_on
+from controller.commands.export_run import add_model_card
 from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
-from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
+from controller.commands.resume import resumed_configuration
+from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
 from rl.runs.folder import RunFolder, write_json
 from rl.runs.report.page import write_report
 from tests.controller.commands.old_runs import old_run
