@@ -16,7 +16,7 @@ from typing import IO
 
 from benchmarks.harness import REPOSITORY
 from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
-from controller.commands.replay import recording_file
+from controller.commands.resume import recording_file
 from controller.runs.comparison import by_step, metric_differences
 from controller.runs.folder import read_metrics
 from controller.runs.recording import read_recording

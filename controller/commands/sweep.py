@@ -93,7 +93,7 @@ def _by_option(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _check_options(run: Path, combination: Sequence[str]) -> None:
     """Raises ValueError if a run that would be taken as it is, or resumed, was started with other options."""
-    from controller.commands.resume import RECIPE_FILE, saved_recipe
+    from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
     from controller.runs.folder import FINISHED, complete_checkpoints, state_of
 
     stays = (run / RECIPE_FILE).is_file() and (complete_checkpoints(run / "checkpoints") or state_of(run) == FINISHED)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from controller.commands import brief_work
+from controller.commands import processes
 from controller.commands.recipes import configuration
-from controller.commands.resume import save_recipe
+from controller.commands.saved_recipe import save_recipe
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from tests.docs.in_process import launch_in_process
@@ -36,8 +36,8 @@ def recipe():
 def in_this_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Commands start no processes, and leave those of the tests alone. The working directory is `folder`."""
     launch_in_process(monkeypatch, folder / "cache")
-    monkeypatch.setattr(brief_work, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(brief_work, "end_descendants", lambda **_: None)
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(processes, "end_descendants", lambda **_: None)
     monkeypatch.chdir(folder)
     (folder / "mine.py").write_text(RECIPE)
 

@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 
 from controller.commands import cli
-from controller.commands.compare import comparison
-from controller.commands.compare_seeds import configurations_of
-from controller.runs.folder import CONFIG_FILE, RunFolder
-from rl.system.disk import read_json, write_json
+from controller.commands.compare import comparison, configurations_of
+from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 
 
 def _run(path: Path, seed: int, *rewards: float) -> Path:

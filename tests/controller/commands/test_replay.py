@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.commands.replay import recording_file, replayed
+from controller.commands.resume import recording_file, replayed
 from controller.loops.grpo import GRPOConfig
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.model_card import add_model_card
-from controller.commands.next_command import command_of, how_to_go_on
+from controller.commands.export_run import add_model_card
 from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
-from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
-from controller.runs.folder import RunFolder
+from controller.commands.resume import resumed_configuration
+from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
+from controller.runs.folder import RunFolder, write_json
 from controller.runs.report.page import write_report
-from rl.system.disk import write_json
 from tests.controller.commands.test_cli import ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")

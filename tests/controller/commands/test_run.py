@@ -7,7 +7,7 @@ import pytest
 
 from controller.commands.cli import main
 from controller.commands.recipes import find_recipe, load_recipe
-from controller.commands.resume import save_recipe
+from controller.commands.saved_recipe import save_recipe
 from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import RECIPE, add_checkpoint, ownloop
 

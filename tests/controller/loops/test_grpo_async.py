@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from controller.commands.replay import replayed
+from controller.commands.resume import replayed
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig

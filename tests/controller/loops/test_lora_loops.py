@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from controller.commands.replay import replayed
+from controller.commands.resume import replayed
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.dapo import DAPOConfig
 from controller.loops.distill import DistillConfig

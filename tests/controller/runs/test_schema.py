@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.compare import comparison
-from controller.commands.replay import recording_file
-from controller.commands.resume import saved_recipe
+from controller.commands.resume import recording_file, saved_recipe
 from controller.commands.show import show
 from controller.runs.folder import RunFolder, read_metrics
 from controller.runs.report.page import write_report
