@@ -26,9 +26,9 @@ def add_parser(commands: Commands) -> None:
 def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the path of the page."""
     from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
-    from controller.runs.recording import RecordingError
     from controller.runs.report.page import write_report
     from controller.runs.report.samples import decoder_of
+    from rl.system.disk import RecordingError
 
     refuse(overrides)
     if options.to is not None and options.to.is_dir():
