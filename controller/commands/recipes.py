@@ -221,8 +221,7 @@ def _registry() -> "ConstructorRegistry":
         StructFieldSpec,
     )
 
-    from controller.hosts.host_groups import Hosts
-    from controller.hosts.host_options import METAVAR, parse_hosts
+    from controller.hosts.host_groups import METAVAR, Hosts, parse_hosts
 
     registry = ConstructorRegistry()
 
