@@ -90,7 +90,7 @@ def check_listens_here(address: Address) -> None:
 
 def _sent_certificates(stack: ExitStack) -> Path:
     """A folder with the certificates that were sent, which is removed with the worker."""
-    from controller.hosts.starting.worker_starts import unpack
+    from controller.hosts.certificates import unpack
     from rl.owned_folder import OwnedFolder
 
     folder = OwnedFolder("ownloop-certs-", in_memory=True)

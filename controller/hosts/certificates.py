@@ -8,6 +8,7 @@ Every certificate of an authority has all rights: whoever holds one can run prog
 
 import datetime
 import ipaddress
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,3 +184,20 @@ def _write_key(file: Path, key: ec.EllipticCurvePrivateKey) -> None:
     file.touch(mode=0o600)
     pem = serialization.PrivateFormat.PKCS8
     file.write_bytes(key.private_bytes(serialization.Encoding.PEM, pem, serialization.NoEncryption()))
+
+
+def packed(own: Path) -> bytes:
+    """The files of a certificate's folder, for `ownloop worker --certs -`."""
+    return json.dumps({name: (own / name).read_text() for name in (CA, CERTIFICATE, KEY)}).encode()
+
+
+def unpack(data: bytes, folder: Path) -> None:
+    """Writes what `packed` returned into a folder. Raises ValueError if it is something else."""
+    try:
+        files = json.loads(data)
+        texts = {name: str(files[name]) for name in (CA, CERTIFICATE, KEY)}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("--certs - reads the certificates that a controller sends on standard input") from None
+    for name, text in texts.items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(text)

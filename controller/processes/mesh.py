@@ -1,6 +1,10 @@
 """One Monarch actor mesh: its processes, their environment and logs, how they fail and how they end.
 
 This is the only file that knows how Monarch runs processes. The handles that are built on a `Mesh` know its actors.
+
+    Mesh.spawn   processes with a RankProcess each -> their modules are imported -> one actor in each
+    Mesh.call    Rank (sends bytes) -> the ranks' endpoints; Calls waits for the answers, with a deadline
+    Mesh.stop    asks the processes to end, kills them half a second later
 """
 
 import asyncio
@@ -22,11 +26,12 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
+import monarch._src.actor.proc_mesh as proc_mesh
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
+from monarch._src.actor.logging import LoggingManager
 from monarch.actor import Actor, ActorError
 
-from controller.processes._compat import forward_no_output
 from controller.processes.calls import Calls, ProcessDiedError, Wait
 from controller.processes.errors import DeadlineError
 from controller.processes.place import Place, ThisHost
@@ -285,3 +290,23 @@ async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
         raise error.exception from None
     except SupervisionError as error:
         raise ProcessDiedError(str(error)) from None
+
+
+class _NoForwarding(LoggingManager):
+    """Starts no actors that forward output, and has nothing to flush."""
+
+    async def init(self, proc_mesh: Any, stream_to_client: bool) -> None:
+        """Starts nothing. The output of a process goes to its log, which it opens itself."""
+
+    async def flush_async(self) -> None:
+        """Does nothing. Monarch calls this before it stops processes."""
+
+
+def forward_no_output() -> None:
+    """Keeps Monarch from starting actors that forward the output of processes. Calling it again does nothing.
+
+    It starts them although forwarding is off, asks each of them again and again whether it lives, and never frees what
+    it makes for the question: with three meshes 1 MB a minute if it asks every second. Remove when Monarch starts none,
+    or keeps nothing; `tests/e2e/test_mesh.py` measures what an idle mesh keeps.
+    """
+    proc_mesh.LoggingManager = _NoForwarding

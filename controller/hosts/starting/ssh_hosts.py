@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controller.hosts.certificates import packed
 from controller.hosts.connections import DEFAULT_PORT, Address, Lifeline, own_address_towards, parse_address
 from controller.hosts.host_groups import Allocation, Groups, Tell
 from controller.hosts.starting.worker_starts import (
     WithRunCertificates,
     WorkerOutput,
     environment,
-    packed,
     until_it_accepts,
     worker_certificates,
     worker_command,
