@@ -302,11 +302,11 @@ class GeneratorRouter:
 
 
 class PolicyLocks:
-    """Iterating yields the policies whose lock is held. A server makes frozen versions for ever, so no lock is kept."""
+    """Iterating yields the policies whose lock is held. A server makes frozen versions without end, so no lock is kept."""
 
     def __init__(self) -> None:
         self._locks: dict[Policy, asyncio.Lock] = {}
-        self._num_users: Counter[Policy] = Counter()  # those that hold the lock or wait for it
+        self._num_users: Counter[Policy] = Counter()  # holders of the lock, and tasks that wait for it
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(self._locks)

@@ -1,9 +1,9 @@
 """Certificates for mutual TLS between a few hosts: a small authority of one's own, and a check of what a host has.
 
-    lab/ca.pem, ca.key                the authority; whoever has ca.key can let further hosts in
+    lab/ca.pem, ca.key                the authority; ca.key lets further hosts in
     lab/<host>/ca.pem, cert.pem, key.pem   what that host needs, and nothing else
 
-Every certificate of an authority has all rights: whoever holds one can run programs on every worker of that authority.
+Every certificate of an authority has all rights: its owner can run programs on every worker of that authority.
 """
 
 import datetime

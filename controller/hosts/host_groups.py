@@ -6,7 +6,7 @@
     --hosts kubernetes trainer=2 generator=1 image=registry/ownloop:1
     --hosts none
 
-The last means this host, in place of those that a recipe or a resumed run names. Another first word names an entry
+The last means this host, in place of the hosts of a recipe or a resumed run. Another first word names an entry
 point of the group `ownloop.hosts`: a class with the methods of `Hosts`, an optional part. Options are its fields.
 
 A group of hosts has the name of a role. A role without a group of its own runs on the group of the trainer if it is one
@@ -28,7 +28,7 @@ from rl.checks import check_above_zero, did_you_mean
 
 Groups = Mapping[str, Sequence[Address]]
 Tell = Callable[[str], None]
-"""Is told, in a few words, what takes long."""
+"""Called with a short message during slow work."""
 
 
 class Allocation(Protocol):
@@ -43,7 +43,7 @@ class Allocation(Protocol):
         ...
 
     async def revived(self) -> Groups:
-        """The workers of each group; those that have ended are started again on the hosts that the run still has.
+        """The workers of each group. A worker that has ended is started again if the run still has its host.
 
         Does not raise for hosts that stay lost. Raises `HostsOverError` if the run has no hosts any more.
         """
@@ -74,13 +74,13 @@ class Hosts(Protocol):
         ...
 
     def allocation(self, tell: Tell) -> Allocation:
-        """A new allocation, which starts nothing yet. `tell` hears what it waits for."""
+        """A new allocation, which starts nothing yet. `tell` is called when it waits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHosts:
-    """Hosts on which `ownloop worker` was started by hand, or by whatever starts services there."""
+    """Hosts on which `ownloop worker` runs already: started by hand or as a service."""
 
     groups: Mapping[str, Sequence[str]]
     """The addresses of the workers, `HOST:PORT` or, without TLS, `tcp://HOST:PORT`, by the name of the role."""
@@ -220,7 +220,7 @@ def lease_of(hosts: Hosts) -> Lease:
 
 
 def teller() -> Tell:
-    """Tells the user of the run; prints where there is none."""
+    """Shows messages where the run shows its progress, or prints them if no run is under way."""
     kept = _KEPT.get()
     return _print if kept is None else kept.tell
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 # A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "2s")
 # On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
-# dies, they end at once, whatever these timeouts are.
+# dies, they end at once; these timeouts do not matter then.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
@@ -45,15 +45,15 @@ T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
-_KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
-_DEATH_IS_TOLD_S = 2.0  # within which Monarch tells this process that another has died
+_KILLED_STOP_TIMEOUT_S = 1.0  # for Monarch to forget processes that have been killed
+_DEATH_IS_TOLD_S = 2.0  # within which Monarch reports a death to this process
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
     """Keeps the controller alive when a process dies. Without it Monarch ends the controller.
 
-    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it tells of processes that this
-    one killed too, and neither a terminal nor a notebook is the place for that.
+    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it also
+    names processes that this one killed, which would be noise in a terminal or a notebook.
     """
     _LastDeath.at = time.monotonic()
     if _LastDeath.log_file is None:
@@ -197,7 +197,7 @@ class Mesh:
 
     def rank(self, index: int) -> Any:
         """The actor of one rank, a `Rank`. Call its endpoints with `.call_one`."""
-        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees what it makes for it
+        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees its slices
             self._ranks[index] = Rank(self.actor(index))
         return self._ranks[index]
 

@@ -26,7 +26,7 @@ class OtherHost(Protocol):
         ...
 
     async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """What a function answers there. Raises what it raises, and `HostLostError`."""
+        """Calls a function there. Raises its exceptions, and `HostLostError`."""
         ...
 
 

@@ -105,7 +105,7 @@ _LAST_CHARACTERS = 2000
 async def output_of(command: Sequence[str], text: str = "", within_s: float = 30.0) -> str:
     """What a program prints, given `text` on its standard input.
 
-    Raises ValueError, with what it said, if it fails, if it takes too long, and if there is no such program.
+    Raises ValueError, with its output, if it fails, if it takes too long, and if there is no such program.
     """
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no program {command[0]!r} here; it is needed for these hosts")
