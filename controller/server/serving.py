@@ -48,7 +48,7 @@ _ADAPTERS_AT_ONCE = 8
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
-    """Serves until it is cancelled. `say` is told where, and who trains what.
+    """Serves until it is cancelled. `say` prints where, and who trains what.
 
     `models` are the directories by the names after `--model`. Raises ValueError if the address or the folder is taken,
     and for what trainer and generator refuse, before any process starts.
