@@ -302,7 +302,7 @@ class GeneratorRouter:
 
 
 class PolicyLocks:
-    """Iterating yields the policies whose lock is held. Locks are not kept: a server makes frozen versions without end."""
+    """Iterating yields the policies whose lock is held. Locks are not kept: frozen versions have no end."""
 
     def __init__(self) -> None:
         self._locks: dict[Policy, asyncio.Lock] = {}
