@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from controller.hosts.allocations import kept_allocations
-from controller.meshes.errors import TrainingStoppedError
-from controller.meshes.launch import Launcher
+from controller.hosts.host_groups import kept_allocations
+from controller.launching.launcher import Launcher
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import LOOP_FILE, complete_checkpoints
 from controller.runs.loop_config import LoopConfig
 from controller.runs.models import Tell, resolve_model

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from controller.meshes.errors import MeshError
+from controller.processes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import trainer.actor
-from controller.meshes.mesh import Mesh
-from controller.meshes.trainer_mesh import ACTOR
+from controller.handles.trainer_mesh import ACTOR
+from controller.processes.mesh import Mesh
 from rl.hardware import cpu_thread_env
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
