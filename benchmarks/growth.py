@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.engine_process import become_trainer_process
 from benchmarks.harness import Bar, parser, print_result
 from rl.data.packing import pack_row
-from rl.hardware import cpu_dtype
 from rl.model_flops import ModelFlops
+from rl.system.hardware import cpu_dtype
 from rl.types import Datum
 
 SHAPE: Mapping[str, Any] = {

@@ -13,10 +13,10 @@ from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
 from generator.openai_calls import OpenAICall
 from generator.openai_requests import OpenAIRequests
-from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
 from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
+from rl.system.heap import Heap
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.registry import find_record

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.data.packing import PackedRow
-from rl.hf_config import read_config
+from rl.system.hf_config import read_config
 from rl.types import Head
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")

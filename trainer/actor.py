@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.heap import Heap, touch
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.startup import patient_thread, without_garbage_collection
+from rl.system.heap import Heap, touch
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.manifest import VersionRecord
 from trainer.config import TrainerConfig

@@ -10,7 +10,7 @@ import vllm._custom_ops as ops
 
 from generator import _cpu_packing
 from generator._cpu_packing import patch_packing
-from rl.hardware import has_fast_bfloat16
+from rl.system.hardware import has_fast_bfloat16
 from rl.weights.manifest import WeightsError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull

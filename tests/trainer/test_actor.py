@@ -12,8 +12,8 @@ import pytest
 import trainer.actor
 from controller.handles.trainer_mesh import ACTOR
 from controller.processes.mesh import Mesh
-from rl.hardware import cpu_thread_env
 from rl.losses import get_loss
+from rl.system.hardware import cpu_thread_env
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from tests.meshes_in_process import meshes_in_process

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rl.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
+from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
