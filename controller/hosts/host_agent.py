@@ -29,7 +29,7 @@ from controller.hosts.files import remove_unfinished
 from controller.hosts.model_copies import ModelOffer, receive_model
 from controller.processes.place import gpus_here
 from controller.processes.rank_processes import RankProcesses
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
 from rl.weights.host import available_memory_bytes, host_identity
 
 T = TypeVar("T")

@@ -1,10 +1,10 @@
 """Keeps the heap of a process from growing with every step.
 
-With the settings of `rl.system.hardware.cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed
-memory. Rows and requests have ever different lengths, so that tensors leave holes into which later ones do not fit, and
-the heap reaches further with each step. Handing it back is dear, because the kernel has to find and clear every page
-again: on a virtual machine whose host takes unused memory away, the next step of a model of 135 million parameters
-takes twice its time. So it is handed back only once the process has grown beyond what several steps needed.
+With the settings of `cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed memory. Rows and
+requests differ in length, so tensors leave holes into which later ones do not fit, and the heap grows with each step.
+Handing memory back is expensive, because the kernel has to find and clear every page again: on a virtual machine whose
+host takes unused memory away, the next step of a model of 135 million parameters takes twice its time. So memory is
+handed back only once the process has grown beyond what several steps needed.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def hand_back_garbage() -> None:
 def touch(num_bytes: int, stopped: Callable[[], bool] = lambda: False) -> None:
     """Makes glibc hold that much freed memory which the kernel has already given, for what is allocated next.
 
-    With the settings of `rl.system.hardware.cpu_malloc_env` glibc keeps it. A step that needs fresh memory waits for every
+    With the settings of `cpu_malloc_env` glibc keeps it. A step that needs fresh memory waits for every
     page of it, on a virtual machine for seconds per gigabyte. Other threads run meanwhile, so this is for a thread
     beside them. Returns early where there is not so much memory, and once `stopped` returns True.
     """
