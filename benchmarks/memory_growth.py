@@ -29,7 +29,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
-from rl.hardware import cpu_dtype, keep_few_arenas
+from rl.system.hardware import cpu_dtype, keep_few_arenas
 from rl.types import AdamParams, Datum, SamplingParams
 from trainer.config import TrainerConfig
 

@@ -3,9 +3,7 @@
 A name is imported from its module when it is first used, so importing this package loads nothing else.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as type checkers know it; a command must not be interrupted in an import before it begins
 if TYPE_CHECKING:
     from controller.launching.launcher import Launcher, launch
     from controller.runs.models import resolve_model
@@ -39,4 +37,6 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_MODULES[name]), name)

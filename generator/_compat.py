@@ -24,7 +24,7 @@ from generator._cpu_kv_cache import patch_kv_cache
 from generator._cpu_packing import patch_packing
 from generator._cpu_sampling import patch_sampling
 from generator.options import CPU_KERNELS
-from rl.hardware import has_amx
+from rl.system.hardware import has_amx
 
 
 def patch_cpu() -> None:

@@ -11,10 +11,10 @@ from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
 from generator.openai_calls import OpenAICall
 from generator.openai_requests import OpenAIRequests
-from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
-from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
+from rl.system.disk import OwnedFolder
+from rl.system.heap import Heap
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
 

@@ -3,9 +3,7 @@
 The names of a plain loop can be imported from here. Each comes from its module when it is first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from rl.advantages.group_relative import group_mean_std
     from rl.losses.reduction import token_mean
@@ -29,4 +27,6 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(_MODULES[name]), name)

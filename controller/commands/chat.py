@@ -76,8 +76,8 @@ def _generator_config(model: Path) -> "GeneratorConfig":
     """One conversation at a time, in the dtype that suits the hardware."""
     from controller.processes.place import gpus_here
     from generator.config import GeneratorConfig
-    from rl.hardware import cpu_dtype
-    from rl.hf_config import inspect_model
+    from rl.system.hardware import cpu_dtype
+    from rl.system.hf_config import inspect_model
 
     context = min(inspect_model(model).max_context, _MAX_CONTEXT)
     return GeneratorConfig(dtype="bfloat16" if gpus_here() else cpu_dtype(), max_model_len=context, max_num_seqs=1)

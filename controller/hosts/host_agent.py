@@ -29,8 +29,8 @@ from controller.hosts.files import remove_unfinished
 from controller.hosts.model_copies import ModelOffer, receive_model
 from controller.processes.place import gpus_here
 from controller.processes.rank_processes import RankProcesses
-from rl.hardware import available_memory_bytes, host_identity
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
+from rl.system.hardware import available_memory_bytes, host_identity
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class HostFacts:
     """What a controller has to know of a host before it starts anything there."""
 
     identity: str
-    """`rl.hardware.host_identity` of its processes."""
+    """`rl.system.hardware.host_identity` of its processes."""
     python: str
     versions: Mapping[str, str]
     """Versions by package, of all that must be equal on all hosts: Python and ownloop's own source are among them."""

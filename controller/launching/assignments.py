@@ -9,7 +9,7 @@ from controller.hosts.connections import own_address_towards
 from controller.hosts.host_groups import check_no_hosts_expected, prepare
 from controller.processes.place import GPUPool, gpus_here
 from generator.config import GeneratorConfig
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.types import WeightTransport
 from trainer.config import TrainerConfig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from controller.processes.rank_processes import RankProcesses
-from rl.hardware import is_cpu_build
+from rl.system.hardware import is_cpu_build
 
 _LOOPBACK = "127.0.0.1"
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.cache import cache_directory
 from rl.checks import did_you_mean
-from rl.hf_config import check_architecture, inspect_model
-from rl.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
 from rl.rollouts.tokenizer import load_tokenizer
+from rl.system.disk import cache_directory
+from rl.system.hf_config import check_architecture, inspect_model
+from rl.system.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
 
 Tell = Callable[[str], None]
 """Is told, in a few words, about work that takes long."""

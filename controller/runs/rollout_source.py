@@ -9,12 +9,12 @@ from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.recording import RecordedEnv
 from generator.config import GeneratorConfig
-from rl.hf_config import inspect_model
 from rl.protocols import Generator, Problem, best_reward_of
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.guard import time_limit_of, words_of
 from rl.rollouts.rendering import Renderer
+from rl.system.hf_config import inspect_model
 from rl.types import Datum, Group, SamplingParams
 
 

@@ -16,9 +16,9 @@ from controller.runs.loggers import RunLoggers
 from controller.runs.metric_rows import metric_rows, thinned_metrics
 from controller.runs.report.page import ReportWriter
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
-from rl.heap import hand_back_garbage
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.system.disk import RecordingError
+from rl.system.heap import hand_back_garbage
 from rl.system.timeline import show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 

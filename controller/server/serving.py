@@ -31,10 +31,10 @@ from controller.server.status import log
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl import protocols
-from rl.hf_config import inspect_model
 from rl.lora import LoRAConfig
 from rl.protocols import Trainer
 from rl.startup import without_walking_what_exists
+from rl.system.hf_config import inspect_model
 
 LOG_BYTES = 64 * 2**20
 """The size at which another file of request lines is begun."""

@@ -1,15 +1,22 @@
-"""Files that are whole after a crash: JSON, lines of JSON, and any other contents.
+"""What a process keeps on a disk: files that are whole after a crash, a cache, and temporary folders.
 
 A reader finds a file's old contents or its new ones, and a file of JSON lines ends with a whole line or with one that
-`drop_unfinished_line` removes.
+`drop_unfinished_line` removes. A temporary folder vanishes with the process that made it: the process holds a lock on
+the folder, which the kernel releases however the process ends, and the next one to make a folder with the same prefix
+removes those that are no longer locked.
 """
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _BLOCK = 1 << 16
+_LOCK = ".lock"
+_MEMORY = Path("/dev/shm")
 
 
 class RecordingError(RuntimeError):
@@ -145,3 +154,57 @@ def drop_unfinished_line(file: Path) -> None:
                 return
             end = start
         stream.truncate(0)
+
+
+def cache_directory() -> Path:
+    """The folder for what can be fetched or measured again.
+
+    It is $OWNLOOP_CACHE, else ownloop's folder in $XDG_CACHE_HOME or ~/.cache.
+    """
+    if own := os.environ.get("OWNLOOP_CACHE"):
+        return Path(own).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ownloop"
+
+
+class OwnedFolder:
+    """A folder that only its owner can enter. It is removed at the end of the process, or later if that was killed."""
+
+    def __init__(self, prefix: str, *, in_memory: bool = False) -> None:
+        """Makes it among the temporary files; with `in_memory` where no disk ever sees it, if the host has that."""
+        has_memory = in_memory and os.access(_MEMORY, os.W_OK | os.X_OK)
+        parent = _MEMORY if has_memory else Path(tempfile.gettempdir())
+        _remove_abandoned(parent, prefix)
+        # It gets its name once it is locked, so that no other process takes it for abandoned in between.
+        made = Path(tempfile.mkdtemp(prefix=".ownloop-", dir=parent))
+        self._lock = (made / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(parent / f"{prefix}{made.name.removeprefix('.ownloop-')}")
+        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+
+    @contextmanager
+    def takes_temporary_files(self) -> Generator[None]:
+        """Within the block, `tempfile` makes its files in this folder, in every thread."""
+        before, tempfile.tempdir = tempfile.tempdir, str(self.path)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+    def remove(self) -> None:
+        """Removes it now. May be called again."""
+        self._finalizer()
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError):  # it is someone else's, it is held, or another process removes it too
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has the same finalizers
+        shutil.rmtree(folder, ignore_errors=True)

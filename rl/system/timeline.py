@@ -1,11 +1,11 @@
-"""What is going on: a run's `timeline.json`, and how far work has got that the user waits for.
+"""The timeline of a run, in `timeline.json`, and the progress of long work.
 
 `timeline.json` has phases of the loop and calls of its processes, in Chrome's trace format. It opens in Perfetto
 (https://ui.perfetto.dev) and chrome://tracing. The format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Whoever measures something says `with span("trainer", "optim_step"): ...`. It is recorded if the code runs below a loop
-whose `Timeline` is active, and costs a microsecond if not. The times are the controller's: a call lasts from the
+`with span("trainer", "optim_step"): ...` measures a block. It is recorded if the code runs below a loop whose
+`Timeline` is active, and costs a microsecond if not. The times are the controller's: a call lasts from the
 request to its answer. Spans of one process that overlap are put into lanes, which viewers draw below each other.
 """
 
@@ -52,7 +52,7 @@ class Timeline:
     """Collects events in memory; `write` appends them to the file, which is whole JSON after each time."""
 
     def __init__(self, file: Path, max_calls: int = 100_000) -> None:
-        """Goes on with the file of a run that is resumed. Nothing is written yet.
+        """Continues the file of a run that is resumed. Nothing is written yet.
 
         After `max_calls`, which take 15 MB, only phases are recorded.
         """
@@ -96,7 +96,7 @@ class Timeline:
             names = {process.number: name for name, process in self._processes.items()}
         if not events:
             return
-        # Behind the events that need them: whoever reads the end of the file finds the names of what is there.
+        # Behind the events that need them, so that a reader of the file's end finds the names of its processes.
         events += [
             {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": names[number]}}
             for number in sorted({event["pid"] for event in events})

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.links import Link, LinkAddress, connect, rank_link
 from rl.weights.message_streams import room_to_send, send_messages

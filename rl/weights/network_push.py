@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation
 from rl.weights.links import LinkAddress, rank_link, resolve
 from rl.weights.messages import Part

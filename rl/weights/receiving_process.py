@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from rl.hardware import available_memory_bytes
+from rl.system.hardware import available_memory_bytes
 from rl.weights.buffer import BufferLocation, WeightBuffer, short_of_memory
 from rl.weights.links import LINK_TIMEOUT_S, Link, LinkAddress, Rendezvous, connect
 from rl.weights.message_streams import Progress, receive_messages, room_to_send, send_messages

@@ -11,7 +11,7 @@ import vllm._custom_ops as ops
 
 from generator import _cpu_packing
 from generator._cpu_packing import packed_layers, patch_packing
-from rl.hardware import has_fast_bfloat16
+from rl.system.hardware import has_fast_bfloat16
 from rl.weights.versions import WeightsError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull

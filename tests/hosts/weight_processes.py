@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.network import NetworkReceiver
 from rl.weights.receivers import RECEIVERS_KEY, ReceivingHost
 from rl.weights.receiving_process import ReceivingProcess

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from controller.hosts.certificates import make_certificates
 from controller.hosts.connections import Address, accepts, forwarded_env, is_loopback, parse_address
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
 
 _LISTENING = re.compile(r"listening on (?P<address>\S+://\S+) \(process \d+\)")
 _ENDED = re.compile(r"worker on (?P<node>\S+) ended with status (?P<status>\d+)")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.network import NetworkReceiver
 from rl.weights.receivers import RECEIVERS_KEY, Control, Received, ReceivingHost, Transfer
 from rl.weights.receiving_process import ReceivingProcess

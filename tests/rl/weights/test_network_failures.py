@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.buffer import WeightBuffer
 from rl.weights.links import Link
 from rl.weights.receivers import RECEIVERS_KEY, Transfer

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from rl.hf_config import inspect_model, is_tied, read_config
-from rl.model_files import stored_shapes
+from rl.system.hf_config import inspect_model, is_tied, read_config
+from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, VOCAB_SIZE, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from trainer.engines.decoder_config import parse_decoder_config
 

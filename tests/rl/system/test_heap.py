@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from rl.hardware import cpu_malloc_env
-from rl.heap import Heap
+from rl.system.hardware import cpu_malloc_env
+from rl.system.heap import Heap
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.seconds
@@ -26,7 +26,7 @@ def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
 
 HOLES = """
 import torch
-from rl.heap import Heap, _resident_bytes
+from rl.system.heap import Heap, _resident_bytes
 heap = Heap()
 for _ in range(4):
     heap.after_step()
@@ -54,7 +54,7 @@ def test_what_malloc_keeps_goes_back_to_the_kernel() -> None:
 
 ARENAS = """
 import ctypes, sys, threading
-from rl.hardware import keep_few_arenas
+from rl.system.hardware import keep_few_arenas
 if sys.argv[1] == "few":
     keep_few_arenas()
 all_run = threading.Barrier(17)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from configs.grpo_smollm2_cpu import recipe
-from rl import hardware
-from rl.hardware import available_memory_bytes, cpu_dtype, cpu_thread_env
+from rl.system import hardware
+from rl.system.hardware import available_memory_bytes, cpu_dtype, cpu_thread_env
 from tests.waiting import wait_for_end
 
 

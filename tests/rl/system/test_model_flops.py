@@ -1,4 +1,4 @@
-"""`rl.model_flops` against PyTorch's own counter, on transformers' models."""
+"""`rl.system.hf_config` against PyTorch's own counter, on transformers' models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from rl.data.packing import pack_row
-from rl.model_flops import ModelFlops
+from rl.system.hf_config import ModelFlops
 from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import Datum
 

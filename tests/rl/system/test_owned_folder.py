@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
 from tests.waiting import LIMIT_S, wait_for_line
 
 PREFIX = "ownloop-test-"
 OWNER = f"""
 import sys
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
 folder = OwnedFolder({PREFIX!r})
 (folder.path / "key.pem").write_text("secret")
 print(folder.path, flush=True)

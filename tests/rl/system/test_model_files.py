@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.config import GeneratorConfig
-from rl.hf_config import inspect_model
-from rl.model_files import check_no_stray_weights, stored_shapes, weight_files
+from rl.system.hf_config import inspect_model
+from rl.system.model_files import check_no_stray_weights, stored_shapes, weight_files
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from trainer.base_identity import base_identity
 from trainer.config import TrainerConfig

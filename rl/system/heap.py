@@ -1,10 +1,10 @@
 """Keeps the heap of a process from growing with every step.
 
-With the settings of `rl.hardware.cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed
-memory. Rows and requests have ever different lengths, so that tensors leave holes into which later ones do not fit, and
-the heap reaches further with each step. Handing it back is dear, because the kernel has to find and clear every page
-again: on a virtual machine whose host takes unused memory away, the next step of a model of 135 million parameters
-takes twice its time. So it is handed back only once the process has grown beyond what several steps needed.
+With the settings of `cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed memory. Rows and
+requests differ in length, so tensors leave holes into which later ones do not fit, and the heap grows with each step.
+Handing memory back is expensive, because the kernel has to find and clear every page again: on a virtual machine whose
+host takes unused memory away, the next step of a model of 135 million parameters takes twice its time. So memory is
+handed back only once the process has grown beyond what several steps needed.
 """
 
 import gc
@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from rl.hardware import hand_back_memory
+from rl.system.hardware import hand_back_memory
 
 _GROWTH = 1.02
 _STEPS_TO_SETTLE = 4
