@@ -9,9 +9,9 @@ import numpy as np
 from controller.launching.launcher import launch
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
-from rl.advantages.group_relative import group_mean_std
+from rl.advantages import group_mean_std
 from rl.envs.largest_number import LargestNumber
-from rl.losses.reduction import token_mean
+from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data, rollout_groups
 from rl.rollouts.rendering import Renderer
 from rl.types import AdamParams, SamplingParams

@@ -21,7 +21,7 @@ from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer

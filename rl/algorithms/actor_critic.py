@@ -12,11 +12,19 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.gae import explained_variance, gae, normalize, token_rewards
-from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
+from rl import advantages as gae
+from rl.advantages import (
+    explained_variance,
+    gather_scored,
+    kl_estimates,
+    normalize,
+    sampled_logprobs,
+    scatter_scored,
+    token_rewards,
+)
 from rl.algorithms.metrics import logprob_mismatch, merge_outputs
 from rl.checks import check_at_least, check_known
-from rl.data.prefixes import shareable_prefix
+from rl.data.packing import shareable_prefix
 from rl.losses import get_loss
 from rl.losses.shared import KLEstimator
 from rl.protocols import Trainer

@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.kl import gather_scored
-from rl.data.sources import Preference
-from rl.data.supervised import text_to_datum
+from rl.advantages import gather_scored
+from rl.data.sources import Preference, text_to_datum
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer

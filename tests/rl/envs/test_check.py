@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 
 from rl.envs.check import check_env, require_env
-from rl.envs.even_words import EvenWords
+from rl.envs.even_words import EvenWords, NumberWords
 from rl.envs.guess_number import GuessNumber
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
-from rl.envs.number_words import NumberWords
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
