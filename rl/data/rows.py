@@ -1,4 +1,10 @@
-"""Reads JSONL files and checks their rows. A "fault" is a phrase that says what is wrong with a value, or ""."""
+"""Rows of data sets: read from files and hubs, checked, split into training and held-out rows, and streamed.
+
+A "fault" is a phrase that says what is wrong with a value, or "". Columns of the Hugging Face Hub and of files other
+than JSONL are read through the package `datasets`. Item i of a stream is a pure function of (seed, i), so that a run
+can be resumed anywhere. Whether an item is held out depends only on its text, so that it is on the same side in every
+file, run and process.
+"""
 
 import functools
 import hashlib
@@ -13,6 +19,9 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 Fault = Callable[[Any], str]
+EVAL_FRACTION = 0.1
+_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+T = TypeVar("T")
 
 
 def no_fault(_value: Any) -> str:
@@ -94,9 +103,6 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
     return checked
 
 
-_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
 def read_columns(
     dataset: str, *, columns: Sequence[str], split: str, subset: str | None, revision: str | None, field: str
 ) -> list[tuple[str, ...]]:
@@ -176,20 +182,12 @@ def _sentence(error: BaseException) -> str:
     return " - ".join(dict.fromkeys(line or type(error).__name__ for line in lines))
 
 
-EVAL_FRACTION = 0.1
-T = TypeVar("T")
-
-
 class Order(Protocol):
     """The order in which one epoch of a stream goes through the items."""
 
     def __call__(self, num_items: int, seed: int, epoch: int) -> Sequence[int]:
         """A permutation of 0..num_items-1."""
         ...
-
-
-# There are two orders because a run that was begun with one must be resumed with the same: `rl.data.sources` has always
-# used NumPy's permutation, and the environments Python's shuffle.
 
 
 @functools.lru_cache(maxsize=4)  # `stream` asks for every item, and a step may span two epochs

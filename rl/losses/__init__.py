@@ -37,7 +37,7 @@ from rl.types import Datum, Head
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "get_loss"]
+__all__ = ["LOSSES", "Loss", "LossInputs", "constant_length", "get_loss", "sequence_mean", "token_mean"]
 RESERVED_METRICS = frozenset(
     {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
 )
