@@ -166,7 +166,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     loss: str = "importance_sampling"
     """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
-    """The loss's options, and those that all policy losses share (`rl.losses.shared`), by name."""
+    """The loss's options, and the options that all policy losses share (`rl.losses.shared`), by name."""
     loss_inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
     """What the loop's datums hold for the loss. A loop that adds others, such as `old_logprobs`, names them too."""
 

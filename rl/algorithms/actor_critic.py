@@ -108,7 +108,7 @@ def ppo_advantages(
         old_values=list(values),
     )
     return ready, {
-        # k3 whatever the penalty's estimator is, so that runs with different penalties can be compared.
+        # k3 with any estimator of the penalty, so that runs with different penalties can be compared.
         "kl_reference": float(np.concatenate([kl_estimates(q, f, "k3") for q, f in pairs]).mean()),
         "value_mean": float(np.concatenate(old_values).mean()),
         "explained_variance": explained_variance(old_values, rewards_to_go),

@@ -6,7 +6,7 @@ add up in the prefix. Completions that begin alike share these tokens in the sam
 completions are a tree. The results are the same, for a fraction of the tokens. Different prompts begin alike too, with
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
-Legend: T tokens of a datum, L tokens of the row, S scored positions (those of non-zero weight, counted per datum),
+Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
 P different pairs of a token of the row and a target among them.
 """
 
@@ -173,7 +173,7 @@ def pad_row(row: PackedRow, multiple: int) -> PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Datums with the same shareable prefix, in an order in which those that begin alike are neighbours."""
+    """Datums with the same shareable prefix, in an order in which datums that begin alike are neighbours."""
 
     members: tuple[int, ...]
     """Indices of the datums in the batch."""
@@ -255,7 +255,9 @@ def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Docume
 
 
 def _distinct_pairs(scored: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tokens of the row and targets, [S] each -> those of the different pairs, [P] each, and every position's pair."""
+    """Tokens of the row and targets, [S] each -> the tokens and targets of the different pairs, [P]
+    each, and every position's pair.
+    """
     num_targets = int(targets.max(initial=0)) + 1
     pairs, pair_index = np.unique(scored * num_targets + targets, return_inverse=True)
     return pairs // num_targets, pairs % num_targets, pair_index
@@ -271,7 +273,7 @@ def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
 
 
 def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:
-    # In any order of sequences by their first difference, those that begin alike are neighbours. That of bytes is one.
+    # In any order by the first difference, such as that of bytes, sequences that begin alike are neighbours.
     if len(members) > 1:
         members = sorted(members, key=lambda i: batch[i].tokens.tobytes())
     tokens = [batch[i].tokens for i in members]

@@ -110,7 +110,7 @@ def read_columns(
 
     `dataset` is a file (JSON lines, JSON, Parquet, CSV), a folder of such files or one that `save_to_disk` wrote, or
     `ORG/NAME` of the Hub. Raises ValueError, naming `field`, if it cannot be loaded, lacks a column (with the names of
-    those that it has), or holds a row that is neither text nor a number.
+    its columns), or holds a row that is neither text nor a number.
     """
     table = _load(dataset, split=split, subset=subset, revision=revision, field=field)
     missing = [name for name in columns if name not in table.column_names]

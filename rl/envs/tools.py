@@ -81,10 +81,10 @@ class ToolEnv:
     tool_format: ToolFormat = "hermes"
     """How the model writes calls: "hermes" (Qwen2.5, Qwen3, Hermes) or "llama3_json"."""
     show_tools: ShowTools = "template"
-    """How the model is told of the tools: by its chat template, or, for a template that knows no tools, by a system
+    """How the model learns of the tools: by its chat template, or, for a template that knows no tools, by a system
     message in Hermes' format."""
     max_turns: int = 4
-    """Most messages of the model. The last one is the answer, whatever it holds."""
+    """Most messages of the model. The last one is the answer, even if it calls tools."""
     tool_time_limit_s: float = 10.0
     """Most seconds for one call of a tool."""
 

@@ -105,7 +105,7 @@ class Loss:
     def check_inputs(self, given: Collection[str]) -> None:
         """Raises ValueError if the loss needs an input that is not among those given, saying which option asks for it.
 
-        `given` are the names in a datum's `loss_inputs`, or those that a loop will put there.
+        `given` are the names in a datum's `loss_inputs`, or the names that a loop will put there.
         """
         missing = [name for name in self.required_inputs if name not in given]
         if missing:
@@ -216,7 +216,7 @@ def token_mean(batch: Sequence[Datum]) -> float:
 
 
 def constant_length(num_sequences: int, max_tokens: int) -> float:
-    """1 / (num_sequences * max_tokens), a constant whatever was sampled.
+    """1 / (num_sequences * max_tokens), a constant.
 
     So the weight of a token does not depend on the length of its completion, nor on that of any other: Dr. GRPO,
     https://arxiv.org/abs/2503.20783.

@@ -111,7 +111,7 @@ class SharedOptions:
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        """Loss inputs that the options need in addition to those of the loss."""
+        """Loss inputs that the options need, beyond what the loss itself needs."""
         return ("reference_logprobs",) if self.kl_coef > 0 else ()
 
     @property

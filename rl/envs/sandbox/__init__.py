@@ -41,7 +41,7 @@ _PROBE_S = 30.0
 _START_LIMIT_S = 60.0  # to build the sandbox, which takes 0.05 s on a host with a free core
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-# Lets "nobody" reach a Python in a folder of root's: in mounts of its own, everything beside that Python is hidden.
+# Lets "nobody" reach a Python in a folder of root's: in mounts of its own, everything but that Python is hidden.
 _REVEAL = """set -e
 umask 022
 mount -t tmpfs -o size=64k,mode=755 tmpfs /sys
@@ -189,7 +189,7 @@ class _Process(asyncio.SubprocessProtocol):
         self.exited.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process has ended and nobody holds its pipes."""
+        """The process has ended, and its pipes are closed."""
         del exc
         self.closed.set_result(None)
 

@@ -91,7 +91,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def refused_calls(machine: str) -> dict[str, int]:
-    """The names and numbers of the calls that are refused whatever their arguments."""
+    """The names and numbers of the calls that are refused with any arguments."""
     words = " ".join(_REFUSED.values()).split()
     numbers = words[1::3] if machine == "x86_64" else words[2::3]
     return {name: int(number) for name, number in zip(words[::3], numbers, strict=True) if number != "-"}
@@ -130,7 +130,7 @@ def install_filter(program: list[tuple[int, int, int, int]]) -> None:
 
 
 def count_processes() -> int:
-    """How many processes the kernel counts towards this user's limit: this one and those that built the sandbox."""
+    """How many processes the kernel counts towards this user's limit: this one and the ones that built the sandbox."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     for count in range(1, 1 << 16):
         resource.setrlimit(resource.RLIMIT_NPROC, (count + 1, hard))
@@ -224,7 +224,7 @@ def give_up_all_rights() -> None:
     while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:  # fails at the first that this kernel does not have
         number += 1
     call("capset", (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
-    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody may trace this process
+    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process may trace this one
 
 
 def leave_the_host(scratch_bytes: int, paths: list[str]) -> None:
