@@ -12,9 +12,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rl import advantages as gae
 from rl.advantages import (
     explained_variance,
+    gae,
     gather_scored,
     kl_estimates,
     normalize,

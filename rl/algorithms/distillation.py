@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rl import advantages as gae
-from rl.advantages import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
+from rl.advantages import gae, gather_scored, kl_estimates, sampled_logprobs, scatter_scored
 from rl.data.sources import text_to_datum
 from rl.protocols import Generator, Problem, Trainer
 from rl.rollouts.episodes import with_inputs
