@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator._compat import packed_experts
-from generator._cpu_packing import pack, pack_again, packed_layers
+from generator.cpu.packing import pack, pack_again, packed_layers
+from generator.cpu.patches import packed_experts
 from rl.weights import gpu_copies
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord

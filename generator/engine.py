@@ -27,10 +27,10 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator._compat import patch_cpu
 from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
 from generator.conversion import to_completion, to_vllm
+from generator.cpu.patches import patch_cpu
 from generator.engine_calls import EngineCalls
 from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
 from generator.engine_status import ActivityClock, EngineStatus

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from generator._compat import packed_experts
-from generator._cpu_packing import packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
+from generator.cpu.packing import packed_layers
+from generator.cpu.patches import packed_experts
 from rl.checks import first_names
 from rl.model_files import stored_shapes
 from rl.weights.copy_threads import Workers

@@ -18,8 +18,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator._compat import patch_prompt_logprobs
 from generator.config import LoRALimits
+from generator.cpu.patches import patch_prompt_logprobs
 from generator.policies import ServedPolicy, unknown_policy
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
 from rl.weights.manifest import VersionRecord, WeightsMismatchError

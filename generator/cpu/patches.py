@@ -1,7 +1,7 @@
 """Patches of vLLM, each with its reason and the condition for its removal. Written against vLLM 0.32.
 
 Nothing is patched when this module is imported. The worker that a tensor-parallel group needs on the CPU is in
-`_cpu_worker.py`, because vLLM imports it by name.
+`worker.py`, because vLLM imports it by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from generator._cpu_kv_cache import patch_kv_cache
-from generator._cpu_packing import patch_packing
-from generator._cpu_sampling import patch_sampling
+from generator.cpu.kv_cache import patch_kv_cache
+from generator.cpu.packing import patch_packing
+from generator.cpu.sampling import patch_sampling
 from generator.options import CPU_KERNELS
 from rl.hardware import has_amx
 
@@ -42,8 +42,8 @@ def patch_cpu() -> None:
     patch_kv_cache()
     patch_packing()
     patch_sampling()
-    # See `_cpu_lora.py` for the reason and the condition for its removal.
-    setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
+    # See `lora.py` for the reason and the condition for its removal.
+    setattr(current_platform, "get_punica_wrapper", lambda: "generator.cpu.lora.GroupedLoRA")  # noqa: B010
 
 
 def patch_prompt_logprobs(runner: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from generator._cpu_sampling import patch_sampling, sample
+from generator.cpu.sampling import patch_sampling, sample
 
 pytestmark = pytest.mark.vllm
 

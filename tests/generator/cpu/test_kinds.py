@@ -1,4 +1,4 @@
-"""Covers generator/_cpu_packing.py: pulls on every kind of CPU that this machine can pretend to be.
+"""Covers generator/cpu/packing.py: pulls on every kind of CPU that this machine can pretend to be.
 
 Kinds of CPU differ in the kernels and in the packed form of weights that vLLM chooses for a layer. Other tests of pulls
 see the machine's own kind only.
@@ -18,8 +18,8 @@ import torch
 import vllm.model_executor.layers.utils as gemm
 from torch import nn
 
-from generator._compat import patch_cpu
 from generator.config import LoRALimits
+from generator.cpu.patches import patch_cpu
 from generator.engine import GenerationEngine
 from rl.hardware import cpu_features
 from rl.lora import LoRAConfig
