@@ -8,9 +8,8 @@ import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
-from generator.engine_status import EngineStatus
-from generator.openai_calls import OpenAICall
-from generator.openai_requests import OpenAIRequests
+from generator.engine_calls import EngineStatus
+from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
 from rl.owned_folder import OwnedFolder

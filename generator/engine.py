@@ -3,7 +3,8 @@
 One thread builds the engine and steps it. Callers put commands into its queue. Before every step the thread takes all
 commands from it, so a new request joins the running ones at the next token (continuous batching). A weight update in
 "drain" mode waits until the running requests of its policy have finished, and that policy's later requests wait behind
-it (`generator/backlog.py`); an "inflight" update is applied between two steps. `generator/updates.py` applies updates.
+it (`Backlog` in `generator/engine_calls.py`); an "inflight" update is applied between two steps.
+`generator/updates.py` applies updates.
 
 In a tensor-parallel group every rank runs this class. Rank 0 takes the commands and broadcasts them, and all ranks take
 the same steps. The engine knows neither actors nor the controller.
@@ -27,15 +28,25 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
-from generator.conversion import to_completion, to_vllm
+from generator.conversion import ServedPolicy, to_completion, to_vllm
 from generator.cpu.patches import patch_cpu
-from generator.engine_calls import EngineCalls
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
-from generator.engine_status import ActivityClock, EngineStatus
+from generator.engine_calls import (
+    ActivityClock,
+    Backlog,
+    Cancel,
+    Close,
+    Drop,
+    EngineCalls,
+    EngineStatus,
+    Freeze,
+    Generate,
+    Queued,
+    Rest,
+    Stream,
+    Update,
+)
 from generator.options import engine_options
-from generator.policies import ServedPolicy
 from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.lora import Policy

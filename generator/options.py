@@ -14,7 +14,7 @@ from rl.hf_config import read_config
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 
 CPU_KERNELS = "ownloop_cpu"
-"""The name under which `_compat` registers kernels with vLLM."""
+"""The name under which `cpu/patches.py` registers kernels with vLLM."""
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 

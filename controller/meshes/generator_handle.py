@@ -19,7 +19,7 @@ from controller.meshes.mesh import Mesh
 from controller.meshes.place import Place
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from generator.openai_calls import OpenAICall, OpenAIReply
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known

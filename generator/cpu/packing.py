@@ -8,6 +8,7 @@ times as long. Here a matrix is first copied, in one sweep, to rows that are an 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,9 @@ import torch
 import vllm._custom_ops as ops
 import vllm.model_executor.layers.utils as gemm
 from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from rl.weights.manifest import WeightsError
@@ -190,3 +193,33 @@ def pack_again(layer: nn.Module, weight: Tensor) -> None:
     if not vars(layer)[_PACKS]:
         shape = "x".join(map(str, weight.shape))
         raise WeightsError(f"vLLM could not pack a weight of {shape} again; the generator's log says why")
+
+
+def packed_experts(model: nn.Module) -> list[Callable[[], None]]:
+    """For each layer of experts that vLLM packs in place on the CPU, a function that packs it again. Empty on a GPU.
+
+    Raises ValueError for experts that vLLM widens when it packs them, because nothing can be loaded into those.
+
+    Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
+    """
+    packing: list[Callable[[], None]] = []
+    layer: Any  # vLLM declares no types for these attributes
+    for layer in model.modules():
+        experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+        if not isinstance(experts, CPUUnquantizedExperts):
+            continue
+        unchecked: Any = experts
+        width, padded = layer.moe_config.intermediate_size_per_partition, layer.w13_weight.shape[1] // 2
+        if width != padded:
+            raise ValueError(
+                f"each rank holds {width} of moe_intermediate_size's columns; on the CPU it has to be a multiple of"
+                f" {experts.output_alignment}, or weights cannot be pulled"
+            )
+        if not unchecked._use_zentorch:
+            packing.append(partial(_pack_experts, layer, experts.isa))
+    return packing
+
+
+def _pack_experts(layer: Any, isa: str) -> None:
+    for weight in (layer.w13_weight, layer.w2_weight):
+        weight.data.copy_(cpu_prepack_moe_weight(weight.data, isa))

@@ -1,28 +1,30 @@
 """Patches of vLLM, each with its reason and the condition for its removal. Written against vLLM 0.32.
 
-Nothing is patched when this module is imported. The worker that a tensor-parallel group needs on the CPU is in
-`worker.py`, because vLLM imports it by name.
+Nothing is patched when this module is imported. The worker of a tensor-parallel group is in
+`worker.py`, and the one that computes adapters in `lora.py`, because vLLM imports them by name.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import hashlib
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as expert_method
 import vllm.v1.sample.sampler as sampler
-from torch import nn
+import vllm.v1.worker.gpu_model_runner as model_runner
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from vllm import ir
-from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from generator.cpu.kv_cache import patch_kv_cache
 from generator.cpu.packing import patch_packing
-from generator.cpu.sampling import patch_sampling
 from generator.options import CPU_KERNELS
 from rl.hardware import has_amx
 
@@ -44,40 +46,6 @@ def patch_cpu() -> None:
     patch_sampling()
     # See `lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator.cpu.lora.GroupedLoRA")  # noqa: B010
-
-
-def patch_prompt_logprobs(runner: Any) -> None:
-    """Has a model runner score every prompt with the adapter of its own request.
-
-    vLLM computes the logits of prompts while its kernels still have the adapters of the step's samples, row by row. An
-    adapter of the output projection is then missing from its own prompts, and added to those of others.
-
-    Remove when `tests/generator/test_prompt_logprobs.py` passes without it.
-    """
-    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
-
-    def one_by_one(hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Any]:
-        wanted: dict[str, int] = runner.num_prompt_logprobs
-        scored: dict[str, Any] = {}
-        try:
-            # Ranks gather logits together, so all take requests in one order: that in which they were scheduled.
-            for name in [name for name in wanted if name in num_scheduled_tokens]:
-                request = runner.requests[name]
-                remaining = len(request.prompt_token_ids or ()) - request.num_computed_tokens - 1
-                num_rows = min(num_scheduled_tokens[name], remaining)
-                if num_rows > 0:
-                    lora = request.lora_request
-                    rows = (lora.lora_int_id if lora else 0,) * num_rows
-                    runner._set_active_loras(rows, rows, {lora} if lora else set())
-                runner.num_prompt_logprobs = {name: wanted[name]}
-                scored |= original(hidden_states, num_scheduled_tokens)
-                if not runner.num_prompt_logprobs:  # this was its last part
-                    del wanted[name]
-        finally:
-            runner.num_prompt_logprobs = wanted
-        return scored
-
-    runner._get_prompt_logprobs_dict = one_by_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,31 +143,106 @@ def _register_norms() -> None:
         ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=can_add_and_norm, inplace=True)(add_and_norm)
 
 
-def packed_experts(model: nn.Module) -> list[Callable[[], None]]:
-    """For each layer of experts that vLLM packs in place on the CPU, a function that packs it again. Empty on a GPU.
+def patch_kv_cache() -> None:
+    """Has vLLM take the cache's zeros from the kernel, which gives out a page when it is first written to.
 
-    Raises ValueError for experts that vLLM widens when it packs them, because nothing can be loaded into those.
+    vLLM writes them itself. With 1.6 GB for SmolLM2 that is a third of the time in which an engine is built on a
+    virtual machine whose host takes unused memory away, and a short run never uses most of them.
 
-    Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
+    Remove when vLLM no longer writes to the cache before there are requests.
     """
-    packing: list[Callable[[], None]] = []
-    layer: Any  # vLLM declares no types for these attributes
-    for layer in model.modules():
-        experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
-        if not isinstance(experts, CPUUnquantizedExperts):
-            continue
-        unchecked: Any = experts
-        width, padded = layer.moe_config.intermediate_size_per_partition, layer.w13_weight.shape[1] // 2
-        if width != padded:
-            raise ValueError(
-                f"each rank holds {width} of moe_intermediate_size's columns; on the CPU it has to be a multiple of"
-                f" {experts.output_alignment}, or weights cannot be pulled"
-            )
-        if not unchecked._use_zentorch:
-            packing.append(partial(_pack_experts, layer, experts.isa))
-    return packing
+    if not isinstance(model_runner.allocate_kv_cache, _Unwritten):
+        model_runner.allocate_kv_cache = _Unwritten(model_runner.allocate_kv_cache)
 
 
-def _pack_experts(layer: Any, isa: str) -> None:
-    for weight in (layer.w13_weight, layer.w2_weight):
-        weight.data.copy_(cpu_prepack_moe_weight(weight.data, isa))
+class _Unwritten:
+    def __init__(self, original: Callable[..., dict[str, torch.Tensor]]) -> None:
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        with _ZerosOfTheKernel():
+            return self._original(*args, **kwargs)
+
+
+class _ZerosOfTheKernel(TorchFunctionMode):
+    """Within it, `torch.zeros(num_bytes, dtype=torch.int8, device=...)` on the CPU writes nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is not torch.zeros or given.get("dtype") != torch.int8 or torch.device(given["device"]).type != "cpu":
+            return func(*args, **given)
+        pages = mmap.mmap(-1, math.prod(args), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.int8)  # keeps `pages`
+
+
+_BLOCK_WORDS = 128
+_LOG2_E = 1 / math.log(2)
+
+
+def patch_sampling() -> None:
+    """Has the CPU sample a token of each row with one random number, by the inverse of the cumulative distribution.
+
+    vLLM's kernel draws a random number for each word of the vocabulary and takes two logarithms of it (the Gumbel-max
+    trick). For 128 samples of a vocabulary of 49,152 words that takes 22 ms on two cores, and `sample` takes 3.
+
+    Remove when decoding 128 samples of SmolLM2-135M takes no longer without it: `python -m benchmarks.step`.
+    """
+    TopKTopPSampler.forward_cpu = _forward_cpu
+
+
+def _forward_cpu(
+    self: Any, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Samples a token of each row of logits [N, V], after top-k and top-p: [N] int64, and what vLLM reports of them."""
+    logits = apply_top_k_top_p(logits, k, p)
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    reported = {"processed_logits": logits, "processed_logprobs": logprobs}.get(self.logprobs_mode)
+    uniform = torch.rand(len(logits), dtype=torch.float64)
+    for row, generator in generators.items():
+        uniform[row] = _draw(generator)
+    return sample(logprobs, uniform), reported
+
+
+def _draw(generator: torch.Generator) -> float:
+    """A random number in [0, 1). PyTorch's generators on the CPU use 32 bits of a seed; here all 64 count."""
+    drawn = int(torch.randint(1 << 62, (), generator=generator))
+    key = generator.initial_seed().to_bytes(8, "little") + drawn.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+
+def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """The word [N] of each row's log-probs [N, V] float32 at which the cumulative probability exceeds `uniform` [N].
+
+    N is the number of samples and V that of the vocabulary's words. Probabilities are added up in blocks, then within
+    the block in which the random number falls.
+
+    `uniform` is float64, at least 0 and less than 1. A word of probability 0 is never sampled. The distribution is that
+    of the log-probs up to the rounding of sums of 128 probabilities in float32.
+    """
+    num_words = logprobs.shape[1]
+    num_blocks = -(-num_words // _BLOCK_WORDS)
+    probs = logprobs.new_empty(len(logprobs), num_blocks * _BLOCK_WORDS)
+    torch.mul(logprobs, _LOG2_E, out=probs[:, :num_words])
+    probs[:, num_words:] = -torch.inf
+    blocks = probs.exp2_().view(len(probs), num_blocks, _BLOCK_WORDS)  # a third of the time of powers of e
+    up_to = blocks.sum(-1).double().cumsum(-1)
+    block, before = _find(up_to, uniform * up_to[:, -1])
+    within = blocks[torch.arange(len(blocks)), block].double().cumsum(-1)
+    word, _ = _find(within, uniform * up_to[:, -1] - before)
+    return (block * _BLOCK_WORDS + word).clamp_(max=num_words - 1)  # logits that are no numbers may lead beyond
+
+
+def _find(up_to: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first entry [N] of each row of cumulative sums [N, ...] that exceeds the target, and the sum before it.
+
+    A target that rounding has brought to the last sum or beyond leads to the last entry that adds something.
+    """
+    target = target.minimum(up_to[:, -1].nextafter(torch.zeros((), dtype=torch.float64)))
+    found = torch.searchsorted(up_to, target[:, None], right=True)
+    found = found.clamp_(max=up_to.shape[1] - 1)
+    before = torch.where(found > 0, up_to.gather(1, (found - 1).clamp(min=0)), 0.0)
+    return found[:, 0], before[:, 0]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.engine import GenerationEngine
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
 from tests.generator.running import run_paced, started

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from generator import copy_plan
-from generator.copy_plan import CopyPlan, CopyRecorder
+from generator import pull as copy_plan
+from generator.pull import CopyPlan, CopyRecorder
 from rl.weights import gpu_copies
 from rl.weights.buffer import WeightBuffer
 from rl.weights.copy_threads import Workers

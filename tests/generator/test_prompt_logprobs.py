@@ -48,7 +48,7 @@ def test_a_prompt_is_scored_with_its_own_adapter(tmp_path: Path, build_engine: E
 
 
 def test_prompts_are_scored_in_the_order_in_which_they_were_scheduled() -> None:
-    from generator.cpu.patches import patch_prompt_logprobs  # loads vLLM
+    from generator._compat import patch_prompt_logprobs  # loads vLLM
 
     names, scored = [f"request-{index}" for index in range(50)], list[str]()
     request = SimpleNamespace(prompt_token_ids=[1, 2, 3], num_computed_tokens=0, lora_request=None)

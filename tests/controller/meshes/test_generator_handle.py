@@ -14,7 +14,7 @@ from controller.meshes.generator_handle import GeneratorHandle
 from controller.meshes.mesh import Mesh
 from controller.meshes.version_records import VersionRecords
 from generator.config import GeneratorConfig
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.deadlines import Deadlines
 from rl.types import SamplingParams
 from tests.waiting import run_virtual

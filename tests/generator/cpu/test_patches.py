@@ -1,5 +1,7 @@
-"""Sampling by the inverse of the cumulative distribution, against NumPy in float64."""
+"""Patches of vLLM on the CPU: sampling against NumPy in float64, and a KV cache that takes memory as it fills."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from generator.cpu.sampling import patch_sampling, sample
+from generator.cpu.patches import patch_sampling, sample
+from tests.generator.conftest import EngineFactory
+from tests.generator.served_models import served_llama
 
 pytestmark = pytest.mark.vllm
 
@@ -101,3 +105,37 @@ def test_seeds_that_differ_in_any_bit_sample_differently(sampler: Any) -> None:
     found = [tokens(seed) for seed in seeds]
     assert len({token for each in found for token in each}) == 3 * len(seeds)
     assert tokens(7) == found[0]
+
+
+NUM_BYTES = 1 << 29
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_vllm_allocates_a_cache_that_nobody_has_written_to(
+    build_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.v1.worker.gpu_model_runner as model_runner  # loads vLLM, which a worker without these tests need not do
+
+    allocated: list[dict[str, torch.Tensor]] = []
+    model = served_llama(tmp_path / "model", tied=True)
+    build_engine(model, "float32").close()  # so vLLM is patched
+    patched: Any = model_runner.allocate_kv_cache
+    original = patched._original
+
+    def larger(config: Any, *args: Any) -> dict[str, torch.Tensor]:
+        """What vLLM is asked for, in a buffer of half a gigabyte."""
+        for tensor in config.kv_cache_tensors:
+            object.__setattr__(tensor, "size", NUM_BYTES)
+        before = _resident_bytes()
+        allocated.append(original(config, *args))
+        assert _resident_bytes() - before < NUM_BYTES / 8
+        return allocated[-1]
+
+    monkeypatch.setattr(patched, "_original", larger)
+    build_engine(model, "float32").close()
+    (views,) = allocated
+    assert {view.untyped_storage().nbytes() for view in views.values()} == {NUM_BYTES}
+    assert all(not view.any() for view in views.values())
