@@ -9,8 +9,8 @@ from controller.hosts import files
 from controller.meshes.place import Place, ThisHost
 from controller.meshes.run_files import RunFiles
 from tests.controller.meshes.other_hosts import OtherHost, files_of
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointInfo
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointInfo
 
 PIECE = 1 << 22  # of a file that is transferred
 SHARDS = {

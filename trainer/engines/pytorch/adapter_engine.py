@@ -17,8 +17,8 @@ from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig, tensor_name
 from rl.losses import Loss
 from rl.types import ForwardBackwardOutput
-from trainer import checkpoint
 from trainer.engines.base import Microbatch
+from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.adapter_parameters import (
     all_names,
     check_memory,
@@ -27,10 +27,10 @@ from trainer.engines.pytorch.adapter_parameters import (
     new_parameters,
 )
 from trainer.engines.pytorch.engine import TorchEngine
+from trainer.engines.pytorch.export import write_hf_directory, write_peft_directory
 from trainer.engines.pytorch.low_rank import LowRank, adaptable_layers, adapted
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.row_runner import RowRunner
-from trainer.export import write_hf_directory, write_peft_directory
 
 
 class AdapterEngine(TorchEngine):

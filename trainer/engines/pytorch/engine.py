@@ -22,10 +22,11 @@ from rl.losses import Loss
 from rl.model_flops import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from rl.weights.ranks import own_rank
-from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.export import write_hf_directory
 from trainer.engines.pytorch.gradients import Gradients
 from trainer.engines.pytorch.mixed_precision import MasterWeights, MixedPrecision
 from trainer.engines.pytorch.offload import PARTS, Offload, Part
@@ -33,8 +34,7 @@ from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import RowRunner
-from trainer.export import write_hf_directory
-from trainer.saver import CheckpointSaver
+from trainer.engines.pytorch.saver import CheckpointSaver
 
 
 class TorchEngine(Engine):

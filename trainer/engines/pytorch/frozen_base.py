@@ -12,11 +12,11 @@ from torch import Tensor
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import Loss
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
-from trainer.base_identity import base_identity
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
 from trainer.engines.pytorch.adapter_engine import AdapterEngine
+from trainer.engines.pytorch.base_identity import base_identity
 from trainer.engines.pytorch.engine import TorchEngine
 
 

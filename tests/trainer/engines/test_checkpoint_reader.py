@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointInfo
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointInfo
 
 INFO = CheckpointInfo(kind="checkpoint", policy_version=3, model={"family": "llama"}, num_ranks=1)
 

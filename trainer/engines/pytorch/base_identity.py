@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from rl.model_files import weight_files
-from trainer.checkpoint import on_rank_0
+from trainer.engines.pytorch.checkpoint import on_rank_0
 
 
 def base_identity(path: Path) -> Mapping[str, str]:

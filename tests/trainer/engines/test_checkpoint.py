@@ -16,12 +16,12 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.engine_params import INSTALLED
-from trainer import checkpoint
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
-from trainer.export import write_hf_directory
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.export import write_hf_directory
 
 BATCH = random_batch((5, 12, 9))
 

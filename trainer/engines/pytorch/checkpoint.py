@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.checkpoint_reader import CheckpointReader
+from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
 
 _FILE = "ownloop.json"
 _FORMAT = 1

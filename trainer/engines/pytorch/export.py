@@ -14,7 +14,7 @@ from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
 from rl.model_files import other_files
 from rl.types import Head
-from trainer.checkpoint import on_rank_0
+from trainer.engines.pytorch.checkpoint import on_rank_0
 
 
 def write_hf_directory(

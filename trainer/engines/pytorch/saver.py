@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointInfo
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointInfo
 
 
 class CheckpointSaver:
