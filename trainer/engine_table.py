@@ -53,8 +53,8 @@ ENGINES: Mapping[str, EngineEntry] = {
         takes_args=True,
     ),
     "megatron_fsdp": EngineEntry(
-        engine="trainer.engines.hf.mfsdp_engine:MegatronFsdpEngine",
-        layout_check="trainer.engines.hf.mfsdp_check:check_layout",
+        engine="trainer.engines.mfsdp.engine:MegatronFsdpEngine",
+        layout_check="trainer.engines.mfsdp.layout_check:check_layout",
         requires="megatron_fsdp",
         takes_args=True,
     ),

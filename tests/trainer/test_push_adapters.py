@@ -16,7 +16,7 @@ from rl.weights.manifest import INDEX_KEY, UnknownVersionError, VersionRecord
 from rl.weights.registry import find_record
 from rl.weights.shared_memory import SharedMemoryReceiver
 from tests.stores import FakeStore, read_buffer
-from trainer.engines.plain_ranks import spawn
+from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 A, B = (tensor_name("model.layers.0.mlp.up_proj", which) for which in ("A", "B"))

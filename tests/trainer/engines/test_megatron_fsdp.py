@@ -74,9 +74,9 @@ def test_what_megatron_fsdp_cannot_do_is_refused(
 def test_megatron_core_stays_importable_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("megatron.core")
     for name in list(sys.modules):
-        if name.startswith("megatron_fsdp") or name == "trainer.engines.hf.mfsdp_api":
+        if name.startswith("megatron_fsdp") or name == "trainer.engines.mfsdp.mfsdp_api":
             monkeypatch.delitem(sys.modules, name)
-    import trainer.engines.hf.mfsdp_api as api
+    import trainer.engines.mfsdp.mfsdp_api as api
 
     assert api.fully_shard_model.__module__ == "megatron_fsdp.fully_shard"
     settings = sys.modules["megatron_fsdp.fully_shard"].__dict__["DistributedDataParallelConfig"]

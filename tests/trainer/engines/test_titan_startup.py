@@ -9,7 +9,7 @@ import pytest
 from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import spawn
+from trainer.engines.contract.plain_ranks import spawn
 from trainer.engines.titan._compat import without_torchtitans_loop
 
 

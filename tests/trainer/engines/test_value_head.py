@@ -19,9 +19,9 @@ from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import ENGINES, load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import random_groups
 from trainer.engines.model_check import check_model
-from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch import logprobs
 from trainer.engines.pytorch.logits_memory import LogitsMemory
 

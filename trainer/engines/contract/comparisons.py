@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.engines.base import Engine
-from trainer.engines.plain_ranks import relative_error
+from trainer.engines.contract.plain_ranks import relative_error
 
 
 class ContractError(AssertionError):

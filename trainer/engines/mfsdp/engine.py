@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainer.config import TrainerConfig
 from trainer.engines.hf.flat_engine import FlatEngine, ShardedModel
 from trainer.engines.hf.flat_shards import FlatShards
-from trainer.engines.hf.mfsdp_api import MixedPrecisionPolicy, fully_shard_model
-from trainer.engines.hf.mfsdp_shards import MainShards
 from trainer.engines.hf.transformers_policy import TransformersPolicy
+from trainer.engines.mfsdp.mfsdp_api import MixedPrecisionPolicy, fully_shard_model
+from trainer.engines.mfsdp.mfsdp_shards import MainShards
 from trainer.engines.pytorch.ranks import DTYPES
 
 
