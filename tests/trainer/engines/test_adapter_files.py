@@ -21,7 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
-from trainer.engines.pytorch.base_identity import base_identity
+from trainer.engines.pytorch.frozen_base import base_identity
 
 BATCH = random_batch((1, 17, 5, 40))
 CONFIG = LoRAConfig(rank=4, alpha=6.0)

@@ -21,7 +21,7 @@ from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
 from trainer.engines.pytorch import checkpoint
-from trainer.engines.pytorch.export import write_hf_directory
+from trainer.engines.pytorch.hf_directory import write_hf_directory
 
 BATCH = random_batch((5, 12, 9))
 

@@ -13,8 +13,7 @@ from rl.data.packing import Document
 from tests.rl.data.row_definition import attended
 from trainer.engines.pytorch import block_attention as blocks
 from trainer.engines.pytorch import document_attention as module
-from trainer.engines.pytorch.attention_plan import plan_attention
-from trainer.engines.pytorch.block_attention import block_attention
+from trainer.engines.pytorch.block_attention import block_attention, plan_attention
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
 
 DIM = 16

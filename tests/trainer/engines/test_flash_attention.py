@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.engines.pytorch import flash_attention
-from trainer.engines.pytorch.flash_attention import choose_flash_attention, installed_flash_attention
+from trainer.engines.pytorch import document_attention as flash_attention
+from trainer.engines.pytorch.document_attention import choose_flash_attention, installed_flash_attention
 
 FA3, FA4 = "flash_attn_interface", "flash_attn.cute.interface"
 

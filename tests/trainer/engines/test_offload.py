@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.engines.pytorch.offload import Offload, Part
+from trainer.engines.pytorch.engine_state import Offload, Part
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 

@@ -18,10 +18,8 @@ from rl.tiny_models import random_batch, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.memory import PeakMemory
-from trainer.engines.pytorch.outputs import OutputCollector
-from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
-from trainer.engines.pytorch.pipelined_rows import PipelinedRows
-from trainer.engines.pytorch.row_runner import RowRunner, SequentialRows
+from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
+from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner, SequentialRows
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
 

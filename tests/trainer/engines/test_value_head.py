@@ -23,7 +23,7 @@ from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import random_groups
 from trainer.engines.model_check import check_model
 from trainer.engines.pytorch import logprobs
-from trainer.engines.pytorch.logits_memory import LogitsMemory
+from trainer.engines.pytorch.logprobs import LogitsMemory
 
 LENGTHS = (1, 17, 5, 40)
 BATCH = critic_batch(LENGTHS)

@@ -18,7 +18,7 @@ from trainer.engines.hf.flat_shards import FlatShards
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.mixed_precision import MasterWeights
+from trainer.engines.pytorch.engine_state import MasterWeights
 from trainer.engines.pytorch.ranks import DTYPES, choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import TrainerConfig
-from trainer.engines.pytorch.hf_weights import load_hf_weights
+from trainer.engines.pytorch.hf_directory import load_hf_weights
 
 
 class FlatShards:

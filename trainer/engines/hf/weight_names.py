@@ -11,7 +11,7 @@ from rl.checks import first_names
 from rl.model_files import stored_shapes
 from rl.types import Head
 from trainer.engines.hf.transformers_policy import TransformersPolicy
-from trainer.engines.pytorch.hf_weights import VALUE_HEAD
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD
 
 
 def check_weight_names(model: Path, head: Head) -> None:

@@ -24,9 +24,8 @@ from trainer.engines.mcore.stage import Stage
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.hf_weights import load_hf_weights
-from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
-from trainer.engines.pytorch.pipelined_rows import PipelinedRows
+from trainer.engines.pytorch.hf_directory import load_hf_weights
+from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows, to_tensor
 

@@ -10,8 +10,8 @@ from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
 from trainer.engines.mcore.token_shards import gather_tokens, split_tokens
+from trainer.engines.pytorch.hf_directory import inverse_frequencies
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
-from trainer.engines.pytorch.rope import inverse_frequencies
 
 
 class Stage(nn.Module):

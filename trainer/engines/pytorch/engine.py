@@ -26,15 +26,12 @@ from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch
 from trainer.engines.memory import PeakMemory
 from trainer.engines.pytorch import checkpoint
-from trainer.engines.pytorch.export import write_hf_directory
-from trainer.engines.pytorch.gradients import Gradients
-from trainer.engines.pytorch.mixed_precision import MasterWeights, MixedPrecision
-from trainer.engines.pytorch.offload import PARTS, Offload, Part
+from trainer.engines.pytorch.checkpoint import CheckpointSaver
+from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part
+from trainer.engines.pytorch.hf_directory import write_hf_directory
 from trainer.engines.pytorch.optimizer import Optimizer
-from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
-from trainer.engines.pytorch.row_runner import RowRunner
-from trainer.engines.pytorch.saver import CheckpointSaver
+from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner
 
 
 class TorchEngine(Engine):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl.types import AdamParams
-from trainer.engines.pytorch.offload import move, to_host
+from trainer.engines.pytorch.engine_state import move, to_host
 
 PIECE_BYTES = 1 << 30
 """Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""

@@ -17,7 +17,7 @@ from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.pipelined_rows import PipelinedRows
+from trainer.engines.pytorch.pipeline import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.model.attention import shares_prefixes

@@ -26,8 +26,7 @@ from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
-from trainer.engines.pytorch.document_attention import document_attention, plan_row
-from trainer.engines.pytorch.segment_mask import segment_mask
+from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
 
 
 class DocumentAttention(FlexAttention):

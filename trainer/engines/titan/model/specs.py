@@ -27,8 +27,7 @@ from torchtitan.protocols.module import Module
 
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
-from trainer.engines.pytorch.hf_weights import VALUE_HEAD, load_hf_weights
-from trainer.engines.pytorch.rope import scale_llama3
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3
 from trainer.engines.titan.model.experts import moe_config, split_experts
 from trainer.engines.titan.model.scoring import LlamaPolicy, LogprobHead, Qwen3Policy, ValueHead
 

@@ -1,20 +1,82 @@
-"""Writes a policy as a Hugging Face model directory, or an adapter as one of PEFT."""
+"""Reads the weights of a Hugging Face model directory, and writes a policy as one, or an adapter as one of PEFT.
+
+The rotary frequencies that a directory's config.json asks for are computed here, as transformers computes them.
+"""
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
-from rl.model_files import other_files
+from rl.model_files import other_files, weight_files
 from rl.types import Head
+from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0
+
+VALUE_HEAD = "score.weight"
+"""Name of a value head's parameter, [1, dim]. transformers' sequence classifiers use it, and reward models are
+published and served by vLLM in that form."""
+
+
+def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
+    """Fills parameters in place from the files of a model directory. Each rank reads only its shards.
+
+    A value head that the files lack becomes zero, so that all values begin at 0.
+
+    Raises ValueError if there are no files, or if they lack a parameter or hold one of another shape.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    reader.fs = _Listed(weight_files(path))
+    stored = reader.read_metadata().state_dict_metadata
+    if VALUE_HEAD in parameters and VALUE_HEAD not in stored:
+        torch.nn.init.zeros_(parameters[VALUE_HEAD])
+        parameters = {name: parameter for name, parameter in parameters.items() if name != VALUE_HEAD}
+    for name, parameter in parameters.items():
+        if name not in stored:
+            raise ValueError(f"{path} holds no weight {name!r}")
+        shape = tuple(getattr(stored[name], "size", ()))
+        if shape != tuple(parameter.shape):
+            raise ValueError(f"{path}: {name} has shape {shape}; config.json asks for {tuple(parameter.shape)}")
+    dcp.load(dict(parameters), storage_reader=reader)
+
+
+class _Listed(FileSystem):
+    """Shows a reader some files of a directory: torch's reader would take every safetensors file."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = [str(file) for file in files]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """The files; `path` is not looked at."""
+        del path
+        return self._files
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """[head_dim / 2] float32 angles per position, the fastest first."""
+    inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    return inv_freq if config.rope_scaling is None else scale_llama3(inv_freq, config.rope_scaling)
+
+
+def scale_llama3(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Stretches long wavelengths by the factor, keeps short ones and interpolates in between (arXiv 2407.21783)."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    rotations = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
 
 
 def write_hf_directory(
