@@ -6,7 +6,7 @@
     await, or the next output of a stream <------------- EngineCalls.answer, finish, pass_on
     EngineStatus <-------------------------------------- ActivityClock
 
-The controller imports this module, so it does not import vLLM.
+The controller imports this module, so it imports neither torch nor vLLM.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl.lora import Policy
 from rl.types import PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord
 
-if TYPE_CHECKING:  # the imports would load vLLM
+if TYPE_CHECKING:  # the imports would load torch and vLLM
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.outputs import RequestOutput
+
+    from rl.weights.manifest import VersionRecord
 
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
@@ -68,7 +69,7 @@ class Update:
     """Load a version of the weights."""
 
     id: str
-    record: VersionRecord
+    record: "VersionRecord"
     frozen: bool
     mode: PullMode
     keep_prefix_cache: bool

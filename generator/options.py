@@ -95,7 +95,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "max_num_batched_tokens": max(max_model_len, _MIN_BATCHED_TOKENS),
         }
         if config.tensor_parallel > 1:
-            options["worker_cls"] = "generator.cpu.worker.CPUMeshWorker"
+            options["worker_cls"] = "generator.cpu.mesh_worker.CPUMeshWorker"
     elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator.cpu.packing import pack, pack_again, packed_experts, packed_layers
+from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
 from rl.checks import first_names
 from rl.model_files import stored_shapes
 from rl.weights import gpu_copies

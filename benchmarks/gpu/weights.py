@@ -24,7 +24,7 @@ from rl.weights import gpu_copies
 from rl.weights.copy_threads import Workers
 from rl.weights.manifest import VersionRecord
 from rl.weights.transport import load_transport
-from trainer.engines.contract.local_push import LocalStore
+from trainer.engines.contract.reference import LocalStore
 from trainer.push import WeightPublisher
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]

@@ -17,10 +17,9 @@ from controller.meshes.run_files import RunFiles
 from controller.meshes.version_records import VersionRecords
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, trainer_env
 from trainer.engine_table import find_engine
 from trainer.engines.model_check import ModelLimits, check_model
-from trainer.environment import trainer_env
 
 if TYPE_CHECKING:  # the import would load torch
     from trainer.actor import WeightDtype

@@ -1,7 +1,7 @@
 """Patches of vLLM, each with its reason and the condition for its removal. Written against vLLM 0.32.
 
 Nothing is patched when this module is imported. The worker of a tensor-parallel group is in
-`worker.py`, and the one that computes adapters in `lora.py`, because vLLM imports them by name.
+`mesh_worker.py`, and the one that computes adapters in `grouped_lora.py`, because vLLM imports them by name.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from generator.cpu.packing import patch_packing
+from generator.cpu.weight_packing import patch_packing
 from generator.options import CPU_KERNELS
 from rl.hardware import has_amx
 
@@ -44,8 +44,8 @@ def patch_cpu() -> None:
     patch_kv_cache()
     patch_packing()
     patch_sampling()
-    # See `lora.py` for the reason and the condition for its removal.
-    setattr(current_platform, "get_punica_wrapper", lambda: "generator.cpu.lora.GroupedLoRA")  # noqa: B010
+    # See `grouped_lora.py` for the reason and the condition for its removal.
+    setattr(current_platform, "get_punica_wrapper", lambda: "generator.cpu.grouped_lora.GroupedLoRA")  # noqa: B010
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,8 @@ from rl.losses import Loss
 from rl.model_flops import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch
+from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.decoder_config import parse_decoder_config
-from trainer.engines.memory import PeakMemory
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver

@@ -1,4 +1,4 @@
-"""Covers generator/cpu/packing.py: pulls on every kind of CPU that this machine can pretend to be.
+"""Covers generator/cpu/weight_packing.py: pulls on every kind of CPU that this machine can pretend to be.
 
 Kinds of CPU differ in the kernels and in the packed form of weights that vLLM chooses for a layer. Other tests of pulls
 see the machine's own kind only.

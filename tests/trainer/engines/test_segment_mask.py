@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from rl.data.packing import Document
 from tests.trainer.engines.test_document_attention import DIM, ROWS, attend_by_definition, random_row
 from trainer.engines.pytorch.document_attention import segment_mask
-from trainer.engines.titan.model.row_lengths import row_length
+from trainer.engines.titan.model.row_scorer import row_length
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,11 @@ from torch.multiprocessing import ProcessRaisedException
 
 from rl.checks import see_working_directory
 from rl.tiny_models import tiny_llama, tiny_qwen3
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, parse_layout
 from trainer.engine_table import find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.one_rank import MODEL_CHECKS, Subject
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
+from trainer.engines.contract.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from trainer.engines.contract.several_ranks import (
     LAYOUT_CHECKS,
     Build,
@@ -29,7 +28,6 @@ from trainer.engines.contract.several_ranks import (
     run_layout,
 )
 from trainer.engines.model_check import check_model
-from trainer.layout import parse_layout
 
 Outcome = Literal["passed", "failed", "refused"]
 _REFUSED = "refused"

@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 from rl.data.batching import BatchPlan, plan_batch
 from rl.types import Datum
 from trainer.config import TrainerConfig
-from trainer.engines import ENGINES
+from trainer.engine_table import all_engines
 from trainer.engines.base import Engine
 
 LENGTHS = (3, 17, 5, 40, 9, 23, 31)
 """Tokens of the datums that layouts are compared on: very different, and no multiple of any number of ranks."""
 
 _PRELOADED = (
-    *(entry.engine.partition(":")[0] for entry in ENGINES.values()),
+    *(entry.engine.partition(":")[0] for entry in all_engines().values()),
     "rl.tiny_models",
     "trainer.push",
     # Without these, each process would import them for its first DTensor, checkpoint or pipeline.

@@ -17,10 +17,15 @@ from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.engines.contract.comparisons import require, require_close, require_names
-from trainer.engines.contract.local_push import published
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn, whole
-from trainer.engines.contract.reference import ReferencePolicy, random_groups
+from trainer.engines.contract.reference import (
+    ReferencePolicy,
+    published,
+    random_groups,
+    require,
+    require_close,
+    require_names,
+)
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
 Build = Callable[[TrainerConfig], Engine]

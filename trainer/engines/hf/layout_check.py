@@ -26,7 +26,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
 def _check_unproven(config: TrainerConfig, architectures: list[str]) -> None:
     """Builds the model, without its weights. Raises ValueError if a weight has no match by name; else warns."""
     # Imports transformers, which takes seconds, so models of proven architectures do without.
-    from trainer.engines.hf.weight_names import check_weight_names
+    from trainer.engines.hf.transformers_policy import check_weight_names
 
     check_weight_names(config.model, config.head)
     warnings.warn(

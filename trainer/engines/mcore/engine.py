@@ -15,12 +15,10 @@ from rl.data.packing import PackedRow, pack_row, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
-from trainer.engines.mcore.core_model import build_model
+from trainer.engines.mcore.core_model import Stage, build_model
 from trainer.engines.mcore.groups import make_groups
 from trainer.engines.mcore.layers import plan_documents, plan_shard
-from trainer.engines.mcore.masters import MasterSlices, by_name
-from trainer.engines.mcore.sharded_masters import ShardedMasters
-from trainer.engines.mcore.stage import Stage
+from trainer.engines.mcore.masters import MasterSlices, ShardedMasters, by_name
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.engine import TorchEngine

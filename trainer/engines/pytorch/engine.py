@@ -23,8 +23,7 @@ from rl.model_flops import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from rl.weights.ranks import own_rank
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch
-from trainer.engines.memory import PeakMemory
+from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver
 from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part

@@ -24,8 +24,7 @@ from rl.losses import Loss
 from rl.model_files import weight_files
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch
-from trainer.engines.memory import PeakMemory
+from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_directory import write_hf_directory, write_peft_directory

@@ -22,8 +22,7 @@ from rl.data.batching import merge_metrics
 from rl.data.packing import PackedRow, pack_row
 from rl.losses import Loss, LossInputs
 from rl.types import Datum, ForwardBackwardOutput, Head
-from trainer.engines.base import RankFailureError
-from trainer.engines.memory import PeakMemory
+from trainer.engines.base import PeakMemory, RankFailureError
 
 _IDLE_DATUM = Datum(tokens=np.zeros(1, dtype=np.int64), loss_inputs={"target_tokens": np.zeros(1, dtype=np.int64)})
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The one place that imports Megatron-FSDP, an optional package of which type checkers need to know nothing."""
+"""The one place that imports Megatron-FSDP, an optional package that type checkers do not see, and its one patch."""
 
 import sys
 from collections.abc import Generator
@@ -14,8 +14,9 @@ _CORE = "megatron.core"
 def _without_megatron_core() -> Generator[None]:
     """Within the block, Megatron-core cannot be imported.
 
-    Megatron-FSDP takes the settings class of Megatron-core where it finds one. That of Megatron-core 0.16, the last for
-    Python 3.11, lacks fields that Megatron-FSDP sets.
+    Reason: Megatron-FSDP takes the settings class of Megatron-core where it finds one. That of Megatron-core 0.16, the
+    last for Python 3.11, lacks fields that Megatron-FSDP sets.
+    Remove when the settings class of the oldest supported Megatron-core has them.
     """
     modules = cast("dict[str, ModuleType | None]", sys.modules)
     hidden = {name: modules.pop(name) for name in list(modules) if name == _CORE or name.startswith(f"{_CORE}.")}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import vllm._custom_ops as ops
 
-from generator.cpu import packing
-from generator.cpu.packing import packed_layers, patch_packing
+from generator.cpu import weight_packing
+from generator.cpu.weight_packing import packed_layers, patch_packing
 from rl.hardware import has_fast_bfloat16
 from rl.weights.manifest import WeightsError
 from tests.generator.conftest import EngineFactory
@@ -40,8 +40,8 @@ def test_every_packed_matrix_multiplies_as_the_plain_one(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scratch_bytes: int
 ) -> None:
     """All are packed before any is multiplied with, from memory that is overwritten each time."""
-    monkeypatch.setattr(packing, "_CACHED_BYTES", scratch_bytes)
-    monkeypatch.setattr(packing, "_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(weight_packing, "_CACHED_BYTES", scratch_bytes)
+    monkeypatch.setattr(weight_packing, "_SCRATCH_BYTES", scratch_bytes)
     torch.manual_seed(0)
     weights = [torch.randn(shape).to(dtype) for shape in (*SHAPES, *SHAPES[::-1])]
     packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
@@ -54,9 +54,9 @@ def test_every_packed_matrix_multiplies_as_the_plain_one(
 
 def test_what_is_handed_over_has_rows_an_odd_number_of_lines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
-    pack = packing._PackFromCache(given.append)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(packing, "_CACHED_BYTES", 100_000)
-    monkeypatch.setattr(packing, "_SCRATCH_BYTES", 300_000)
+    pack = weight_packing._PackFromCache(given.append)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(weight_packing, "_CACHED_BYTES", 100_000)
+    monkeypatch.setattr(weight_packing, "_SCRATCH_BYTES", 300_000)
     staged, large, conflicting, too_large = (
         torch.randn(shape) for shape in ((8, 96), (100, 320), (100, 512), (200, 512))
     )

@@ -1,4 +1,4 @@
-"""The vLLM worker of a tensor-parallel group on the CPU; vLLM imports `generator.cpu.worker.CPUMeshWorker` by name."""
+"""The vLLM worker of a tensor-parallel group on the CPU; vLLM imports `CPUMeshWorker` by its dotted name."""
 
 import os
 from pathlib import Path

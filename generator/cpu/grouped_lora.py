@@ -1,4 +1,4 @@
-"""How adapters are computed on the CPU; vLLM imports `generator.cpu.lora.GroupedLoRA` by name.
+"""How adapters are computed on the CPU; vLLM imports `generator.cpu.grouped_lora.GroupedLoRA` by name.
 
 Shapes: N tokens of a step, S samples of it, L slots for adapters, R the maximum rank.
 """
@@ -20,7 +20,7 @@ class GroupedLoRA(PunicaWrapperCPU):
     token without an adapter has slot -1, which is the last slot for vLLM's kernels: as soon as every slot is taken, the
     model's own log-probs are wrong by some 0.3.
 
-    Remove when `tests/generator/cpu/test_lora.py` says that vLLM's own kernels are right, if they are fast too.
+    Remove when `tests/generator/cpu/test_grouped_lora.py` says that vLLM's own kernels are right, if they are fast too.
     """
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from generator.cpu.lora import GroupedLoRA
+from generator.cpu.grouped_lora import GroupedLoRA
 
 pytestmark = pytest.mark.vllm
 
@@ -75,4 +75,4 @@ def test_logits_may_be_of_a_wider_dtype_than_adapters(slots: list[int]) -> None:
 def test_vllms_own_kernel_is_still_wrong_for_tokens_without_an_adapter() -> None:
     assert _is_right(PunicaWrapperCPU, [0, 1, 2], 1)
     right = _is_right(PunicaWrapperCPU, [0, -1, 1, 2, 0, -1], 1)
-    assert not right, "if vLLM's own kernel is also fast now, remove generator/cpu/lora.py and its patch"
+    assert not right, "if vLLM's own kernel is also fast now, remove generator/cpu/grouped_lora.py and its patch"
