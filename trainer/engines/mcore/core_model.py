@@ -53,7 +53,7 @@ class Stage(nn.Module):
     ) -> None:
         """`model` is a GPTModel, on the meta device. A value head replaces its output projection.
 
-        With `splits_tokens` a tensor-parallel rank holds a shard of the hidden states; see `token_shards`.
+        With `splits_tokens` a tensor-parallel rank holds a shard of the hidden states; see `layers.py`.
         """
         super().__init__()
         if head == "value" and model.post_process:

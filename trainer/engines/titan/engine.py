@@ -2,7 +2,7 @@
 
 With more than one rank torchtitan's `parallelize_fn` applies tensor, context and expert parallelism, activation
 checkpointing and FSDP2, to each stage of a pipeline if there is one. With one rank nothing is sharded, and
-`pytorch/mixed_precision.py` keeps the compute copies.
+`pytorch/engine_state.py` keeps the compute copies.
 """
 
 from collections.abc import Iterator
