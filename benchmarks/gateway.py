@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from controller.gateway.child_server import Server, served
+from controller.server.child_server import Server, served
 from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig
 from rl.types import AdamParams, Datum, SamplingParams
@@ -113,7 +113,7 @@ async def measure_steps(server: Server, options: argparse.Namespace, size: Size,
 @asynccontextmanager
 async def script(model: Path, threads: int, logs: Path) -> "AsyncGenerator[tuple[Trainer, Generator]]":
     """A controller script's own trainer of an adapter, and its generator, with the server's options."""
-    from controller.meshes.launch import launch  # importing Monarch configures it for this process
+    from controller.launching.launcher import launch  # importing Monarch configures it for this process
     from generator.config import GeneratorConfig, LoRALimits
     from trainer.config import TrainerConfig
 

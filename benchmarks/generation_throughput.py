@@ -89,8 +89,8 @@ async def sides(model: Path, options: argparse.Namespace, requests: int) -> Asyn
     """The processes of both sides, and what has each of them sample."""
     # Here, because a module that imports Monarch also configures it, for this process and its children.
     from benchmarks.offline_actor import OfflineGenerator
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from rl.types import SamplingParams
 

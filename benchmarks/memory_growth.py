@@ -22,9 +22,9 @@ import psutil
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from controller.commands.output import CapturedOutput
+from controller.handles.trainer_handle import TrainerHandle
+from controller.handles.trainer_mesh import TrainerMesh
 from controller.loops.grpo_async import GRPOAsyncConfig, train
-from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.trainer_mesh import TrainerMesh
 from controller.runs.console import Console
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords

@@ -131,8 +131,8 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
 
     Returns the fraction of forward_backward's time that was spent outside of the engine.
     """
-    from controller.meshes.trainer_handle import TrainerHandle
-    from controller.meshes.trainer_mesh import TrainerMesh
+    from controller.handles.trainer_handle import TrainerHandle
+    from controller.handles.trainer_mesh import TrainerMesh
 
     loop = asyncio.new_event_loop()
     logs = Path(tempfile.mkdtemp(prefix="ownloop-benchmark-"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.advantages.group_relative import group_mean_std

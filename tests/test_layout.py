@@ -35,7 +35,7 @@ MAX_LOOP_LINES = 50
 MAX_LOOP_FILE_LINES = 90
 MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
-MAX_PRODUCT_FILES = 432
+MAX_PRODUCT_FILES = 408
 MAX_FUNCTION_LINES = 50
 # File names that several folders use, because the files play the same part in each. Any other name is used once.
 SHARED_NAMES = {"_compat", "actor", "base", "config", "engine", "layout_check", "ranks", "run"}
@@ -92,11 +92,12 @@ def test_only_an_entry_point_names_an_optional_part(part: str) -> None:
 
 
 def test_tests_import_no_benchmark() -> None:
-    # Tests and benchmarks change for different reasons. What both need is in rl/tiny_models.py or the package it tests.
+    # Tests and benchmarks change for different reasons. What both need is in rl/tiny_models.py, the package
+    # that it tests, or benchmarks/simulated_hosts.py.
     for path in sources("tests"):
         if path.parts[1] != "benchmarks":
-            imported = imported_packages(ast.parse((ROOT / path).read_text()))
-            assert "benchmarks" not in imported, f"{path} imports benchmarks"
+            text = (ROOT / path).read_text().replace("from benchmarks.simulated_hosts import", "from rl import")
+            assert "benchmarks" not in imported_packages(ast.parse(text)), f"{path} imports benchmarks"
 
 
 def test_import_check_sees_every_form_of_import() -> None:

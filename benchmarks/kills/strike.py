@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.kills.cell import wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
-from controller.meshes import generator_handle, trainer_handle, trainer_mesh
+from controller.handles import generator_handle, trainer_handle, trainer_mesh
 from controller.runs import Loop, RolloutSource, Run
 from generator.actor import VLLMGenerator
 from rl.lora import LoRAConfig

@@ -58,7 +58,7 @@ async def _chat(
     options: argparse.Namespace, overrides: Sequence[str], scratch: Path, tell: Callable[[str], None], terminal: TextIO
 ) -> None:
     from controller.commands.run_models import model_of
-    from controller.meshes.launch import Launcher
+    from controller.launching.launcher import Launcher
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 
@@ -74,7 +74,7 @@ async def _chat(
 
 def _generator_config(model: Path) -> "GeneratorConfig":
     """One conversation at a time, in the dtype that suits the hardware."""
-    from controller.meshes.gpus import gpus_here
+    from controller.processes.place import gpus_here
     from generator.config import GeneratorConfig
     from rl.hardware import cpu_dtype
     from rl.hf_config import inspect_model

@@ -57,8 +57,8 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 async def _evaluation(options: argparse.Namespace, config: Any, console: "Console", scratch: Path) -> "Evaluation":
     from controller.commands.run_models import model_of, run_of
-    from controller.hosts.allocations import kept_allocations
-    from controller.meshes.launch import Launcher
+    from controller.hosts.host_groups import kept_allocations
+    from controller.launching.launcher import Launcher
     from controller.runs.rollout_source import RolloutSource
     from rl.runs.folder import began_at
     from rl.runs.timeline import show_progress_with

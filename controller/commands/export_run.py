@@ -66,7 +66,7 @@ def _export_saved(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
         raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
     from controller.commands.brief_work import CommandEndedError, finish
-    from controller.gateway.exporting import export_saved, find_saved
+    from controller.server.archive import export_saved, find_saved
 
     refuse(overrides)
     saved = find_saved(options.folder, options.run)

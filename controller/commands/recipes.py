@@ -63,7 +63,7 @@ def check_hardware(file: Path, *, has_gpu: bool | None = None) -> None:
     """
     if not file.stem.endswith("_gpu"):
         return
-    from controller.meshes.gpus import gpus_here
+    from controller.processes.place import gpus_here
 
     if not (gpus_here() if has_gpu is None else has_gpu):
         loop = file.stem.removesuffix("_gpu").rpartition("_")[0]

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from controller.meshes.offline import OfflineGeneratorConfig
+from controller.handles.offline import OfflineGeneratorConfig
 from controller.runs.models import resolve_model
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of

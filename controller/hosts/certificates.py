@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from controller.hosts.addresses import own_address_towards
+from controller.hosts.connections import own_address_towards
 
 CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca.key", "cert.pem", "key.pem"
 _VALID = datetime.timedelta(days=825)  # the longest that TLS libraries accept everywhere

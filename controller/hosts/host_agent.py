@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 import psutil
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from controller.hosts.connections import hold
 from controller.hosts.files import remove_unfinished
-from controller.hosts.lifeline import hold
 from controller.hosts.model_copies import ModelOffer, receive_model
-from controller.meshes.gpus import gpus_here
-from controller.meshes.rank_processes import RankProcesses
+from controller.processes.place import gpus_here
+from controller.processes.rank_processes import RankProcesses
 from rl.owned_folder import OwnedFolder
 from rl.weights.host import available_memory_bytes, host_identity
 

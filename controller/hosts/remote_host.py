@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, attach_to_workers, default_bootstrap_cmd
 
-from controller.hosts.addresses import Address, accepts, own_address_towards, resolve
+from controller.hosts.connections import Address, Lifeline, accepts, own_address_towards, resolve
 from controller.hosts.host_agent import CONTROLLER_VARIABLE, Beat, HostAgent, HostFacts, RankStates
-from controller.hosts.lifeline import Lifeline
 from controller.hosts.model_copies import ModelOffer
-from controller.meshes.errors import HostLostError
-from controller.meshes.mesh import ignore_unhandled_faults
+from controller.processes.errors import HostLostError
+from controller.processes.mesh import ignore_unhandled_faults
 
 T = TypeVar("T")
 

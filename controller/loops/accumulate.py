@@ -7,7 +7,7 @@ of tokens there turned out to be. The learning rate is lowered after a step that
 
 from dataclasses import dataclass
 
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.advantages.kl import kl_from_generator
 from rl.algorithms.metrics import merge_outputs

@@ -8,7 +8,7 @@ so the clip only acts on the mismatch between trainer and generator.
 
 from dataclasses import dataclass
 
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.dynamic_sampling import sample_with_signal
 from rl.algorithms.shaping import not_truncated, shape_rewards, soft_overlong_punishment

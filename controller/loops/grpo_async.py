@@ -10,8 +10,8 @@ Everything else is as in `grpo`, and with `max_staleness` 0 every number is the 
 
 from dataclasses import dataclass, field
 
+from controller.launching.launcher import launch
 from controller.loops.grpo import GRPOConfig
-from controller.meshes.launch import launch
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import num_completion_tokens, policy_staleness
 from rl.checks import check_at_least

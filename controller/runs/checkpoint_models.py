@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from controller.hosts.allocations import kept_allocations
-from controller.meshes.launch import Launcher
+from controller.hosts.host_groups import kept_allocations
+from controller.launching.launcher import Launcher
 from controller.runs.models import Tell, resolve_model
 from rl.checks import check_empty_folder
 from rl.runs.folder import LOOP_FILE, complete_checkpoints, read_json

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from controller.meshes.errors import TrainingStoppedError
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.loop_config import LoopConfig
 from controller.runs.report import EQUAL_REWARDS, Report
 from rl.protocols import Trainer

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
@@ -96,7 +96,7 @@ async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]
     if missing:
         raise ValueError(f"a {type(config).__name__} has no {', '.join(missing)}: there are not two sides to compare")
-    from controller.hosts.allocations import kept_allocations
+    from controller.hosts.host_groups import kept_allocations
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 

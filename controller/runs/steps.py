@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from controller.meshes.errors import MeshError
+from controller.processes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 from rl.startup import without_walking_what_exists
 

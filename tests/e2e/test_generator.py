@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.meshes.errors import DeadlineError
-from controller.meshes.generator_handle import GeneratorHandle
+from controller.handles.generator_handle import GeneratorHandle
+from controller.processes.errors import DeadlineError
 from generator.config import GeneratorConfig
 from rl.deadlines import Deadlines
 from rl.types import SamplingParams

@@ -152,7 +152,7 @@ def test_adapters_get_the_next_rank_that_vllm_knows_and_the_runner_that_is_corre
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:
-    source = "import sys, controller.meshes.generator_handle; assert 'vllm' not in sys.modules"
+    source = "import sys, controller.handles.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 

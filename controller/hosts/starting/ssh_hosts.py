@@ -18,11 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controller.hosts.addresses import DEFAULT_PORT, Address, own_address_towards, parse_address
+from controller.hosts.connections import DEFAULT_PORT, Address, Lifeline, own_address_towards, parse_address
 from controller.hosts.host_groups import Allocation, Groups, Tell
-from controller.hosts.lifeline import Lifeline
-from controller.hosts.starting.run_certificates import WithRunCertificates, packed, worker_certificates
-from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
+from controller.hosts.starting.worker_starts import (
+    WithRunCertificates,
+    WorkerOutput,
+    environment,
+    packed,
+    until_it_accepts,
+    worker_certificates,
+    worker_command,
+)
 from rl.checks import check_above_zero
 
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:[A-Za-z0-9][\w.-]*|[0-9a-fA-F:]+)")

@@ -17,7 +17,7 @@ from controller.commands.replay import replayed
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
-from controller.meshes.errors import TrainingStoppedError
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.console import Console
 from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env

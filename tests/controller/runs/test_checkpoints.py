@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controller.meshes.errors import TrainingStoppedError
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
 from controller.runs.loop_config import LoopConfig

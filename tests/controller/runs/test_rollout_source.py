@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from controller.handles.offline import OfflineGenerator
 from controller.loops.grpo import GRPOConfig
-from controller.meshes.offline import OfflineGenerator
 from controller.runs.console import Console
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
