@@ -10,7 +10,7 @@ def patch_prompt_logprobs(runner: Any) -> None:
     """Has a model runner score every prompt with the adapter of its own request.
 
     vLLM computes the logits of prompts while its kernels still have the adapters of the step's samples, row by row. An
-    adapter of the output projection is then missing from its own prompts, and added to those of others.
+    adapter of the output projection is then missing from its own prompts, and added to other prompts.
 
     Remove when `tests/generator/test_prompt_logprobs.py` passes without it.
     """

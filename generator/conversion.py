@@ -53,7 +53,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`.
 
     A stop string that is one special token becomes a stop token: vLLM looks for strings in text without these. Raises
-    ValueError for stop strings with other text beside a special token, and for any without a tokenizer, which may be
+    ValueError for a stop string that has other text next to a special token, and for any stop string if `tokenizer` is
     None.
     """
     known = special_tokens(tokenizer) if sampling.stop and tokenizer is not None else {}
@@ -77,7 +77,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
         stop_token_ids=[*sampling.stop_token_ids, *(special[stop] for stop in sampling.stop if stop in special)],
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        logprobs=0,  # only those of the sampled tokens
+        logprobs=0,  # of the sampled tokens alone
         prompt_logprobs=sampling.topk_prompt_logprobs if sampling.scores_prompt else None,
         flat_logprobs=True,
         detokenize=bool(strings),  # token by token is slow, and only stop strings need it

@@ -81,7 +81,7 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Version of the model's weights; 0, which stands for those of its directory, until their first update."""
+        """Version of the model's weights; 0, the weights of its directory, until the first update."""
         return self._updates.model.version
 
     @property
@@ -100,7 +100,7 @@ class GenerationEngine:
         return self._engine.get_num_unfinished_requests()
 
     def status(self) -> EngineStatus:
-        """What the engine's thread is doing. Answers at once, whatever the thread does."""
+        """What the engine's thread is doing. Answers at once, however long the thread's work takes."""
         return self._clock.status(self.num_unfinished, self._calls.failure)
 
     async def generate(
@@ -108,12 +108,12 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, which is computed once. Sample i uses `sampling.seed + i`.
 
-        Log-probs are those of the distribution that was sampled from, after temperature, top-k and top-p; greedy
-        completions (temperature 0) have those of the model at temperature 1. Cancelling the call frees its place in the
+        Log-probs are of the distribution that was sampled from, after temperature, top-k and top-p; for greedy
+        completions (temperature 0), of the model at temperature 1. Cancelling the call frees its place in the
         batch.
 
         Raises ValueError if vLLM rejects the request or it exceeds the context, and `WeightsError` if the last update
-        left no usable weights; other requests go on. Raises `EngineStoppedError` once the thread has ended.
+        left no usable weights; other requests continue. Raises `EngineStoppedError` once the thread has ended.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
         check_policy(policy, self._config)

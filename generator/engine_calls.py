@@ -114,7 +114,7 @@ Command = Queued | Cancel
 class Backlog:
     """Commands that have not been carried out. They run as they came, but no policy waits for another one's requests.
 
-    A command waits for an earlier one that concerns the same policy and waits itself. Besides, an update in "drain"
+    A command waits for an earlier one that concerns the same policy and waits itself. Also, an update in "drain"
     mode waits for the running requests of its policy, and falling asleep waits for all running requests. An update of
     the model itself concerns every policy.
     """
@@ -247,7 +247,7 @@ class EngineCalls:
         return request_id in self._streams
 
     def pass_on(self, output: "RequestOutput") -> None:
-        """Gives an output to the caller that takes those of its request, if there is one."""
+        """Gives an output to the caller that takes this request's outputs, if there is one."""
         if (put := self._streams.get(output.request_id)) is not None:
             put(output)
 
@@ -322,7 +322,7 @@ class EngineStatus:
     """One look at an engine's thread."""
 
     activity: str | None
-    """What it is doing; None if it waits for something to do."""
+    """The name of its work; None if it waits for a command."""
     seconds: float
     """For how long."""
     slowest_s: float | None

@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form: what a caller sends to a generator's process, and those that the process is answering.
+"""Requests in OpenAI's form: a call on its way to a generator's process, and the calls that the process is answering.
 
 A caller in another process begins a request, and asks for the events of a stream one by one. The controller imports
 this module, so it does not import vLLM.
@@ -34,7 +34,7 @@ class OpenAICall:
     tool_parser: str = ""
     """The name of vLLM's parser that finds tool calls in the text; empty for none."""
     reasoning_parser: str = ""
-    """The name of vLLM's parser that tells reasoning from the answer; empty for none."""
+    """The name of vLLM's parser that separates reasoning from the answer; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

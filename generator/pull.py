@@ -137,7 +137,7 @@ class WeightLoader:
     def _load(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        # vLLM puts adapters around the layers of the model, and leaves this out of the names of what it has loaded.
+        # vLLM puts adapters around the layers of the model, and leaves this out of the names that it returns.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {first_names(left)}")

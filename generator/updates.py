@@ -1,10 +1,10 @@
 """Brings a published version into a vLLM engine between two of its steps, on all ranks or on none.
 
-`WeightUpdates` holds the versions of the model itself, and `Adapters` those of its adapters (LoRA): loaded from memory,
-replaced under running requests, frozen and dropped. Every rank checks a version before any rank loads it. Everything
-but `feed` runs in the engine's thread, at a time that the engine chooses.
+`WeightUpdates` holds the versions of the model itself. `Adapters` holds the versions of its adapters (LoRA), and loads
+them from memory, replaces them under running requests, freezes and drops them. Every rank checks a version before any
+rank loads it. Everything but `feed` runs in the engine's thread, at a time that the engine chooses.
 
-vLLM keeps what it computed of a prompt under an adapter's name, and what it loaded under an adapter's number. An old
+vLLM keeps the prefix cache of a prompt under an adapter's name, and loaded weights under an adapter's number. An old
 name or number would silently bring back old weights, so every version gets a new name and a new number. vLLM moves
 registered adapters into and out of its slots by itself.
 """
@@ -195,7 +195,7 @@ class Adapters:
     """The live and frozen adapters of one rank's engine."""
 
     def __init__(self, engine: LLMEngine, limits: LoRALimits, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes` are those of the model's own tensors, by their Hugging Face names."""
+        """`shapes` are of the model's own tensors, by their Hugging Face names."""
         self._limits = limits
         self._shapes = shapes
         self._scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
@@ -257,7 +257,7 @@ class Adapters:
     def serve(
         self, record: VersionRecord, model: LoRAModel, update: int, *, frozen: bool, keep_prefix_cache: bool
     ) -> None:
-        """Serves a version: beside the newest one if `frozen`, otherwise in its place, also for running requests.
+        """Serves a version: next to the newest one if `frozen`, otherwise in its place, also for running requests.
 
         Running requests keep their tokens. Their keys and values are computed again, unless `keep_prefix_cache`.
         """
@@ -324,7 +324,7 @@ class Adapters:
                 )
 
     def _move_requests(self, number: int, to: LoRARequest) -> None:
-        """Has requests go on under another adapter. What was computed of them is computed again."""
+        """Continues requests under another adapter. Their keys and values are computed again."""
 
         def theirs(requests: Iterable[Any]) -> list[Any]:
             return [each for each in requests if each.lora_request and each.lora_request.lora_int_id == number]

@@ -1,4 +1,4 @@
-"""The training engines by name: a table of those that are always there, and the entry points of all others.
+"""The training engines by name: a table of the core's engines, and the entry points of all others.
 
 An engine of the core is a folder of its own and a row here. An optional one, of this repository or of another package,
 has its row in a module of its own, and an entry point of the group `ownloop.engines` names it. Imports no engine, so
@@ -63,6 +63,6 @@ def find_engine(name: str) -> EngineEntry:
 
 
 def all_engines() -> Mapping[str, EngineEntry]:
-    """The rows of all engines, those of this table first. Leaves out entry points that name something else."""
+    """The rows of all engines, this table's first. Leaves out entry points that name something else."""
     optional = {entry_point.name: entry_point.load() for entry_point in entry_points(group=_GROUP)}
     return {**ENGINES, **{name: entry for name, entry in optional.items() if isinstance(entry, EngineEntry)}}

@@ -14,7 +14,7 @@ class CPUMeshWorker(CPUWorker):
     errno: 17"). An address with a port gives each group a name of its own.
 
     vLLM removes the memory's names only in a process that ends in good order, 4 MiB for each rank and group. Once all
-    ranks have mapped the memory nobody needs the names, so they are removed then, and the kernel frees the memory
+    ranks have mapped the memory the names are of no more use, so they are removed then, and the kernel frees the memory
     however the processes end.
 
     Remove when vLLM derives the name from MASTER_PORT and unlinks it.

@@ -1,4 +1,4 @@
-"""Patches of vLLM that keep plain weights beside packed ones and pack them fast, with reasons and removal conditions.
+"""Patches of vLLM that keep plain weights next to packed ones and pack them fast, with reasons and removal conditions.
 
 oneDNN reads dozens of rows of a matrix side by side when it packs it. Main memory is slow at that, and where rows are a
 multiple of 1 KB apart, as they are in most models, they have to share a few lines of the cache: packing takes three
@@ -86,7 +86,7 @@ class _PackFromCache:
 
 @dataclass(frozen=True, slots=True)
 class _PackBesideWeight:
-    """Keeps the plain weight beside its packed copy (for oneDNN or AMX), so that `load_weights` can load into it.
+    """Keeps the plain weight next to its packed copy (for oneDNN or AMX), so that `load_weights` can load into it.
 
     vLLM throws the plain weight away; `load_weights` then fails, and `reload_weights` silently keeps the old head of a
     model with tied embeddings. Packed weights are worth their memory and the time of packing at every pull: 1,000
@@ -134,7 +134,7 @@ class _PackBesideWeight:
     def pack(self, layer: nn.Module, weight: Tensor) -> None:
         """Makes `layer` multiply with a packed copy of `weight`, or with its own weight if there is no packed form.
 
-        With AMX, vLLM turns the bias beside a packed weight to float32 and replaces the layer's own. Here the layer
+        With AMX, vLLM turns the bias of a packed layer to float32 and replaces the layer's own. Here the layer
         keeps its own, which the next pull loads into, and multiplies with a copy.
         """
         bias = cast(Tensor | None, getattr(layer, "bias", None))

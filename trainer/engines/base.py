@@ -70,7 +70,7 @@ class RankFailureError(RuntimeError):
 
 
 class PeakMemory:
-    """Most bytes held in each phase: those of all tensors on a GPU, those of whole processes on the CPU."""
+    """Most bytes held in each phase: by all tensors on a GPU, by whole processes on the CPU."""
 
     def __init__(self, device: torch.device, children: Sequence[int] = ()) -> None:
         """`children` are the numbers of processes that compute for this one on the CPU, and count with it."""
@@ -106,7 +106,7 @@ class PeakMemory:
 
 
 def _peak_bytes_of(process: int) -> int:
-    """Most bytes that another process held; 0 where the kernel does not tell."""
+    """Most bytes that another process held; 0 where the kernel does not say."""
     with contextlib.suppress(OSError):
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
@@ -160,7 +160,7 @@ class Engine(ABC):
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
 
-        A gradient that is not finite is cleared and changes nothing else. The metrics are those of `memory.take()`.
+        A gradient that is not finite is cleared and changes nothing else. The metrics are `memory.take()`'s.
         Raises ValueError, with all state as it was, if no gradient was accumulated or a pattern of
         `learning_rate_multipliers` matches no parameter.
         """
@@ -200,7 +200,7 @@ class Engine(ABC):
         """Writes model, optimizer, random state and version. `path` appears only once everything is on disk.
 
         With `asynchronous`, training continues meanwhile, and `wait_for_checkpoint` raises the error of a failed save.
-        With `keep_last`, only that many checkpoints, this one and those of the highest versions, stay in its directory.
+        With `keep_last`, only that many checkpoints, this one and the highest versions, stay in its directory.
         """
 
     @abstractmethod

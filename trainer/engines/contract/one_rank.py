@@ -106,8 +106,8 @@ def check_three_steps(subject: Subject) -> str:
         optimizer.zero_grad()
         off = abs(result.grad_norm - norm) / norm
         require(off <= _TOLERANCE, f"grad_norm of step {version} is {result.grad_norm}; {norm} is expected")
-        told = (result.policy_version, result.learning_rate, result.skipped)
-        require(told == (version, 1e-3, False), f"step {version} returned version, learning rate and skipped {told}")
+        found = (result.policy_version, result.learning_rate, result.skipped)
+        require(found == (version, 1e-3, False), f"step {version} returned version, learning rate and skipped {found}")
         error = require_close(
             f"parameters after step {version}", parameters(engine), reference.parameters(), _TOLERANCE
         )
@@ -269,8 +269,8 @@ def check_nothing_scored(subject: Subject) -> str:
         for datum in BATCH
     ]
     output = engine.forward_backward([silent[:3], [], silent[3:]], get_loss("cross_entropy"))
-    told = [output.metrics.get(name) for name in ("loss", "num_loss_tokens")]
-    require(told == [0.0, 0.0], f"loss and num_loss_tokens are {told}; [0.0, 0.0] is expected")
+    found = [output.metrics.get(name) for name in ("loss", "num_loss_tokens")]
+    require(found == [0.0, 0.0], f"loss and num_loss_tokens are {found}; [0.0, 0.0] is expected")
     require(not any(values.any() for values in output.logprobs), "there are log-probs of tokens that are not scored")
     zeros = {name: parameter.detach() * 0 for name, parameter in engine.hf_parameters()}
     require_equal("gradients", gradients(engine), zeros)
@@ -308,8 +308,8 @@ def check_not_finite(subject: Subject) -> str:
         step(each)
     engine.forward_backward([BATCH], get_loss(explode))
     result = engine.optim_step(PARAMS)
-    told = (result.skipped, result.policy_version, engine.policy_version)
-    require(told == (True, 1, 1), f"the step returned skipped, version and policy_version {told}")
+    found = (result.skipped, result.policy_version, engine.policy_version)
+    require(found == (True, 1, 1), f"the step returned skipped, version and policy_version {found}")
     for each in (engine, untouched):
         step(each)
     require_equal("parameters after the next step", parameters(engine), parameters(untouched))
@@ -317,7 +317,7 @@ def check_not_finite(subject: Subject) -> str:
 
 
 def check_checkpoint(subject: Subject) -> str:
-    """Training goes on from a checkpoint to the last bit."""
+    """Training continues from a checkpoint to the last bit."""
     engine, fresh = subject.build(), subject.build()
     step(engine)
     engine.save_checkpoint(subject.scratch / "checkpoint")

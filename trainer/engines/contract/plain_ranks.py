@@ -1,6 +1,6 @@
 """Runs an engine's ranks as plain processes, without actors: to check a new engine, or one layout against another.
 
-It is here because tests and benchmarks both compare engines this way, as does whoever writes one.
+It is here because tests, benchmarks and authors of engines all compare engines this way.
 """
 
 import faulthandler

@@ -37,7 +37,7 @@ class FlatShards:
     def __init__(self, parameters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], mesh: DeviceMesh) -> None:
         """`parameters` are this rank's parts, which concatenated over ranks make up the flattened parameters.
 
-        `shapes` are those of the whole parameters; the axes of `mesh` are `replicate` and `shard`.
+        `shapes` are of the whole parameters; the axes of `mesh` are `replicate` and `shard`.
         """
         self._shapes = shapes
         self._group = mesh["shard"].get_group()
@@ -84,7 +84,7 @@ class FlatShards:
         return whole.view(self._shapes[name]) if self._is_owner(name) else None
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gathers all tensors. Returns those that this rank owns."""
+        """Gathers all tensors. Returns the ones that this rank owns."""
         gathered = {name: self.gather(name, part) for name, part in parts.items()}
         return {name: whole for name, whole in gathered.items() if whole is not None}
 
@@ -141,7 +141,7 @@ class ShardedModel:
     """This rank's parts, float32, by Hugging Face name."""
     shards: FlatShards
     masters: MasterWeights | None = None
-    """Given if the parameters are not those that the wrapper computes with."""
+    """Given if the wrapper computes with copies of the parameters."""
 
 
 class FlatEngine(TorchEngine):

@@ -53,7 +53,7 @@ def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     found = next((name for name in names if (hf_config.get(name) or 0) > 1), None)
     if found is not None:
-        # transformers stacks the weights of experts, so their parameters are not those of the checkpoint.
+        # transformers stacks the weights of experts, so their parameters are not the checkpoint's.
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r} and config.json has {found} {hf_config[found]}; this engine "
             "does not train mixtures of experts. The engine 'torchtitan' trains Qwen3-MoE"

@@ -123,7 +123,7 @@ class TransformersPolicy(nn.Module):
 
         Returns log-probs [P] float32 of the row's scored pairs and, if asked for, entropies [P] float32. A value head
         returns values [P] float32 and None. Only scored positions go through the output projection. Positions
-        begin at 0 in every document, which is how transformers tells documents apart.
+        begin at 0 in every document, by which transformers separates documents.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None

@@ -1,7 +1,7 @@
 """The megatron engine: Megatron-core's decoder, with its tensor and expert parallelism, driven by our loop.
 
-Gradients, AdamW, failures, offload and checkpoints are those of every engine on PyTorch, because Megatron-core's own
-work on CUDA only. Stages of a pipeline are run by torch's schedules, as those of torchtitan are. TransformerEngine is
+Gradients, AdamW, failures, offload and checkpoints are as in every engine on PyTorch, because Megatron-core's own
+work on CUDA only. Stages of a pipeline are run by torch's schedules, as torchtitan's are. TransformerEngine is
 not used.
 """
 

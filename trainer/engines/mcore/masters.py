@@ -131,7 +131,7 @@ class MasterSlices:
         return own if self._shared else own.float()
 
     def _take_gradient(self, pieces: Sequence[Piece], source: Tensor) -> None:
-        """Adds a gradient of the model to those of the parameters that are slices of it, and frees it."""
+        """Adds a gradient of the model to the gradients of its slices, and frees it."""
         assert source.grad is not None
         grad = source.grad.float()
         source.grad = None

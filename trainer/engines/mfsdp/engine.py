@@ -1,7 +1,7 @@
 """The megatron_fsdp engine: any causal language model of transformers under Megatron-FSDP's `fully_shard`.
 
 Parameters, gradients and optimizer state are sharded over all ranks (ZeRO-3). AdamW, offload and checkpoints are
-those of every engine on PyTorch. Megatron-FSDP needs CUDA.
+the same as in every engine on PyTorch. Megatron-FSDP needs CUDA.
 
 Megatron-FSDP keeps a sharded buffer of parameters per block, in the dtype of computation; one of float32 parameters, if
 that is another; and one of gradients. `MainShards` are this rank's views of the float32 buffers, which the optimizer

@@ -153,7 +153,7 @@ def _one_document(document: Document) -> DocumentBatch:
 
 
 def _joined(stretches: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Stretches in ascending order, those that adjoin as one."""
+    """Stretches in ascending order; adjoining ones are joined."""
     joined = [stretches[0]]
     for start, stop in stretches[1:]:
         if start == joined[-1][1]:

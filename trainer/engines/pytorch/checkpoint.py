@@ -7,7 +7,7 @@ the model and the size of every file. The engine decides what the state holds.
     every rank   begin -> .NAME.partial/ made by rank 0 -> write: each rank's shards -> complete: rank 0 adds
                  ownloop.json and renames the directory to NAME -> keep_newest: rank 0 deletes older ones
     background   the same, on copies in host memory, in a thread and a process group of their own, so that the
-                 collectives of a save cannot mix with those of the next step
+                 collectives of a save cannot mix with the next step's
 
 `CheckpointSaver` makes these calls, one save after the other.
 """
@@ -102,9 +102,9 @@ def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None =
 
 
 def keep_newest(written: Path, count: int) -> None:
-    """Deletes ownloop's checkpoints beside the one just written, except for `count` - 1 with the highest versions.
+    """Deletes older checkpoints of ownloop in the directory of `written`, but for the `count` - 1 of highest versions.
 
-    A policy that went on from an older checkpoint has a lower version than what is there; its checkpoint stays.
+    `written` stays, even if its version is lower, as it is for a policy that resumed from an older checkpoint.
     """
     found = [path for path in written.parent.iterdir() if not path.name.startswith(".") and _is_ours(path)]
     versions = {path: json.loads((path / _FILE).read_text()) for path in found}
@@ -150,7 +150,7 @@ def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> Chec
     info = read_info(path)
     _check_model(path, info.model, model)
     reader = CheckpointReader(path)
-    reader.read_metadata()  # here too, because DCP logs its error with a traceback before it goes on to the next file
+    reader.read_metadata()  # here too, because DCP logs its error with a traceback before it reads the next file
     try:
         dcp.load(dict(state), storage_reader=reader)
     except CheckpointException as error:
@@ -259,7 +259,7 @@ class CheckpointSaver:
         """Writes nested dictionaries of tensors, sharded or not. `path` appears only once everything is on disk.
 
         With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
-        `keep_last`, only that many checkpoints, this one and those of the highest versions, stay in its directory.
+        `keep_last`, only that many checkpoints, this one and the highest versions, stay in its directory.
         Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
         `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
         and OSError, on every rank, if one cannot write.

@@ -1,7 +1,7 @@
-"""Reads the files of a `torch.distributed.checkpoint` without running code that somebody put into them.
+"""Reads the files of a `torch.distributed.checkpoint` without running code that an attacker put into them.
 
-The file `.metadata` is a pickle, and so is the frame of every tensor in a shard. Unpickling calls whatever the pickle
-names. Here a pickle may name only the classes that a checkpoint of tensors consists of; any other is refused.
+The file `.metadata` is a pickle, and so is the frame of every tensor in a shard. Unpickling calls any function that the
+pickle names. Here a pickle may name only the classes that a checkpoint of tensors consists of; any other is refused.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from torch.futures import Future
 
 _METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-# BytesStorageMetadata is left out: DCP unpickles what it describes without any restriction.
+# BytesStorageMetadata is left out: DCP unpickles such values without any restriction.
 _ACCEPTED = {
     (f"{_DCP}.metadata", "Metadata"),
     (f"{_DCP}.metadata", "MetadataIndex"),
@@ -97,7 +97,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of tensors. Raises `_RefusedClassError` before anything else is imported or called."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The class, if it is one of those that a checkpoint of tensors consists of."""
+        """The class, if a checkpoint of tensors may consist of it."""
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or (module_name, global_name) in _ACCEPTED:
             return super().find_class(module_name, global_name)

@@ -53,7 +53,7 @@ class TorchEngine(Engine):
         A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
         than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones;
         a frozen model is in that dtype already, and its layers cast an adapter's parameters. With `masters`, these are
-        the parameters, and they are not those of the model.
+        the parameters, and the model has copies.
         """
         self._config = config
         self._model = model

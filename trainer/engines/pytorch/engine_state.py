@@ -1,4 +1,4 @@
-"""What an engine holds beside its model: accumulated gradients and master weights, and where each part of it is.
+"""The state of an engine apart from its model and optimizer: gradients, master weights, and the place of each part.
 
 `MixedPrecision` does what FSDP's `MixedPrecisionPolicy` does, for a model that is not sharded: bfloat16 copies compute,
 and float32 master weights accumulate and step. FSDP casts every parameter in every forward pass; here the copies are
@@ -67,7 +67,7 @@ class Gradients:
         return {name: parameter.grad for name, parameter in self._parameters.items()}
 
     def restore(self, earlier: Mapping[str, Tensor | None]) -> None:
-        """Replaces the gradients by those that `attached` returned."""
+        """Replaces the gradients by earlier ones, which `attached` returned."""
         for name, parameter in self._parameters.items():
             parameter.grad = earlier[name]
 

@@ -36,7 +36,7 @@ class LogitsMemory(threading.local):
 
         `chunk_bytes` and `block_bytes` are the sizes of the float32 logits of one chunk, for which more would save
         nothing, and of one block. `kept_bytes` is the size of the logits that a forward pass leaves for its backward
-        pass, in the dtype of the weights: those of 5,461 positions of a vocabulary of 49,152 words in bfloat16. Later
+        pass, in the dtype of the weights: 5,461 positions of a vocabulary of 49,152 words in bfloat16. Later
         positions are computed again.
         """
         self.chunk_bytes, self.block_bytes, self._kept_bytes = chunk_bytes, block_bytes, kept_bytes
@@ -45,13 +45,13 @@ class LogitsMemory(threading.local):
         self._logits = torch.empty(0)
 
     def block(self, num_positions: int, rows: int) -> Tensor:
-        """[C, V] float32 whose content is whatever was there."""
+        """[C, V] float32 with arbitrary content."""
         num_bytes = num_positions * rows * 4
         self._block = _grown(self._block, num_bytes)
         return self._block[:num_bytes].view(torch.float32).view(num_positions, rows)
 
     def chunk(self, num_positions: int, weight: Tensor, at_least: int) -> Tensor:
-        """[C, V] in the dtype of `weight` [V, D], whose content is whatever was there.
+        """[C, V] in the dtype of `weight` [V, D], with arbitrary content.
 
         `at_least` is the number of logits of later calls.
         """
@@ -60,7 +60,7 @@ class LogitsMemory(threading.local):
         return self._chunk.view(weight.dtype)[:num_logits].view(num_positions, len(weight))
 
     def keep(self, size: int, weight: Tensor) -> object:
-        """Prepares for the logits [S, V] of a new row, and forgets those of another one. Returns the key to them."""
+        """Prepares for the logits [S, V] of a new row, and forgets another row's. Returns the key to them."""
         num_positions = min(size, self._kept_bytes // (weight.shape[0] * weight.element_size()))
         num_bytes = num_positions * weight.shape[0] * weight.element_size()
         if num_bytes:

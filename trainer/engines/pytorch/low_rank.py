@@ -99,7 +99,7 @@ def new_parameters(
 def check_targets(config: LoRAConfig, names: Collection[str], *, has_experts: bool) -> None:
     """Raises ValueError if a model whose adaptable layers have these names lacks projections that `config` adapts.
 
-    Of a model with experts, whose feed-forward networks are not adapted, those of the MLP may be missing.
+    Of a model with experts, whose feed-forward networks are not adapted, the MLP's may be missing.
     """
     groups = {
         "train_attn": ATTENTION_MODULES,

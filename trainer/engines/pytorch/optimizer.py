@@ -64,7 +64,7 @@ class Optimizer:
     def step(self, params: AdamParams, grad_scale: float, *, fetch_to: torch.device | None = None) -> float:
         """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping.
 
-        With `fetch_to`, moments are on the host: those of a few parameters at a time are brought to this device,
+        With `fetch_to`, moments are on the host: a few parameters' moments at a time are brought to this device,
         updated and sent back. So are moments that are not in float32.
         """
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]

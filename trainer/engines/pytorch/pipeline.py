@@ -186,7 +186,7 @@ class PipelinedRows(RowRunner):
     """Sends all rows of a call through the pipeline's stages. The rank with the last stage collects the output."""
 
     def __init__(self, scorer: RowScorer, pipeline: Pipeline, num_ranks: int, device: torch.device) -> None:
-        """`num_ranks` are all ranks of the trainer, not only those of this pipeline."""
+        """`num_ranks` are all ranks of the trainer, not only this pipeline's."""
         super().__init__(num_ranks, device)
         self._scorer = scorer
         self._pipeline = pipeline

@@ -70,7 +70,7 @@ class OutputCollector:
     ) -> None:
         """With `entropy`, every row comes with entropies. `memory` measures this call, and its time starts now.
 
-        `flops` tells the operations that a row needs. A forward pass has none, and reports neither them nor a loss.
+        `flops` counts the operations that a row needs. A forward pass has none, and reports neither them nor a loss.
         """
         self._head = head
         self._flops = flops
@@ -165,7 +165,7 @@ class RowRunner(ABC):
 
     @abstractmethod
     def shared_output(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        """What this rank answers, given what it has computed itself."""
+        """This rank's answer, made of its own results."""
 
 
 class SequentialRows(RowRunner):

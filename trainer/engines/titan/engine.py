@@ -64,7 +64,7 @@ class TitanEngine(TorchEngine):
 
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         state = super()._state(optimizer=optimizer)
-        # By the names that all engines use, so that each of them can go on from the checkpoint.
+        # By the names that all engines use, so that each of them can resume from the checkpoint.
         state["model"] = dict(part for named in state["model"].items() for part in split_experts(*named))
         if optimizer:
             state["optimizer"] = dict(part for named in state["optimizer"].items() for part in split_moments(*named))

@@ -172,8 +172,8 @@ def _build_parallel(
     model = _built(config, spec)
     options: dict[str, Any] = {
         "parallel_dims": dims,
-        # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here and
-        # nobody uses: `Pipeline` makes its own for every call.
+        # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here, which
+        # is never used: `Pipeline` makes its own for every call.
         "training": TrainingConfig(mixed_precision_param=config.compute_dtype, local_batch_size=config.num_stages),
         "parallelism": parallelism,
         "compile_config": _compile_config(config, device),
@@ -245,7 +245,7 @@ def make_adaptable(spec: ModelSpec) -> None:
 
 
 def name_adaptable(parts: Sequence[nn.Module]) -> None:
-    """Tells every layer that can be adapted its Hugging Face name."""
+    """Gives every layer that can be adapted its Hugging Face name."""
     for part in parts:
         for name, module in part.named_modules():
             if isinstance(module, Adaptable):
