@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from controller.commands.command import FAILED, Commands, refuse
 from controller.commands.output import CapturedOutput
+from trainer.config import parse_layout
 from trainer.engine_table import find_engine
-from trainer.layout import parse_layout
 
 if TYPE_CHECKING:
     from trainer.engines.contract.kit import Finding

@@ -19,8 +19,8 @@ from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn, whole
 from trainer.engines.mcore.masters import local
-from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
 
 pytest.importorskip("megatron.core")
 
