@@ -88,7 +88,7 @@ def parse(kind: type[Any], words: Sequence[str], program: str) -> Any:
     elif takes_fields:
         own, fields = _divided(words, flags)
     else:
-        own, fields = list(words), list[str]()
+        own, fields = gathered(words, "--hosts"), list[str]()
         check_options(own, flags)
     for word in own:
         if flags.get(_name(word)) and "=" in word:
@@ -172,7 +172,7 @@ def from_words(
             )
     except SystemExit as stop:
         if stop.code in (0, None):
-            raise CommandEndedError(0, output.getvalue()) from None
+            raise CommandEndedError(0, output.getvalue().replace("\n\n\n", "\n\n")) from None
         raise ValueError(hide_in_text(_first_message(errors.getvalue() + output.getvalue()))) from None
 
 
@@ -191,17 +191,19 @@ def _width(*, unlimited: bool) -> Generator[None]:
 
 
 _WORDS = (
+    (r"Error parsing (--[\w.-]+): invalid literal for int\(\).*?: (.*)", r"\1 is \2; it must be a whole number"),
+    (r"Error parsing (--[\w.-]+): could not convert string to float: (.*)", r"\1 is \2; it must be a number"),
     (
-        r"Error parsing (--[\w.-]+): .*invalid literal for int\(\) with base 10: ('.*?').*",
+        r"Error parsing (--[\w.-]+): no type matching .*\bINT\b.* from \[(.*)\]\.",
         r"\1 is \2; it must be a whole number",
     ),
-    (r"Error parsing (--[\w.-]+): .*could not convert string to float: ('.*?').*", r"\1 is \2; it must be a number"),
+    (r"Error parsing (--[\w.-]+): no type matching .*\bFLOAT\b.* from \[(.*)\]\.", r"\1 is \2; it must be a number"),
     (
         r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*?),?\)\.",
         r"\2 is \1, which is not known; known: \3",
     ),
     (r"Missing value for argument '(.*)'\..*", r"\1 needs a value"),
-    (r"Missing from (.*?): (\S+) (.*?)\.? \(required\).*", r"\2 is missing: \3; see \1 --help"),
+    (r"Missing from (.*?): (\S+) .*\(required\).*", r"\2 is missing; see \1 --help"),
     (r"Unrecognized options: (--[\w.-]+).*", r"\1 takes no value; --help lists the options that do"),
     (r"Unrecognized options: ([^,]*).*", r"unexpected argument \1"),
     (r"Error parsing (?:--hosts|[\w.]+): (.*)", r"\1"),  # a dataclass's own message names the field already

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ USAGE = 2
 COMMANDS: Mapping[str, str] = {
     "run": "controller.commands.run:Run",
     "sweep": "controller.commands.sweep:Sweep",
-    "list": "controller.commands.show:List",
+    "list": "controller.commands.recipes:List",
     "show": "controller.commands.show:Show",
     "runs": "controller.commands.show:Runs",
     "report": "controller.commands.show:Report",
@@ -94,7 +95,12 @@ def _load(name: str) -> Any:
     if target is None:
         check_known("command", name, [*COMMANDS, *_installed()])
     module, _, attribute = str(target).partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    kind = getattr(importlib.import_module(module), attribute)
+    if not is_dataclass(kind) or not hasattr(kind, "run"):
+        raise ValueError(
+            f"the entry point {name!r} of {_GROUP} names {kind!r}; a dataclass with a method run is needed"
+        )
+    return kind
 
 
 def _installed() -> dict[str, str]:

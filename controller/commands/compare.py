@@ -30,7 +30,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Compare(OfRuns):
     """Compares runs: two of them step by step, and final rewards over seeds."""
 
-    names: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="RUN RUN ...")]
     """Two or more runs: their folders, or their names within --runs."""
     plot: Annotated[Path | None, arg(metavar="FILE.png")] = None
     """Also draw the held-out rewards over the steps."""

@@ -17,7 +17,7 @@ class HostManifests:
 
     cluster: Annotated[Literal["kubernetes"], Positional]
     """What the manifests are for."""
-    words: Annotated[tuple[str, ...], Positional, arg(metavar="NAME=VALUE")]
+    words: Annotated[tuple[str, ...], Positional, arg(metavar="NAME=VALUE ...")]
     """Roles and options, as after `--hosts kubernetes` of `ownloop run`."""
     certs: Path = Path("certs")
     """The folder of `ownloop certs`; new certificates are made there."""

@@ -1,4 +1,4 @@
-"""Recipes by name: finding them without importing them, and overriding their fields from the command line.
+"""Recipes by name: `ownloop list`, finding them without importing them, and overriding their fields by options.
 
 A recipe is a module in `configs/`, or any Python file, given by its path. The first line of its docstring says which
 hardware it is for. Its function `recipe()` returns the configuration of a loop: an instance of the loop's class, or of
@@ -14,6 +14,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -25,6 +26,19 @@ from rl.runs.secret_fields import with_hidden_secrets
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Lists the recipes and the hardware that each is for."""
+
+    def run(self) -> int:
+        """Prints a line per recipe, without importing any of them."""
+        files = recipe_files()
+        width = max(map(len, files), default=0)
+        for name, file in files.items():
+            print(f"{name:<{width}}  {describe(file)}")
+        return 0
 
 
 def recipe_files() -> dict[str, Path]:

@@ -20,16 +20,6 @@ from controller.commands.command_line import FAILED, USAGE
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, find_recipe, runnable_configuration
-from controller.commands.saved_recipe import (
-    RECIPE_FILE,
-    add_options,
-    check_has_checkpoint,
-    command_of,
-    find_run,
-    how_to_go_on,
-    save_recipe,
-    saved_recipe,
-)
 from rl.runs.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
@@ -45,7 +35,7 @@ class Run(OfRuns, TakesFields):
     --field value sets a field of the recipe's configuration.
     """
 
-    recipe: Annotated[str | None, Positional, arg(metavar="RECIPE")] = None
+    recipe: Annotated[str | None, Positional, arg(metavar="[RECIPE]")] = None
     """A name that `ownloop list` shows, or a Python file's path; none with --resume and --fork."""
     name: str | None = None
     """The folder of a new run within --runs, by default the recipe, the seed and the time."""
@@ -94,6 +84,7 @@ class Run(OfRuns, TakesFields):
         """Starts a new run."""
         config = runnable_configuration(recipe, self.fields, "run")
         from controller.commands.resume import recording_file, replayed, with_pinned_models
+        from controller.commands.saved_recipe import save_recipe
         from rl.runs.folder import RunFolder
 
         config = with_pinned_models(config, output.say)
@@ -113,6 +104,7 @@ class Run(OfRuns, TakesFields):
     def _fork(self, run: str, output: CapturedOutput) -> int:
         """Begins a new run at a checkpoint of another."""
         from controller.commands.resume import forked_configuration, forked_folder
+        from controller.commands.saved_recipe import find_run, saved_recipe
         from controller.runs.checkpoint_models import checkpoint_of
 
         parent = find_run(run, self.runs)
@@ -128,6 +120,13 @@ class Run(OfRuns, TakesFields):
     def _resume(self, run: str, output: CapturedOutput) -> int:
         """Continues a run after its last checkpoint."""
         from controller.commands.resume import resumed_configuration
+        from controller.commands.saved_recipe import (
+            RECIPE_FILE,
+            add_options,
+            check_has_checkpoint,
+            find_run,
+            saved_recipe,
+        )
         from rl.runs.folder import CONFIG_FILE, RunFolder, read_json
         from rl.runs.state import is_finished
 
@@ -155,6 +154,7 @@ def _loop(config: Any) -> "Loop":
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
     from controller.commands.export_run import add_model_card, name_of_data
+    from controller.commands.saved_recipe import command_of
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
@@ -224,4 +224,6 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
 
 def _saved(folder: "RunFolder") -> str:
     """What the folder holds, and how to go on."""
+    from controller.commands.saved_recipe import how_to_go_on
+
     return f"{folder.saved()}\n{how_to_go_on(folder.path)}"

@@ -101,7 +101,7 @@ class Key:
 class Certs:
     """Makes TLS certificates for the hosts of a lab."""
 
-    hosts: Annotated[tuple[str, ...], Positional, arg(metavar="HOST")]
+    hosts: Annotated[tuple[str, ...], Positional, arg(metavar="HOST ...")]
     """A host's name as the others know it, and its other names and addresses after commas: n1,10.0.0.1."""
     to: Path = Path("certs")
     """Where the certificates go."""

@@ -1,4 +1,4 @@
-"""`ownloop list`, `runs`, `show` and `report`: the recipes there are, and what runs have recorded."""
+"""`ownloop runs`, `show` and `report`: what runs have recorded, and what a recipe would do."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
-from controller.commands.recipes import configuration, describe, find_recipe, recipe_files
+from controller.commands.recipes import configuration, find_recipe
 from rl.runs.folder import CONFIG_FILE, EARLIER_ROLLOUTS, METRICS, ROLLOUTS, read_json, read_metrics, to_json
 
 if TYPE_CHECKING:
@@ -27,19 +27,6 @@ _TRAINING = ("reward_mean", "loss")
 
 
 _HELD_OUT = ("eval_reward", "eval_kl_to_teacher", "eval_loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class List:
-    """Lists the recipes and the hardware that each is for."""
-
-    def run(self) -> int:
-        """Prints a line per recipe, without importing any of them."""
-        files = recipe_files()
-        width = max(map(len, files), default=0)
-        for name, file in files.items():
-            print(f"{name:<{width}}  {describe(file)}")
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
