@@ -17,7 +17,7 @@ from rl.hardware import host_identity
 from rl.lora import LoRAConfig
 from rl.types import WeightTransport
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
-from rl.weights.receivers import receiving_hosts
+from rl.weights.receiving_process import receiving_hosts
 from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
 from rl.weights.versions import (
     Manifest,

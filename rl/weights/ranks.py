@@ -16,6 +16,11 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def num_ranks() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, in the order of ranks. A collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
