@@ -1,11 +1,11 @@
 """Messages: how the bytes of a version travel from process to process, each over a TCP connection of its own, a link.
 
     trainer rank --connect, send_messages--> receiving process --connect, send_messages--> the next host's process
-                                             receive_message
+                                             receive_plan, receive_message
 
-A link begins with the id of its transfer. Each message then says which parts of which tensors its bytes are, so the two
-ends need no common plan. A message without parts ends the link. What arrives is never run, but neither end proves who
-it is and nothing is encrypted: links are for networks that one trusts.
+A link brings the id of its transfer, then the plan, which says which parts of which tensors each message holds, and
+then the messages' bytes. What arrives is never run, but neither end proves who it is and nothing is encrypted: links
+are for networks that one trusts.
 """
 
 import json
@@ -28,13 +28,13 @@ LINK_TIMEOUT_S = 20.0
 MESSAGE_BYTES = 2 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
 
-CAST_AHEAD = 12
+CAST_AHEAD = 3
 """Messages that a trainer rank casts while it sends the one before them."""
 
 _ALONE_BYTES = 1 << 17  # smaller parts share messages, because a message costs as much as copying this twice
 _ALIGN_BYTES = 8  # of a part in a message, so that it can be viewed in any dtype
 _ID_BYTES = 32  # of `uuid4().hex`
-_LENGTH = struct.Struct("=I")  # of a message's description
+_LENGTH = struct.Struct("=Q")  # of the plan
 
 
 class LinkError(WeightsError):
@@ -81,7 +81,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         """The sending end is made by `connect`."""
-        # By the kernel, so that one call receives a whole message. Python's own limit would wake this thread for each piece.
+        # The kernel's limit, so that one call receives a whole message. With Python's, each piece wakes the thread.
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         connection.setblocking(True)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -157,19 +157,32 @@ def cut_messages(parts: Iterable[Part], manifest: Manifest) -> Iterator[Message]
         yield tuple(together)
 
 
-def send_messages(link: Link, messages: Iterable[Message], manifest: Manifest, values: Values, ahead: int = 0) -> None:
-    """Sends messages and the end. Raises `LinkError`, and what `messages` or `values` raise.
+def send_messages(
+    link: Link,
+    messages: Sequence[Message],
+    manifest: Manifest,
+    values: Values,
+    *,
+    ready: Callable[[], None] | None = None,
+    ahead: int = 0,
+) -> None:
+    """Sends messages. Raises `LinkError`, and what `ready` and `values` raise.
 
-    Values may be of any dtype and on any device: a thread casts up to `ahead` messages while an earlier one is sent.
+    Values may be of any dtype and on any device: a thread casts up to `ahead` messages while an earlier one is sent. It
+    calls `ready` before each message, which returns when the values are there.
     """
+    plan = json.dumps(messages).encode()
+    link.send(_LENGTH.pack(len(plan)) + plan)
     rooms = deque(torch.empty(0, dtype=torch.uint8) for _ in range(ahead + 1))
-    casts: deque[tuple[Message, Future[torch.Tensor]]] = deque()
+    casts: deque[Future[torch.Tensor]] = deque()
 
     def cast(message: Message) -> torch.Tensor:
+        if ready is not None:
+            ready()
         tensors = [values(part) for part in message]
         whole = tensors[0]
-        is_ready = whole.dtype == manifest[message[0].tensor].dtype and whole.is_cpu and whole.is_contiguous()
-        if is_ready and len(tensors) == 1:
+        is_final = whole.dtype == manifest[message[0].tensor].dtype and whole.is_cpu and whole.is_contiguous()
+        if is_final and len(tensors) == 1:
             return whole
         rooms.rotate()
         if rooms[0].nbytes < (size := _size(message, manifest)):
@@ -178,45 +191,35 @@ def send_messages(link: Link, messages: Iterable[Message], manifest: Manifest, v
             view.copy_(tensor)
         return rooms[0][:size]
 
-    def send_first() -> None:
-        message, data = casts.popleft()
-        _send(link, message, data.result())
-
     with ThreadPoolExecutor(1, "cast", initializer=torch.set_grad_enabled, initargs=(False,)) as thread:
         try:
             for message in messages:
-                casts.append((message, thread.submit(cast, message)))
+                casts.append(thread.submit(cast, message))
                 if len(casts) > ahead:
-                    send_first()
+                    link.send(_memory(casts.popleft().result()))
             while casts:
-                send_first()
-            link.send(_LENGTH.pack(0))
+                link.send(_memory(casts.popleft().result()))
         finally:
             thread.shutdown(cancel_futures=True)
 
 
-def receive_message(link: Link, manifest: Manifest, places: Values) -> Message:
-    """Receives a message into the places of its parts. Returns the parts, none at the end. Raises `LinkError`."""
+def receive_plan(link: Link) -> list[Message]:
+    """The messages that a link will bring. Raises `LinkError`."""
     (length,) = _LENGTH.unpack(link.receive_bytes(_LENGTH.size))
-    if length == 0:
-        return ()
-    described = json.loads(link.receive_bytes(length))
-    message = tuple(Part(tensor, tuple((begin, end) for begin, end in region)) for tensor, region in described)
+    plan = json.loads(link.receive_bytes(length))
+    return [tuple(Part(t, tuple((begin, end) for begin, end in region)) for t, region in parts) for parts in plan]
+
+
+def receive_message(link: Link, message: Message, manifest: Manifest, places: Values) -> None:
+    """Receives the next message into the places of its parts. Raises `LinkError`."""
     tensors = [places(part) for part in message]
     if len(tensors) == 1 and tensors[0].is_contiguous():
         link.receive(_memory(tensors[0]))
-        return message
+        return
     data = torch.empty(_size(message, manifest), dtype=torch.uint8)
     link.receive(_memory(data))
     for view, tensor in zip(_views(message, manifest, data), tensors, strict=True):
         tensor.copy_(view)
-    return message
-
-
-def _send(link: Link, message: Message, data: torch.Tensor) -> None:
-    description = json.dumps(message).encode()
-    link.send(_LENGTH.pack(len(description)) + description)
-    link.send(_memory(data))
 
 
 def _views(message: Message, manifest: Manifest, data: torch.Tensor) -> Iterator[torch.Tensor]:

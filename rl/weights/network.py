@@ -17,17 +17,17 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVarTuple
 
 import torch
 
 from rl.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.messages import CAST_AHEAD, LinkAddress, Part, connect, cut_messages, send_messages
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, own_rank, raise_on_every_rank
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer, receiving_hosts
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.transport import Shard
@@ -44,7 +44,7 @@ from rl.weights.versions import (
     element_sum,
 )
 
-T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 ALIVE_S = 5.0  # for an answer that costs no work
 REPLACED_S = 15.0  # within which the controller replaces receiving processes that have died
@@ -96,7 +96,7 @@ class NetworkSender:
     async def prepare(self, manifest: Manifest) -> None:
         """Raises `WeightsError` on every rank if no host receives, or if one has too little memory."""
         self._manifest = manifest
-        await _on_rank_0(self._check_room)
+        await on_rank_0(self._check_room)
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
         """Sends the shards until every host has the version or has been given up."""
@@ -108,8 +108,9 @@ class NetworkSender:
         except Exception as error:  # of any kind, here and below, because the other ranks wait to hear of it
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
-        push = _Push(record, self._published, self._index.get_store, self._publisher, self._reader_timeout_s)
-        while (route := await _on_rank_0(push.next_route)) is not None:
+        before = {} if self._published is None else self._published.location
+        push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s)
+        while (route := await on_rank_0(push.next_route)) is not None:
             try:
                 mine = None, await asyncio.to_thread(own.send, *route)
             except Exception as error:
@@ -117,8 +118,8 @@ class NetworkSender:
             problems, sums = zip(*await asyncio.to_thread(all_gather, mine), strict=True)
             totals = [add_up(of_rank.get(i, 0) for of_rank in sums) for i in range(len(self._manifest))]
             found = next(filter(None, problems), None)
-            await _on_rank_0(partial(push.finish, found, tuple(totals) if record.full_checksums else None))
-        return await _on_rank_0(partial(self._publish, push)) or (record, ())
+            await on_rank_0(partial(push.finish, found, tuple(totals) if record.full_checksums else None))
+        return await on_rank_0(partial(self._publish, push))
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
         """What the first host found: it compared every byte with those of the version that it had before."""
@@ -127,17 +128,16 @@ class NetworkSender:
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Has every host free its memory."""
-        policies = {record.policy for record in withdrawn}
-        calls = [(host, host.call(ReceivingProcess.drop, p, self._publisher)) for host in self._hosts for p in policies]
-        await _outcomes(calls, self._index.get_store, ALIVE_S)
+        for policy in {record.policy for record in withdrawn}:
+            await _ask_all(self._hosts, ReceivingProcess.drop, policy, self._publisher, get_store=self._index.get_store)
 
     async def _check_room(self) -> None:
         hosts = await receiving_hosts(await self._index.get_store())
         if not hosts:
             raise WeightsError("no generator host receives weights over the network")
-        size = LIVING_VERSIONS * buffer_size(self._manifest)
-        calls = [(host, host.call(ReceivingProcess.check_room, size, self._publisher)) for host in hosts]
-        for host, outcome in zip(hosts, await _outcomes(calls, self._index.get_store, ALIVE_S), strict=True):
+        asked = ReceivingProcess.check_room, LIVING_VERSIONS * buffer_size(self._manifest), self._publisher
+        outcomes = await _ask_all(hosts, *asked, get_store=self._index.get_store)
+        for host, outcome in zip(hosts, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise WeightsError(f"generator host {host.name}: {outcome}") from outcome
 
@@ -204,7 +204,7 @@ class _OwnShards:
         self._sums = {}
         parts = [self._shards[index][0] for index in sorted(self._shards)]
         with contextlib.closing(connect(address, transfer_id)) as link:
-            messages = cut_messages(parts, self._manifest)
+            messages = list(cut_messages(parts, self._manifest))
             send_messages(link, messages, self._manifest, self._values, ahead=CAST_AHEAD)
         return self._sums
 
@@ -220,31 +220,24 @@ class _OwnShards:
         return local
 
 
+@dataclass(slots=True)
 class _Push:
     """One push, as rank 0 directs it: which hosts it goes to, in which order, and what came of it."""
 
-    def __init__(
-        self,
-        record: VersionRecord,
-        published: VersionRecord | None,
-        get_store: Callable[[], Awaitable[Store]],
-        publisher: str,
-        reader_timeout_s: float,
-    ) -> None:
-        """`published` is the version before, which hosts keep."""
-        self.hosts: Sequence[ReceivingHost] = ()
-        self._record = record
-        self._locations = {} if published is None else published.location
-        self._get_store = get_store
-        self._publisher = publisher
-        self._reader_timeout_s = reader_timeout_s
-        self._id = ""
-        self._chain: Sequence[ReceivingHost] = ()
-        self._num_transfers = 0
-        self._has_waited = False
-        self._received: dict[str, Received] = {}  # by the host's identity, and so are the next two
-        self._refused: set[str] = set()
-        self._reasons: dict[str, str] = {}
+    record: VersionRecord
+    locations: Mapping[str, BufferLocation]
+    """Where the version before lies, which hosts keep; by the host's identity, like all maps below."""
+    get_store: Callable[[], Awaitable[Store]]
+    publisher: str
+    reader_timeout_s: float
+    hosts: Sequence[ReceivingHost] = ()
+    _id: str = ""
+    _chain: Sequence[ReceivingHost] = ()
+    _num_transfers: int = 0
+    _has_waited: bool = False
+    _received: dict[str, Received] = field(default_factory=dict[str, Received])
+    _refused: set[str] = field(default_factory=set[str])
+    _reasons: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def lost(self) -> list[str]:
@@ -257,12 +250,12 @@ class _Push:
     def result(self) -> tuple[VersionRecord, Received]:
         """The version's record, and what the first host received. Raises `WeightsError`."""
         if not self._received:
-            raise WeightsError(f"version {self._record.version} reached no generator host; {'; '.join(self.lost)}")
+            raise WeightsError(f"version {self.record.version} reached no generator host; {'; '.join(self.lost)}")
         first = next(iter(self._received.values()))
         if any(each.checksums != first.checksums for each in self._received.values()):
-            raise WeightsError(f"version {self._record.version} is corrupted: hosts received different bytes")
+            raise WeightsError(f"version {self.record.version} is corrupted: hosts received different bytes")
         locations = {identity: each.location for identity, each in self._received.items()}
-        return replace(self._record, location=locations), first
+        return replace(self.record, location=locations), first
 
     async def next_route(self) -> tuple[LinkAddress, str] | None:
         """Where every rank sends its shards, and the transfer's id; None if no host lacks them, or none can take them.
@@ -270,11 +263,10 @@ class _Push:
         Every host of the chain expects them by then.
         """
         try:
-            self.hosts = self.hosts or await self._listed()
+            self.hosts = self.hosts or await receiving_hosts(await self.get_store())
             while self._num_transfers < _MAX_TRANSFERS or await self._is_replaced():
                 left = [host for host in self.hosts if host.identity not in self._received.keys() | self._refused]
-                alive = await self._ask(left, [host.call(ReceivingProcess.ping) for host in left], ALIVE_S)
-                self._chain = [host for host, answer in zip(left, alive, strict=True) if answer is None]
+                self._chain = await self._alive(left)
                 if not self._chain:
                     self._num_transfers = _MAX_TRANSFERS  # only the successor of a dead process can help
                 elif await self._begin():
@@ -287,13 +279,13 @@ class _Push:
     async def finish(self, problem: str | None, element_sums: tuple[int, ...] | None) -> None:
         """Asks every host of the chain what it received. `problem` is that of the ranks that sent."""
         if problem is None:
-            limit_s = self._idle_s + buffer_size(self._record.manifest) / _BYTES_PER_S
+            limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
             calls = [host.call(ReceivingProcess.finish, self._id, element_sums) for host in self._chain]
             # A host that fails keeps the next one waiting.
-            outcomes = await self._ask(self._chain, calls, limit_s, after_failure_s=ALIVE_S)
-            for host, outcome in zip(self._chain, outcomes, strict=True):
-                if isinstance(outcome, Received):
-                    self._received[host.identity] = outcome
+            outcomes = await _outcomes(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
+            self._succeeded(self._chain, outcomes)
+            received = zip(self._chain, outcomes, strict=True)
+            self._received |= {host.identity: each for host, each in received if isinstance(each, Received)}
         else:
             self._reasons = {host.identity: problem for host in self._chain} | self._reasons
         if any(host.identity not in self._received for host in self._chain):
@@ -306,34 +298,34 @@ class _Push:
         for position, host in enumerate(self._chain):
             transfer = Transfer(
                 id=self._id,
-                record=self._record,
-                publisher=self._publisher,
-                keep=self._locations.get(host.identity),
-                reader_timeout_s=self._reader_timeout_s,
-                num_links=num_ranks() if position == 0 else 1,
+                record=self.record,
+                publisher=self.publisher,
+                keep=self.locations.get(host.identity),
+                reader_timeout_s=self.reader_timeout_s,
+                num_links=num_ranks(),
                 next_host=self._chain[position + 1].links if position + 1 < len(self._chain) else None,
             )
             begins.append(host.call(ReceivingProcess.begin, transfer))
-        outcomes = await self._ask(self._chain, begins, self._reader_timeout_s + 2 * self._idle_s)
-        refused = {host.identity for host, answer in zip(self._chain, outcomes, strict=True) if answer is not None}
-        self._refused |= refused
-        if refused:
-            await self._abandon()
-        return not refused
+        limit_s = self.reader_timeout_s + 2 * self._idle_s
+        ready = self._succeeded(self._chain, await _outcomes(self._chain, begins, self.get_store, limit_s))
+        if len(ready) == len(self._chain):
+            return True
+        self._refused |= {host.identity for host in self._chain if host not in ready}
+        await self._abandon()
+        return False
 
     async def _is_replaced(self) -> bool:
         """Waits for the successor of a dead receiving process, once, if no other host has the version."""
         if self._received or self._has_waited:
             return False
-        answers = await self._ask(self.hosts, [host.call(ReceivingProcess.ping) for host in self.hosts], ALIVE_S)
-        if all(answer is None for answer in answers):
+        if len(await self._alive(self.hosts)) == len(self.hosts):
             return False
         self._has_waited = True
         before = {host.process for host in self.hosts}
         end = time.monotonic() + REPLACED_S
         while time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
-            hosts = await self._listed()
+            hosts = await receiving_hosts(await self.get_store())
             if {host.process for host in hosts} - before:
                 self.hosts, self._num_transfers, self._refused = hosts, 0, set()
                 return True
@@ -341,25 +333,17 @@ class _Push:
 
     async def _abandon(self) -> None:
         """Has all hosts of the chain end the transfer."""
-        calls = [(host, host.call(ReceivingProcess.abandon, self._id)) for host in self._chain]
-        await _outcomes(calls, self._get_store, ALIVE_S)
+        await _ask_all(self._chain, ReceivingProcess.abandon, self._id, get_store=self.get_store)
 
-    async def _ask(
-        self,
-        hosts: Sequence[ReceivingHost],
-        calls: Sequence[Awaitable[object]],
-        within_s: float,
-        after_failure_s: float = float("inf"),
-    ) -> list[object]:
-        """The `_outcomes` of calls to hosts. Keeps the errors as reasons why a host lacks the version."""
-        outcomes = await _outcomes(list(zip(hosts, calls, strict=True)), self._get_store, within_s, after_failure_s)
-        for host, outcome in zip(hosts, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                self._reasons[host.identity] = str(outcome)
-        return outcomes
+    async def _alive(self, hosts: Sequence[ReceivingHost]) -> list[ReceivingHost]:
+        """The hosts that answer."""
+        return self._succeeded(hosts, await _ask_all(hosts, ReceivingProcess.ping, get_store=self.get_store))
 
-    async def _listed(self) -> tuple[ReceivingHost, ...]:
-        return await receiving_hosts(await self._get_store())
+    def _succeeded(self, hosts: Sequence[ReceivingHost], outcomes: Sequence[object]) -> list[ReceivingHost]:
+        """The hosts without an error. Keeps the others' errors as the reasons why they lack the version."""
+        outcome_of = list(zip(hosts, outcomes, strict=True))
+        self._reasons |= {host.identity: str(each) for host, each in outcome_of if isinstance(each, Exception)}
+        return [host for host, each in outcome_of if not isinstance(each, Exception)]
 
     @property
     def _idle_s(self) -> float:
@@ -367,8 +351,19 @@ class _Push:
         return max(host.links.timeout_s for host in self._chain)
 
 
+async def _ask_all(
+    hosts: Sequence[ReceivingHost],
+    method: Callable[[ReceivingProcess, *Ts], object],
+    *arguments: *Ts,
+    get_store: Callable[[], Awaitable[Store]],
+) -> list[object]:
+    """The `_outcomes` of a call to each host that costs little work."""
+    return await _outcomes(hosts, [host.call(method, *arguments) for host in hosts], get_store, ALIVE_S)
+
+
 async def _outcomes(
-    calls: Sequence[tuple[ReceivingHost, Awaitable[object]]],
+    hosts: Sequence[ReceivingHost],
+    calls: Sequence[Awaitable[object]],
     get_store: Callable[[], Awaitable[Store]],
     within_s: float,
     after_failure_s: float = float("inf"),
@@ -378,7 +373,7 @@ async def _outcomes(
     Calls have `within_s`, and `after_failure_s` once another one has failed. A call to a host that the controller has
     taken off the directory is given up: the trainer is not told that a host is lost, and the call would take its limit.
     """
-    tasks = {asyncio.ensure_future(call): host for host, call in calls}
+    tasks = {asyncio.ensure_future(call): host for host, call in zip(hosts, calls, strict=True)}
     given_up: dict[asyncio.Future[object], str] = {}
     limit_s, end = within_s, time.monotonic() + within_s
     pending = set(tasks)
@@ -402,15 +397,3 @@ def _location_here(record: VersionRecord) -> BufferLocation | None:
     """Where this host has the version, or an older or a newer one; None if its process is gone."""
     location: BufferLocation | None = record.location.get(host_identity())
     return location if location is not None and is_kept(location) else None
-
-
-async def _on_rank_0(work: Callable[[], Awaitable[T]]) -> T | None:
-    """What rank 0's work returns, on every rank. Raises on all ranks if it fails. A collective."""
-    result: T | None = None
-    problem: Exception | None = None
-    try:
-        result = await work() if own_rank() == 0 else None
-    except Exception as error:
-        problem = error
-    await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
-    return (await asyncio.to_thread(all_gather, result))[0]

@@ -2,7 +2,7 @@
 
     rank 0 of the trainer: begin   -> locks the buffer that does not hold the newest version
     ranks of the trainer:  links   -> a thread for each link writes what arrives into the buffer
-                                      a thread passes each message on to the next host, if there is one
+                                      another one passes each message on to the next host, if there is one
     rank 0 of the trainer: finish  -> waits for the end of all links, checks and seals: generators can read the version
 
 The trainer sends to one host and every host to the next, so the trainer sends every byte once. A version is visible
@@ -15,7 +15,7 @@ of the trainer reads the directory before every push, so a process that was repl
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ from rl.weights.messages import (
     Part,
     connect,
     receive_message,
+    receive_plan,
     send_messages,
 )
 from rl.weights.versions import Store, VersionRecord, WeightsError, corrupted, element_sum, is_missing
@@ -91,9 +92,9 @@ class Transfer:
     """Where the newest published version lies on this host, which must not be overwritten."""
     reader_timeout_s: float
     num_links: int
-    """How many links the version arrives on."""
+    """How many links the version arrives on: one from each of the trainer's ranks, through all hosts."""
     next_host: LinkAddress | None
-    """Where every message is passed on to."""
+    """Where every link is passed on to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,24 +274,26 @@ class _Incoming:
         self._num_ended = 0
         self._num_bytes = [0] * len(self._manifest)  # of each tensor, that have arrived
         self._problem: Exception | None = None
-        self._begun, self._ended = threading.Event(), threading.Event()
-        self._arrived: SimpleQueue[Message | None] = SimpleQueue()  # None at the end
-        if transfer.next_host is not None:
-            threading.Thread(target=self._forward, args=(transfer.next_host,), daemon=True).start()
+        self._ended = threading.Event()
 
     def receive(self, link: Link) -> None:
         """Receives what arrives on a link, until its end."""
         with self._lock:
             self._receiving.append(threading.current_thread())
+        arrived: SimpleQueue[bool] = SimpleQueue()  # True for each message; False once no further one comes
         try:
             self._hold(link)
-            self._begun.set()
-            while message := receive_message(link, self._manifest, self._place):
+            messages = receive_plan(link)
+            if self.transfer.next_host is not None:
+                forward = self.transfer.next_host, messages, arrived
+                threading.Thread(target=self._forward, args=forward, daemon=True).start()
+            for message in messages:
+                receive_message(link, message, self._manifest, self._place)
                 with self._lock:
                     for part in message:
                         self._num_bytes[part.tensor] += part.nbytes(self._manifest)
-                self._arrived.put(message)
-        except Exception as error:  # `wait` raises it
+                arrived.put(True)
+        except Exception as error:  # `check_whole` raises it
             self._end(error)
         else:
             with self._lock:
@@ -298,6 +301,7 @@ class _Incoming:
                 is_last = self._num_ended == self.transfer.num_links
             if is_last:
                 self._end(None)
+        arrived.put(False)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until everything has arrived. Raises `WeightsError` if it does not."""
@@ -337,27 +341,20 @@ class _Incoming:
             if problem is not None:
                 for link in self._links:
                     link.interrupt()
-        self._arrived.put(None)
-        self._begun.set()
         self._ended.set()
 
     def _place(self, part: Part) -> torch.Tensor:
         return self.buffer.tensor(self._manifest[part.tensor])[part.slices]
 
-    def _forward(self, address: LinkAddress) -> None:
-        self._begun.wait()  # by then the next host expects the link
-        if self._problem is not None:
-            return
-        try:
+    def _forward(self, address: LinkAddress, messages: Sequence[Message], arrived: "SimpleQueue[bool]") -> None:
+        def ready() -> None:
+            if not arrived.get():
+                arrived.put(False)  # for the messages after this one
+                raise LinkError("they did not arrive here")
+
+        try:  # the next host expects a link, because every host does before the trainer connects
             with closing(connect(address, self.transfer.id)) as link:
                 self._hold(link)
-                send_messages(link, self._whole(), self._manifest, self._place)
+                send_messages(link, messages, self._manifest, self._place, ready=ready)
         except Exception as error:  # the next host says what it lacks
             print(f"weights were not passed on to {address.host}: {error}", flush=True)
-
-    def _whole(self) -> Iterator[Message]:
-        """The messages that arrive. Raises the error that ends them."""
-        while (message := self._arrived.get()) is not None:
-            yield message
-        if self._problem is not None:
-            raise self._problem

@@ -17,6 +17,7 @@ from rl.weights.messages import (
     Part,
     cut_messages,
     receive_message,
+    receive_plan,
     send_messages,
 )
 from rl.weights.versions import build_manifest
@@ -66,11 +67,10 @@ def test_values_arrive_cast_and_in_their_places(ends: tuple[Link, Link], ahead: 
         kwargs={"ahead": ahead},
     )
     sending.start()
-    received: list[Message] = []
-    while message := receive_message(ends[1], manifest, lambda part: places[part.tensor][part.slices]):
-        received.append(message)
+    assert receive_plan(ends[1]) == messages
+    for message in messages:
+        receive_message(ends[1], message, manifest, lambda part: places[part.tensor][part.slices])
     sending.join(LIMIT_S)
-    assert received == messages
     assert torch.equal(places[0][:, 2:5], tensors[0][:, 2:5].bfloat16())
     assert not places[0][:, :2].any()
     assert torch.equal(places[1], tensors[1])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl.hardware import host_identity
 from rl.weights import receiving_process
-from rl.weights.messages import Link, Message, Part, Values
+from rl.weights.messages import Link, Message, Values
 from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.versions import Manifest, UnknownVersionError, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push, weights
@@ -56,11 +56,10 @@ def test_full_checksums_notice_a_bit_that_changed_on_the_way(monkeypatch: pytest
     publisher = publisher_to(store, full_checksums=True)
     original = receiving_process.receive_message
 
-    def receive(link: Link, manifest: Manifest, places: Values) -> Message:
-        message = original(link, manifest, places)
-        if not message:
-            places(Part(0, ((100, 101), (0, 1000)))).view(torch.uint8)[0, 123] ^= 1
-        return message
+    def receive(link: Link, message: Message, manifest: Manifest, places: Values) -> None:
+        original(link, message, manifest, places)
+        if message[0].tensor == 0:
+            places(message[0]).view(torch.uint8)[0, 123] ^= 1
 
     push(publisher, 1)
     with monkeypatch.context() as patch:
