@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bar, parser, print_result
-from controller.meshes.mesh import Mesh
-from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.trainer_mesh import TrainerMesh
-from controller.meshes.version_records import VersionRecords
+from controller.handles.trainer_handle import TrainerHandle
+from controller.handles.trainer_mesh import TrainerMesh
+from controller.handles.version_records import VersionRecords
+from controller.processes.mesh import Mesh
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.advantages.group_relative import group_mean_std
 from rl.algorithms.metrics import num_completion_tokens

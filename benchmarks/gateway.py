@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from controller.gateway.child_server import Server, served
-from rl.hardware import cpu_dtype
+from controller.server.child_server import Server, served
 from rl.lora import LoRAConfig
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
@@ -113,7 +113,7 @@ async def measure_steps(server: Server, options: argparse.Namespace, size: Size,
 @asynccontextmanager
 async def script(model: Path, threads: int, logs: Path) -> "AsyncGenerator[tuple[Trainer, Generator]]":
     """A controller script's own trainer of an adapter, and its generator, with the server's options."""
-    from controller.meshes.launch import launch  # importing Monarch configures it for this process
+    from controller.launching.launcher import launch  # importing Monarch configures it for this process
     from generator.config import GeneratorConfig, LoRALimits
     from trainer.config import TrainerConfig
 

@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.gateway import as_tinker, at_once, new_client
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
-from controller.gateway.child_server import Server, served
+from controller.server.child_server import Server, served
 from rl.types import Datum
 
 NUM_TRAINING = 8

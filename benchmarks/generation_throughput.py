@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype, cpu_thread_env
+from rl.system.hardware import cpu_dtype, cpu_thread_env
 
 PROMPT_TOKENS = 48
 MAX_MODEL_LEN = 256
@@ -89,8 +89,8 @@ async def sides(model: Path, options: argparse.Namespace, requests: int) -> Asyn
     """The processes of both sides, and what has each of them sample."""
     # Here, because a module that imports Monarch also configures it, for this process and its children.
     from benchmarks.offline_actor import OfflineGenerator
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from rl.types import SamplingParams
 

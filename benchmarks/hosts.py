@@ -23,7 +23,7 @@ import sys
 from typing import Any
 
 from benchmarks.harness import Bar, parser, print_result
-from controller.hosts.simulated import Hosts, simulated_hosts
+from benchmarks.simulated_hosts import Hosts, simulated_hosts
 
 _CONTROLLER = "ctl"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # they load Monarch, whose settings come first
     from controller.hosts.cluster import Cluster
     from controller.hosts.remote_host import Host
-    from controller.meshes.mesh import Mesh
+    from controller.processes.mesh import Mesh
 
 ENV = {"OMP_NUM_THREADS": "1"}
 _STEPS = 50
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,4,16,64")
     options = parser.parse_args()
     hosts = [name for name in options.hosts.split(",") if name]
-    from controller.hosts.settings import SETTINGS, apply
+    from controller.hosts.connections import SETTINGS, apply
 
     apply(SETTINGS)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +58,9 @@ async def _cluster(hosts: Sequence[str]) -> "Cluster":
 async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Path) -> dict[str, Any]:
     """Pushes and pulls from the first host to the second, with its references, and to all of the others at once."""
     from benchmarks.host_actors import ReadingRank, SendingRank
-    from controller.meshes.seats import receiving
-    from controller.meshes.store import WeightStore
-    from controller.meshes.weight_receivers import GeneratorHost
+    from controller.handles.store import WeightStore
+    from controller.handles.weight_receivers import GeneratorHost
+    from controller.launching.assignments import receiving
 
     cluster = await _cluster(names)
     first, *others = cluster.hosts
@@ -87,7 +87,7 @@ async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Pat
 async def _spawn(
     cluster: "Cluster", name: str, actor: Any, hosts: "Sequence[Host]", logs: Path, *arguments: Any
 ) -> "Mesh":
-    from controller.meshes.mesh import Mesh
+    from controller.processes.mesh import Mesh
 
     place = cluster.place(name, hosts, len(hosts))
     return await Mesh.spawn(name, actor, *arguments, num_ranks=len(hosts), env=ENV, log_dir=logs, hosts=place)
@@ -154,7 +154,7 @@ async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
 async def step(counts: Sequence[int], logs: Path) -> dict[str, Any]:
     """Milliseconds of a call to every rank of a mesh on this host, by the number of ranks."""
     from benchmarks.idle_rank import IdleRank
-    from controller.meshes.mesh import Mesh
+    from controller.processes.mesh import Mesh
 
     medians: dict[str, Any] = {}
     for count in counts:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype, cpu_thread_env
 from rl.protocols import Generator
+from rl.system.hardware import cpu_dtype, cpu_thread_env
 from rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
-    from controller.meshes.version_records import VersionRecords
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.version_records import VersionRecords
+    from controller.processes.mesh import Mesh
 
 PROMPT_TOKENS = 48
 MAX_TOKENS = 128
@@ -146,10 +146,10 @@ async def processes(model: Path, num_streams: int, threads: int, dtype: Any) -> 
 
     from benchmarks.generator_actors import TimedGenerator
     from benchmarks.weight_actors import TrainerRank
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
-    from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import VersionRecords
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.store import WeightStore
+    from controller.handles.version_records import VersionRecords
+    from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from generator.options import generator_env
 

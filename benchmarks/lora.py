@@ -29,12 +29,12 @@ import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from benchmarks.rounds import Rounds, Time, timed
-from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig, Policy
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum, OptimStepOutput, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.meshes.trainer_handle import TrainerHandle
+    from controller.handles.trainer_handle import TrainerHandle
     from rl.protocols import Generator, Trainer
 
 RANK = 32
@@ -122,10 +122,10 @@ async def measure(model: Path, options: argparse.Namespace, size: Size) -> dict[
 async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
     """Both trainers and both generators."""
     # Here, because a module that imports Monarch also configures it, for this process and its children.
-    from controller.meshes.adapters import BoundGenerator
-    from controller.meshes.launch import Launcher
-    from controller.meshes.trainer_handle import TrainerHandle
-    from controller.meshes.trainer_mesh import TrainerMesh
+    from controller.handles.adapters import BoundGenerator
+    from controller.handles.trainer_handle import TrainerHandle
+    from controller.handles.trainer_mesh import TrainerMesh
+    from controller.launching.launcher import Launcher
     from generator.config import GeneratorConfig, LoRALimits
     from trainer.config import TrainerConfig
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum
 
 MAX_TOKENS = 2048
@@ -131,8 +131,8 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
 
     Returns the fraction of forward_backward's time that was spent outside of the engine.
     """
-    from controller.meshes.trainer_handle import TrainerHandle
-    from controller.meshes.trainer_mesh import TrainerMesh
+    from controller.handles.trainer_handle import TrainerHandle
+    from controller.handles.trainer_mesh import TrainerMesh
 
     loop = asyncio.new_event_loop()
     logs = Path(tempfile.mkdtemp(prefix="ownloop-benchmark-"))

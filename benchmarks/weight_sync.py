@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
-    from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import VersionRecords
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.store import WeightStore
+    from controller.handles.version_records import VersionRecords
+    from controller.processes.mesh import Mesh
 
 MAX_COPIES = {"plain": 4, "packed": 6}
 """Most copies' time that an update may take, by the form of the weights that vLLM multiplies with."""
@@ -93,7 +93,7 @@ async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measur
     import torch
 
     from benchmarks.weight_actors import StateDictReader
-    from controller.meshes.mesh import Mesh
+    from controller.processes.mesh import Mesh
     from trainer.config import TrainerConfig
     from trainer.environment import trainer_env
 
@@ -162,10 +162,10 @@ async def meshes(
 
     from benchmarks.generator_actors import PackingGenerator
     from benchmarks.weight_actors import TrainerRank
-    from controller.meshes.generator_handle import GeneratorHandle
-    from controller.meshes.mesh import Mesh
-    from controller.meshes.store import WeightStore
-    from controller.meshes.version_records import VersionRecords
+    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.store import WeightStore
+    from controller.handles.version_records import VersionRecords
+    from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from generator.options import generator_env
     from trainer.config import TrainerConfig

@@ -23,9 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from generator._cpu_kv_cache import patch_kv_cache
 from generator._cpu_packing import patch_packing
 from generator._cpu_sampling import patch_sampling
-from generator._cpu_startup import patch_startup
 from generator.options import CPU_KERNELS
-from rl.hardware import has_amx
+from rl.system.hardware import has_amx
 
 
 def patch_cpu() -> None:
@@ -43,7 +42,6 @@ def patch_cpu() -> None:
     patch_kv_cache()
     patch_packing()
     patch_sampling()
-    patch_startup()
     # See `_cpu_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator._cpu_lora.GroupedLoRA")  # noqa: B010
 

@@ -1,22 +1,20 @@
 """`VLLMGenerator`: one tensor-parallel rank of a generator, in a process of its own. The engine does the sampling."""
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 
 import torch
 import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
-from generator._cpu_startup import without_compiler
 from generator.config import GeneratorConfig
 from generator.engine_status import EngineStatus
 from generator.openai_calls import OpenAICall
 from generator.openai_requests import OpenAIRequests
-from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
-from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
+from rl.system.disk import OwnedFolder
+from rl.system.heap import Heap
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
 
@@ -31,12 +29,11 @@ class VLLMGenerator(Actor):
         """
         self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
-        with contextlib.nullcontext() if torch.cuda.is_available() else without_compiler():
-            import_for_good("generator.engine")
-            from generator.engine import GenerationEngine
+        import_for_good("generator.engine")
+        from generator.engine import GenerationEngine
 
-            with without_garbage_collection(), self._temporary.takes_temporary_files():
-                self._engine = GenerationEngine(config)
+        with without_garbage_collection(), self._temporary.takes_temporary_files():
+            self._engine = GenerationEngine(config)
         self._store_name = store_name
         self._store_timeout_s = config.deadlines.at_least_s
         self._heap = None if torch.cuda.is_available() else Heap()

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
-from rl.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.hf_config import read_config
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
+from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
+from rl.system.hf_config import read_config
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `_compat` registers kernels with vLLM."""
@@ -36,6 +36,9 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not _has_gpu(has_gpu):
         env |= {
+            # vLLM compiles some functions even with `enforce_eager`, such as the embedding of a tensor-parallel group:
+            # the first request would wait for the compiler, and fail on a host without g++.
+            "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default gives two ranks of one NUMA node the same core
             **cpu_thread_env(config.num_threads),
             # Saves 4 % of a step's CPU time and 15 % of a pull's.

@@ -16,7 +16,7 @@ from generator._compat import packed_experts
 from generator._cpu_packing import packed_layers
 from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
 from rl.checks import first_names
-from rl.model_files import stored_shapes
+from rl.system.model_files import stored_shapes
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
 from rl.weights.versions import VersionRecord, WeightsError, WeightsMismatchError

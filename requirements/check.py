@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import sys
 
-PRODUCT = ("controller.meshes.store", "trainer.engines.titan.engine", "generator.engine")
+PRODUCT = ("controller.handles.store", "trainer.engines.titan.engine", "generator.engine")
 MODULES = {
     "cpu": ("torch", "torchtitan", "monarch", "vllm", *PRODUCT),
     "gpu": ("torch", "torchvision", "torchao", "flashinfer", "torchtitan", "monarch", "vllm", *PRODUCT),

@@ -1,7 +1,7 @@
 """All that a controller script sees: `Trainer`, `Generator` and `Env`. Any object with these methods can stand in.
 
 Every method raises `ValueError` for a mistake of the caller, naming the field, its value and what is accepted; all
-state is then as it was before the call. If a process died, it raises `controller.meshes.errors.MeshError`.
+state is then as it was before the call. If a process died, it raises `controller.processes.errors.MeshError`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

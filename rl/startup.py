@@ -8,15 +8,10 @@ cycles waits for minutes.
 
 import contextlib
 import gc
-import os
 import sys
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from importlib import import_module
 from types import ModuleType
-
-_PATIENT = 10
-"""What Linux adds to a thread's `nice` value: a tenth of the processor where another process wants all of it."""
 
 
 @contextlib.contextmanager
@@ -53,38 +48,3 @@ def import_for_good(name: str) -> ModuleType:
         module = import_module(name)
         gc.freeze()  # vLLM collects explicitly while it builds an engine
     return module
-
-
-def patient_thread(function: Callable[[], object]) -> threading.Thread:
-    """Starts a thread that runs `function` while others that want the cores, of any process, go first.
-
-    It is for this function alone: no priority can be raised again without rights.
-    """
-
-    def run() -> None:
-        with contextlib.suppress(OSError):
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, max(_PATIENT, os.getpriority(os.PRIO_PROCESS, own)))
-        function()
-
-    thread = threading.Thread(target=run, name="patient", daemon=True)
-    thread.start()
-    return thread
-
-
-def import_patiently(names: Sequence[str]) -> None:
-    """Imports modules, without garbage collection, while other processes that want the cores go first."""
-    failures: list[BaseException] = []
-
-    def imports() -> None:
-        try:
-            for name in names:
-                import_module(name)
-        except BaseException as error:
-            failures.append(error)
-
-    import_module("numpy")  # its BLAS starts threads, which would keep the low priority
-    with without_garbage_collection():
-        patient_thread(imports).join()
-    if failures:
-        raise failures[0]

@@ -20,9 +20,9 @@ import torch
 import torchstore
 from monarch.actor import Actor
 
-from controller.meshes.mesh import Mesh
-from controller.meshes.store import WeightStore
-from controller.meshes.weight_receivers import WeightReceivers
+from controller.handles.store import WeightStore
+from controller.handles.weight_receivers import WeightReceivers
+from controller.processes.mesh import Mesh
 from generator.actor import VLLMGenerator
 from tests.stores import FakeStore
 

@@ -16,7 +16,7 @@ from tests.package_index import add_build_tools, add_source, add_wheel, installe
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
-IMPORTED = ("controller/meshes/store", "trainer/engines/titan/engine", "generator/engine")
+IMPORTED = ("controller/handles/store", "trainer/engines/titan/engine", "generator/engine")
 PYTHON = ".venv/bin/python"
 UNREACHABLE = "http://127.0.0.1:1/simple"
 CPU_BUILD, CUDA_BUILD = "torch==2.13.0+cpu", "torch===2.13.0"

@@ -1,7 +1,6 @@
 """`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,10 +8,10 @@ from typing import Literal
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.heap import Heap, touch
 from rl.lora import LoRAConfig
 from rl.losses import Loss
-from rl.startup import patient_thread, without_garbage_collection
+from rl.startup import without_garbage_collection
+from rl.system.heap import Heap
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.versions import VersionRecord
 from trainer.config import TrainerConfig
@@ -59,13 +58,9 @@ class PolicyTrainer(Actor):
         self._store_name = store_name
         self._placement = config.placement
         self._compute_dtype = config.compute_dtype
-        self._moments_dtype: torch.dtype = getattr(torch, config.moments_dtype)
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
-        self._touching: threading.Thread | None = None
-        self._computes = threading.Event()
-        self._touches = config.num_ranks == 1  # once; several ranks hold parts, whose sizes a push does not tell
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
         publisher = WeightPublisher(
@@ -109,10 +104,6 @@ class PolicyTrainer(Actor):
         self, policy: str | None, microbatches: Sequence[Microbatch], loss: Loss
     ) -> ForwardBackwardOutput:
         """`Engine.forward_backward` on this rank's local batch."""
-        self._computes.set()
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
         return self._policies[policy].engine.forward_backward(microbatches, loss)
 
     @endpoint
@@ -144,16 +135,8 @@ class PolicyTrainer(Actor):
     async def push_model_state_dict(self, policy: str | None) -> VersionRecord | None:
         """Publishes the current weights in the generator's dtype; `WeightPublisher.publish` says what it returns."""
         engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
-        sizes: list[int] = []
         with engine.memory.phase("push_model_state_dict"):
-            record = await publisher.publish(engine.policy_version, _counted(engine.hf_parameters(), sizes))
-        if self._heap is not None and self._touches and engine.policy_version == 0:
-            self._touches = False
-            # The generator evaluates now. The first step will need room for a gradient and AdamW's two moments.
-            moments = 2 * self._moments_dtype.itemsize / torch.float32.itemsize
-            num_bytes = int((1 + moments) * sum(sizes))
-            self._touching = patient_thread(lambda: touch(num_bytes, self._computes.is_set))
-        return record
+            return await publisher.publish(engine.policy_version, engine.hf_parameters())
 
     @endpoint
     async def save_checkpoint(self, policy: str | None, path: Path, asynchronous: bool, keep_last: int | None) -> None:
@@ -189,12 +172,3 @@ class PolicyTrainer(Actor):
         engine = self._policies[policy].engine
         with engine.memory.phase("export_peft"):
             engine.export_peft(path, torch.float32)
-
-
-def _counted(
-    named_parameters: Iterator[tuple[str, torch.Tensor]], sizes: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same parameters. Appends the bytes of each to `sizes`."""
-    for name, parameter in named_parameters:
-        sizes.append(parameter.nbytes)
-        yield name, parameter

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from rl.model_files import weight_files
+from rl.system.model_files import weight_files
 from trainer.checkpoint import on_rank_0
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_gpus
-from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
+from rl.system.deadlines import Deadlines
 from rl.types import Head, Placement
 from trainer.engine_table import find_engine
 from trainer.layout import LayoutConfig, PipelineSchedule

@@ -2,7 +2,7 @@
 
 import os
 
-from rl.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
+from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from trainer.config import TrainerConfig
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what a user has set stays

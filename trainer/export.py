@@ -10,9 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
-from rl.model_files import other_files
+from rl.system.hf_config import read_config_file
+from rl.system.model_files import other_files
 from rl.types import Head
 from trainer.checkpoint import on_rank_0
 

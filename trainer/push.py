@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from rl.hardware import host_identity
 from rl.lora import LoRAConfig
+from rl.system.hardware import host_identity
 from rl.types import WeightTransport
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.receiving_process import receiving_hosts

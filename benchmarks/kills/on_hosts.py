@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from benchmarks.kills.cell import ERROR_WITHIN_S, RUN_LIMIT_S, Cell, Outcome, finish, left_alone, wait_until
 from benchmarks.kills.fault import Fault, Phase
 from benchmarks.kills.strike import HOST_PHASE
-from controller.hosts.simulated import Hosts, simulated_hosts
+from benchmarks.simulated_hosts import Hosts, simulated_hosts
 
 HostKind = Literal["cut", "blip", "worker killed", "controller killed", "stopped"]
 HostPhase = Literal["idle", "generate", "forward_backward", "push", "pull"]

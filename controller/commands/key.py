@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 def key(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints a new key, or who has one. A running server notices at once."""
-    from controller.gateway.keys import Keys
+    from controller.server.keys import Keys
 
     refuse(overrides)
     keys = Keys(options.folder)

@@ -1,7 +1,7 @@
 """Keeps the terminal for the console: the output of libraries in this process goes to a log file.
 
 File descriptors are redirected, which catches native libraries too. The processes of a mesh do the same for themselves
-(`controller.meshes.mesh`).
+(`controller.processes.mesh`).
 """
 
 import errno

@@ -12,7 +12,7 @@ from controller.commands.recipes import override
 from rl.checks import how_to_install
 
 if TYPE_CHECKING:
-    from controller.gateway.config import ServeConfig
+    from controller.server.config import ServeConfig
 
 
 def add_parser(commands: Commands) -> None:
@@ -28,9 +28,9 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del options
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError(f"ownloop serve needs packages that are not installed: {how_to_install('tinker')}")
-    from controller.gateway.keys import Keys, needs_keys
-    from controller.gateway.model_options import model_options
     from controller.runs.models import resolve_model
+    from controller.server.config import model_options
+    from controller.server.keys import Keys, needs_keys
 
     with CapturedOutput() as output:
         config = configuration(overrides)
@@ -39,7 +39,7 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         model_options(config, models)  # refuses what is unclear before processes start
         (config.folder / "logs").mkdir(parents=True, exist_ok=True)
         output.move_to(config.folder / "logs" / "server.log")
-        from controller.gateway.serving import serve as run_server
+        from controller.server.serving import serve as run_server
 
         adopt_orphans()
         with StopSignals(lambda: None) as stop:
@@ -61,10 +61,10 @@ def serve(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def configuration(overrides: Sequence[str]) -> "ServeConfig":
     """What to serve, by these options. Raises ValueError without `--model`, and as `override` does."""
-    from controller.gateway.config import ServeConfig
-    from controller.meshes.gpus import gpus_here
+    from controller.processes.place import gpus_here
+    from controller.server.config import ServeConfig
     from generator.config import GeneratorConfig
-    from rl.hardware import cpu_dtype
+    from rl.system.hardware import cpu_dtype
     from trainer.config import TrainerConfig
 
     dtype = "bfloat16" if gpus_here() else cpu_dtype()

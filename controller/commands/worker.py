@@ -7,8 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from controller.commands.command import Commands, refuse
-from controller.hosts.addresses import Address, is_loopback, parse_address, resolve
-from controller.hosts.settings import apply, certificates_folder, tls_settings
+from controller.hosts.connections import (
+    Address,
+    apply,
+    certificates_folder,
+    is_loopback,
+    parse_address,
+    resolve,
+    tls_settings,
+)
 
 _INSECURE = (
     "warning: this worker has no TLS (--insecure). Whoever reaches {address} can run any program as this user. "
@@ -83,8 +90,8 @@ def check_listens_here(address: Address) -> None:
 
 def _sent_certificates(stack: ExitStack) -> Path:
     """A folder with the certificates that were sent, which is removed with the worker."""
-    from controller.hosts.starting.run_certificates import unpack
-    from rl.owned_folder import OwnedFolder
+    from controller.hosts.certificates import unpack
+    from rl.system.disk import OwnedFolder
 
     folder = OwnedFolder("ownloop-certs-", in_memory=True)
     stack.callback(folder.remove)

@@ -9,15 +9,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from controller.hosts.addresses import Address, listening, own_address_towards
-from controller.hosts.allocations import Lease, lease_of
+from controller.hosts.connections import Address, forwarded_env, listening, own_address_towards
 from controller.hosts.host_agent import versions_here
-from controller.hosts.host_groups import Hosts
-from controller.hosts.placement import Placement
+from controller.hosts.host_groups import Hosts, Lease, lease_of
+from controller.hosts.other_hosts import OtherHosts
 from controller.hosts.remote_host import Host, HostError
-from controller.hosts.settings import forwarded_env
-from controller.meshes.errors import HostLostError
-from controller.meshes.gpus import GPUPool
+from controller.processes.errors import HostLostError
+from controller.processes.place import GPUPool
 
 _TRAINERS_GROUP = "trainer"
 _KNOWN_ANSWERS_S = 3.0  # that a worker which is not new has for its first answer; a host that is stopped gives none
@@ -53,7 +51,7 @@ class Cluster:
 
     @classmethod
     async def connect(cls, hosts: Hosts) -> "Cluster":
-        """Starts an agent on every host, and checks that its versions are those of this process.
+        """Starts an agent on every host, and checks that its versions equal this process's.
 
         A host that answered an earlier launcher of this process, and does not now, is left out of its group, unless
         the group would be empty. Raises ValueError naming each host that cannot be used, and why.
@@ -95,7 +93,7 @@ class Cluster:
 
     def place(
         self, role: str, hosts: Sequence[Host], num_ranks: int, gpus: Sequence[int | str] | None = None
-    ) -> Placement:
+    ) -> OtherHosts:
         """Places the ranks of a mesh, as many on each host. `gpus` are the GPUs to use on each.
 
         Raises ValueError if the ranks cannot be spread evenly and for too few GPUs, and `HostLostError` if none of the
@@ -117,7 +115,7 @@ class Cluster:
                 taken.append(self._gpus[host].take(role, per_host, gpus))
             except ValueError as error:
                 raise ValueError(f"on host {host.name}: {error}") from None
-        return Placement(self._controller, tuple(hosts), tuple(taken))
+        return OtherHosts(self._controller, tuple(hosts), tuple(taken))
 
     async def revive(self, group: str) -> None:
         """Tries to reach the hosts of a group again if all of them are lost. Where that fails, they stay lost.
@@ -159,7 +157,7 @@ def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
 
     if workers[0].scheme == "tls":
         from controller.hosts.certificates import own_certificates, own_name
-        from controller.hosts.settings import certificates_folder
+        from controller.hosts.connections import certificates_folder
 
         name = own_name(own_certificates(certificates_folder(certs)), workers[0].host)
         here = str(Address("tls", name, 0))

@@ -6,13 +6,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controller.hosts.addresses import Address, own_address_towards
-from controller.hosts.allocations import lease_of
-from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import connect_host, different_versions, prepare_transport
-from controller.hosts.host_groups import Groups, Hosts
+from controller.hosts.connections import Address, open_server, own_address_towards, read_from
+from controller.hosts.host_groups import Groups, Hosts, lease_of
 from controller.hosts.remote_host import Host, HostError
-from controller.meshes.errors import HostLostError
+from controller.processes.errors import HostLostError
 
 CONTROLLER = "controller"
 _CLOCK_S = 1.0  # more puts the lines of logs and timelines in a wrong order

@@ -11,24 +11,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+
+from controller.processes.place import OtherHost
 
 _PIECE_BYTES = 4 << 20
 _PIECES_AHEAD = 4
 _REPORT_EVERY_S = 10.0
-
-
-class OtherHost(Protocol):
-    """`controller.hosts.remote_host.Host`, as far as files need it."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        ...
-
-    async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """What a function answers there. Raises what it raises, and `HostLostError`."""
-        ...
 
 
 class Progress:
@@ -149,7 +137,7 @@ def removed_at_end(folder: Path) -> Generator[None]:
 
 
 def remove_unfinished() -> None:
-    """Removes what nobody will collect any more."""
+    """Removes the folders that will not be collected any more."""
     for folder in tuple(Unfinished.folders):
         remove(folder)
 

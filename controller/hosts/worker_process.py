@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from controller.hosts.addresses import NUM_PORTS, Address
-from controller.hosts.lifeline import hold
-from controller.hosts.settings import SETTINGS, apply
+from controller.hosts.connections import NUM_PORTS, SETTINGS, Address, apply, hold
 
 _PR_SET_PDEATHSIG = 1
 _MOST_CRASHES = 5

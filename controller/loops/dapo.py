@@ -8,7 +8,7 @@ so the clip only acts on the mismatch between trainer and generator.
 
 from dataclasses import dataclass
 
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.dynamic_sampling import sample_with_signal
 from rl.algorithms.shaping import not_truncated, shape_rewards, soft_overlong_punishment
@@ -24,7 +24,7 @@ class DAPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
     max_rounds: int = 4
-    """Times that a step samples prompts to replace groups without a signal. The step makes do with what it then has."""
+    """Times that a step samples prompts to replace groups without a signal. Then it uses the groups that it has."""
     overlong_cache: int = 0
     """Tokens before `sampling.max_tokens` over which a punishment grows to -1. With 0, completions that were cut off
     are not learned from."""

@@ -7,7 +7,7 @@ on its own answers: https://thinkingmachines.ai/blog/on-policy-distillation. Rew
 import asyncio
 from dataclasses import dataclass, replace
 
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
 from rl.advantages.kl import kl_from_generator
 from rl.algorithms.distillation import eval_kl, reverse_kl_advantages

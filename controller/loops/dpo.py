@@ -7,7 +7,7 @@ update, so no second model is held. `rl/algorithms/preferences.py` says why the 
 import functools
 from dataclasses import dataclass
 
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.algorithms import preferences as pairs
 from rl.checks import check_above_zero, check_at_least, check_known

@@ -6,7 +6,7 @@ policy that sampled it, and the loss is averaged over the tokens of the step (DA
 
 from dataclasses import dataclass
 
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import num_completion_tokens
 from rl.rollouts.episodes import group_to_data

@@ -1,4 +1,4 @@
-"""GRPO with rollouts that run ahead: the generator goes on sampling while the trainer learns.
+"""GRPO with rollouts that run ahead: the generator continues to sample while the trainer learns.
 
 Copy this page to write your own loop. Producer: one task per group of rollouts, in a `RolloutQueue`, which says who
 waits for whom. Consumer: the loop below. It trains on finished groups and pushes the new weights, and the generator
@@ -10,8 +10,8 @@ Everything else is as in `grpo`, and with `max_staleness` 0 every number is the 
 
 from dataclasses import dataclass, field
 
+from controller.launching.launcher import launch
 from controller.loops.grpo import GRPOConfig
-from controller.meshes.launch import launch
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import num_completion_tokens, policy_staleness
 from rl.checks import check_at_least

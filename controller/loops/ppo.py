@@ -1,4 +1,4 @@
-"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference: an advantage is the reward nobody expected.
+"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference.
 
 Copy this page to write your own loop. `warmup_steps` are the policy's: time for the critic to learn what to expect.
 """
@@ -6,7 +6,7 @@ Copy this page to write your own loop. `warmup_steps` are the policy's: time for
 import asyncio
 from dataclasses import dataclass, field
 
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
 from rl.losses import get_loss

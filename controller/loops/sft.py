@@ -7,7 +7,7 @@ whatever the length of its example.
 import functools
 from dataclasses import dataclass, replace
 
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.checks import check_at_least
 from rl.data.sources import Examples

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.supervised import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
@@ -60,7 +60,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ParityReport:
+class Parity:
     """The result of `measure_parity`."""
 
     mismatches: tuple[Mismatch, ...]
@@ -87,7 +87,7 @@ class ParityReport:
         return "\n".join([*lines, self.explanation])
 
 
-async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
+async def recipe_parity(config: Any, tell: Tell) -> Parity:
     """Measures parity with the model, trainer, generator, sampling and environment of a loop's configuration.
 
     `tell` hears what takes long. Raises ValueError if the recipe has no trainer or no generator, and as
@@ -96,7 +96,7 @@ async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]
     if missing:
         raise ValueError(f"a {type(config).__name__} has no {', '.join(missing)}: there are not two sides to compare")
-    from controller.hosts.allocations import kept_allocations
+    from controller.hosts.host_groups import kept_allocations
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 
@@ -119,11 +119,11 @@ async def measure_parity(
     sampling: SamplingParams,
     log_dir: Path,
     hosts: Hosts | None = None,
-) -> ParityReport:
+) -> Parity:
     """Starts trainer and generator, samples answers to the prompts and compares.
 
     `models` are the directories of the trainer's and the generator's model, `hosts` where they run. Raises ValueError
-    for a prompt that leaves no room in the context, and whatever the two raise as they start.
+    for a prompt that leaves no room in the context, and what trainer and generator raise as they start.
     """
     # The generator scores an answer by sampling one more token, for which most contexts have room of their own.
     room = generator.max_model_len - max(map(len, prompts)) - 1 + room_to_score(replace(generator, model=models[1]))
@@ -150,7 +150,7 @@ async def measure_parity(
     explanation = " ".join(
         [*compare_tokenizers(*models), explain(means, found.stepped.mean, adapter=trainer.lora is not None)]
     )
-    return ParityReport(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
+    return Parity(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 The loop has ended by then, and with it every process that it started. It begins again in the same controller, exactly
 as `ownloop run --resume` would begin it, so the metrics are those of a run without the failure. Where the trainers are
 whole, the last finished step was saved first (see steps.py). A run that has no checkpoint yet begins at step 1.
-Generators are replaced one by one while the loop goes on (see controller/meshes/generator_router.py) and end it only if
-they cannot be.
+Generators are replaced one by one while the loop continues (controller/handles/generator_router.py). They end it only
+if they cannot be.
 """
 
 import time
@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from controller.hosts.allocations import kept_allocations
-from controller.hosts.host_groups import run_hosts
-from controller.meshes.errors import MeshError
+from controller.hosts.host_groups import kept_allocations, run_hosts
+from controller.processes.errors import MeshError
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import Loop
-from rl.runs.folder import RunFolder
 
 
 async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rl.hf_config import read_config
 from rl.startup import without_garbage_collection
-from rl.transformers_import import hasten_transformers
+from rl.system.hf_config import read_config
 from rl.types import REASONING
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -25,7 +24,6 @@ def load_tokenizer(model: Path) -> Any:
     `AutoTokenizer` imports the code of transformers' models first, which takes four seconds of a processor while the
     trainer and the generator need it. Most directories name a class that can be loaded directly.
     """
-    hasten_transformers()
     with without_garbage_collection():
         import transformers
 

@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from rl.hardware import available_memory_bytes
+from rl.system.hardware import available_memory_bytes
 from rl.weights import copies as gpu_copies
 from rl.weights.gpu_sharing import GPUPart
 from rl.weights.versions import (

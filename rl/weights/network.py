@@ -24,7 +24,7 @@ from typing import Any, TypeVarTuple
 
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.messages import CAST_AHEAD, LinkAddress, Part, connect, cut_messages, send_messages
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, on_rank_0, own_rank, raise_on_every_rank

@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
-from rl.hardware import available_memory_bytes
+from rl.system.hardware import available_memory_bytes
 from rl.weights.buffer import BufferLocation, WeightBuffer, short_of_memory
 from rl.weights.messages import (
     LINK_TIMEOUT_S,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights import copies as gpu_copies
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.copies import Workers

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import REPOSITORY
-from controller.hosts.simulated import why_not
+from benchmarks.simulated_hosts import why_not
 from tests.rl.envs.sandbox.here import need
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from controller.meshes.adapters import POLICY, BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.handles.adapters import POLICY, BoundGenerator
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
 from rl.tiny_models import tiny_llama
@@ -172,7 +172,7 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "reference", reference)
     monkeypatch.setattr(Launcher, "generator", generator)
-    monkeypatch.setattr("rl.runs.plot.plot_curve", lambda *_, **__: None)
+    monkeypatch.setattr("controller.runs.plot.plot_curve", lambda *_, **__: None)
 
 
 async def _made(made: Any) -> Any:

@@ -22,7 +22,7 @@ from tests.waiting import wait_for_ends
 STARTED = """
 import asyncio
 from pathlib import Path
-from controller.meshes.launch import launch
+from controller.launching.launcher import launch
 from generator.config import GeneratorConfig
 from rl.tiny_models import SERVABLE, tiny_llama
 from rl.types import SamplingParams

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from controller.meshes.generator_handle import GeneratorHandle
-from controller.meshes.version_records import VersionRecords
+from controller.handles.generator_handle import GeneratorHandle
+from controller.handles.version_records import VersionRecords
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from controller.commands.processes import descendants
-from controller.meshes.errors import RequestTimeoutError
-from controller.meshes.generator_handle import GeneratorHandle
-from controller.meshes.generator_router import GeneratorRouter
-from controller.meshes.launch import Launcher, launch
+from controller.handles.generator_handle import GeneratorHandle
+from controller.handles.generator_router import GeneratorRouter
+from controller.launching.launcher import Launcher, launch
+from controller.processes.errors import RequestTimeoutError
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS, working

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from controller.commands.processes import descendants
-from controller.meshes.errors import MeshError
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
+from controller.processes.errors import MeshError
 from generator.config import GeneratorConfig
 from rl.types import AdamParams, Datum, SamplingParams
 from tests.generator.served_models import served_llama

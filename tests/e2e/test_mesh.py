@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controller.meshes.errors import DeadlineError, MeshError
-from controller.meshes.mesh import Mesh
-from rl.deadlines import Deadlines
+from controller.processes.errors import DeadlineError, MeshError
+from controller.processes.mesh import Mesh
+from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 from tests.waiting import has_ended, wait_for_ends, wait_for_line
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.e2e
 
 CONTROLLER = """
 import asyncio, pathlib, sys
-from controller.meshes.mesh import Mesh
-from rl.deadlines import Deadlines
+from controller.processes.mesh import Mesh
+from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 
 async def main():

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.handles.adapters import BoundGenerator
+from controller.launching.launcher import Launcher
 from controller.runs.mismatch import Comparison, compare, explain, measure_parity
 from generator.config import GeneratorConfig, LoRALimits
 from rl.data.supervised import text_to_datum

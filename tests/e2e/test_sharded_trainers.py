@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig
 from rl.losses import get_loss
 from rl.protocols import Generator, Trainer

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from controller.handles.run_files import RunFiles
+from controller.handles.trainer_handle import TrainerHandle
+from controller.handles.trainer_mesh import TrainerMesh
 from controller.hosts import files
-from controller.meshes.run_files import RunFiles
-from controller.meshes.trainer_handle import TrainerHandle
-from controller.meshes.trainer_mesh import TrainerMesh
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
-from tests.controller.meshes.other_hosts import ForgetfulHost, files_of
+from tests.controller.handles.other_hosts import ForgetfulHost, files_of
 from tests.meshes_in_process import meshes_in_process
 from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
@@ -159,7 +159,7 @@ def test_checkpoints_of_a_host_with_files_of_its_own_are_collected_while_trainin
 
 SCRIPT = """
 import asyncio, pathlib, sys, types
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from trainer.config import TrainerConfig

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.meshes.errors import MeshError
-from controller.meshes.generator_handle import GeneratorHandle
-from controller.meshes.mesh import Mesh
+from controller.handles.generator_handle import GeneratorHandle
+from controller.processes.errors import MeshError
+from controller.processes.mesh import Mesh
 from rl.types import Completion, SamplingParams
 from rl.weights.versions import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from controller.meshes.generator_handle import GeneratorHandle
-from controller.meshes.mesh import Mesh
-from controller.meshes.store import WeightStore
+from controller.handles.generator_handle import GeneratorHandle
+from controller.handles.store import WeightStore
+from controller.processes.mesh import Mesh
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams, WeightTransport
 from tests.e2e.publisher_actor import Publisher

@@ -1,6 +1,7 @@
 """A generator's configuration refuses what cannot be served, before anything starts."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from generator.config import GeneratorConfig, LoRALimits
 from generator.options import check_hardware, cpu_block_size, engine_options, generator_env
 from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 from tests.generator.served_models import served_llama
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_adapters_get_the_next_rank_that_vllm_knows_and_the_runner_that_is_corre
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:
-    source = "import sys, controller.meshes.generator_handle; assert 'vllm' not in sys.modules"
+    source = "import sys, controller.handles.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
@@ -170,3 +172,22 @@ def test_gpu_logic_the_environment_is_that_of_the_host_that_computes() -> None:
     config = GeneratorConfig(num_threads=3)
     assert "VLLM_CPU_OMP_THREADS_BIND" in generator_env(config, has_gpu=False)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in generator_env(config, has_gpu=True)
+
+
+MARKED = """
+import torch
+from torch._dynamo.utils import counters
+from vllm.model_executor.layers.vocab_parallel_embedding import get_masked_input_and_mask
+tokens, _ = get_masked_input_and_mask(torch.tensor([1, 5]), 0, 4, 0, 0, 0)
+print(tokens.tolist(), dict(counters["frames"]))
+"""
+
+
+@pytest.mark.seconds
+def test_functions_that_vllm_compiles_are_not_compiled_on_the_cpu(tmp_path: Path) -> None:
+    config = GeneratorConfig(model=served_llama(tmp_path / "served", tied=True))
+    env = {**os.environ, **generator_env(config, has_gpu=False)}
+    done = subprocess.run(
+        [sys.executable, "-c", MARKED], env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+    assert done.stdout.splitlines()[-1] == "[1, 0] {}"

@@ -3,14 +3,15 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import vllm._custom_ops as ops
 
 from generator import _cpu_packing
-from generator._cpu_packing import patch_packing
-from rl.hardware import has_fast_bfloat16
+from generator._cpu_packing import packed_layers, patch_packing
+from rl.system.hardware import has_fast_bfloat16
 from rl.weights.versions import WeightsError
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
@@ -124,3 +125,15 @@ def test_a_weight_that_cannot_be_packed_again_is_an_error(
 
 def _refuse(*_: object) -> None:
     raise RuntimeError("out of memory")
+
+
+def test_nothing_is_packed_before_it_is_multiplied_with(tmp_path: Path, build_engine: EngineFactory) -> None:
+    """A run's first pull would pack the same again."""
+    engine = build_engine(served_llama(tmp_path / "model", tied=True), "float32")
+    worker: Any = engine.llm.model_executor.driver_worker  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    layers = packed_layers(worker.get_model())
+    before = [vars(layer)["cpu_linear"] for layer in layers]
+    asyncio.run(greedy(engine))
+    assert before
+    assert packed_layers(worker.get_model()) == layers
+    assert not any(vars(layer)["cpu_linear"] is old for layer, old in zip(layers, before, strict=True))

@@ -9,7 +9,7 @@ from torch import nn
 
 from generator import copy_plan
 from generator.copy_plan import CopyPlan, CopyRecorder
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights import copies as gpu_copies
 from rl.weights.buffer import WeightBuffer
 from rl.weights.copies import Workers

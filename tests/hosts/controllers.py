@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from controller.hosts.connections import SETTINGS, apply
 from controller.hosts.host_groups import parse_groups
-from controller.hosts.settings import SETTINGS, apply
 
 apply(SETTINGS)
 
 from controller.hosts.cluster import Cluster  # noqa: E402
-from controller.meshes.errors import MeshError  # noqa: E402
-from controller.meshes.mesh import Mesh  # noqa: E402
+from controller.processes.errors import MeshError  # noqa: E402
+from controller.processes.mesh import Mesh  # noqa: E402
 from tests.e2e.toy_actor import Toy  # noqa: E402
 from tests.waiting import until  # noqa: E402
 

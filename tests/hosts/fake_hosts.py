@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.hosts.addresses import Address
+from controller.hosts.connections import Address
 from controller.hosts.host_agent import Beat, HostFacts, RankStates
 from controller.hosts.remote_host import Host
 

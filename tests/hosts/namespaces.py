@@ -1,4 +1,4 @@
-"""Several hosts on this machine, for tests: see `controller/hosts/simulated.py`."""
+"""Several hosts on this machine, for tests: see `benchmarks/simulated_hosts.py`."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.hosts.simulated import PORT, ROOT, Hosts, simulated_hosts, why_not
+from benchmarks.simulated_hosts import PORT, ROOT, Hosts, simulated_hosts, why_not
 
 __all__ = ["PORT", "ROOT", "Hosts", "hosts_on_one_machine", "why_not"]
 

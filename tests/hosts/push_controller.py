@@ -9,13 +9,13 @@ import asyncio
 import sys
 from pathlib import Path
 
-from controller.hosts.settings import SETTINGS, apply
+from controller.hosts.connections import SETTINGS, apply
 
 apply(SETTINGS)
 
+from controller.handles.store import WeightStore  # noqa: E402
 from controller.hosts.host_groups import WorkerHosts  # noqa: E402
-from controller.meshes.launch import Launcher  # noqa: E402
-from controller.meshes.store import WeightStore  # noqa: E402
+from controller.launching.launcher import Launcher  # noqa: E402
 from generator.config import GeneratorConfig  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 from trainer.config import TrainerConfig  # noqa: E402

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from controller.hosts.addresses import Address, listening, parse_address
+from controller.hosts.connections import Address, listening, parse_address
 from controller.hosts.host_groups import WorkerHosts, parse_groups
 from tests.hosts.stand_ins import free_ports
 

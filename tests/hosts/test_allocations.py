@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.hosts.addresses import Address
-from controller.hosts.allocations import kept_allocations, lease_of
 from controller.hosts.cluster import Cluster
-from controller.hosts.host_groups import Allocation, Groups, Tell
+from controller.hosts.connections import Address
+from controller.hosts.host_groups import Allocation, Groups, Tell, kept_allocations, lease_of
 from controller.hosts.remote_host import Host
 from tests.hosts.fake_hosts import fake_host
 from tests.waiting import run_virtual

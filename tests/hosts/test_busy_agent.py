@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from monarch.actor import this_host
 
+from controller.hosts.connections import Lifeline
 from controller.hosts.host_agent import HostAgent
-from controller.hosts.lifeline import Lifeline
 from controller.hosts.model_copies import ModelOffer
-from controller.meshes.mesh import ignore_unhandled_faults
+from controller.processes.mesh import ignore_unhandled_faults
 from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.e2e

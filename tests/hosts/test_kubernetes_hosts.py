@@ -13,13 +13,11 @@ import pytest
 import yaml
 
 from controller.commands.cli import main
-from controller.hosts.addresses import Address, accepts
 from controller.hosts.certificates import own_certificates
-from controller.hosts.starting import kubernetes_pods
-from controller.hosts.starting.kubernetes_hosts import KubernetesHosts
-from controller.hosts.starting.kubernetes_manifests import as_yaml, manifests
-from controller.hosts.starting.kubernetes_pods import Pods
-from controller.hosts.starting.run_certificates import worker_certificates
+from controller.hosts.connections import Address, accepts
+from controller.hosts.starting import kubernetes_hosts
+from controller.hosts.starting.kubernetes_hosts import KubernetesHosts, Pods, as_yaml, manifests
+from controller.hosts.starting.worker_starts import worker_certificates
 from tests.hosts.stand_ins import free_ports, install
 from tests.waiting import wait_for_end
 
@@ -210,7 +208,7 @@ def test_the_command_of_a_pod_is_a_worker_that_ends_with_the_run(
 ) -> None:
     """A kubelet of a few lines runs what was applied."""
     (cluster / "pods").write_text(pods(pod("t-0", "Running")))
-    real = kubernetes_pods.output_of
+    real = kubernetes_hosts.output_of
     running: list[subprocess.Popen[bytes]] = []
 
     async def apply(command: list[str], text: str, within_s: float) -> str:
@@ -224,7 +222,7 @@ def test_the_command_of_a_pod_is_a_worker_that_ends_with_the_run(
             running.append(subprocess.Popen(["sh", "-c", words], env={**os.environ, "JOB_COMPLETION_INDEX": "0"}))
         return await real(command, text, within_s)
 
-    monkeypatch.setattr(kubernetes_pods, "output_of", apply)
+    monkeypatch.setattr(kubernetes_hosts, "output_of", apply)
 
     async def run() -> None:
         allocation = KubernetesHosts({"trainer": 1}, image="x", port=free_ports()).allocation(print)

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from controller.hosts.lifeline import Lifeline, hold
+from controller.hosts.connections import Lifeline, hold
 from tests.hosts.namespaces import hosts_on_one_machine
 from tests.waiting import LIMIT_S, wait_for_end, wait_for_line
 
 CONTROLLER = """
 import sys, time
-from controller.hosts.lifeline import Lifeline
+from controller.hosts.connections import Lifeline
 lifelines = [Lifeline(sys.argv[1]) for _ in range(4)]
 print(*(lifeline.end[1] for lifeline in lifelines), flush=True)
 time.sleep(1000)
 """
 AGENT = """
 import sys, threading
-from controller.hosts.lifeline import hold
+from controller.hosts.connections import hold
 ended = threading.Event()
 hold((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), ended.set)
 print("held", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.hosts import host_models
+from controller.hosts import other_hosts
 from controller.hosts.model_copies import ModelOffer, ModelServer, check_same_model, model_files, receive_model
 from tests.hosts.fake_hosts import FakeAgent, fake_host
 
@@ -93,7 +93,7 @@ def test_a_model_that_has_no_room_is_refused_before_anything_is_sent(tmp_path: P
 
 def test_two_meshes_of_a_host_make_one_copy(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, host, told = tmp_path / "there", fake_host("n1"), list[str]()
-    monkeypatch.setattr(host_models, "own_address_towards", lambda _: HERE)
+    monkeypatch.setattr(other_hosts, "own_address_towards", lambda _: HERE)
 
     class OtherPlace(FakeAgent):
         """A host whose filesystem is below `there`."""
@@ -111,10 +111,10 @@ def test_two_meshes_of_a_host_make_one_copy(model: Path, tmp_path: Path, monkeyp
 
     async def both() -> None:
         files = model_files(model)
-        await asyncio.gather(*(host_models.ensure_model(host, model, files, told.append) for _ in range(2)))
+        await asyncio.gather(*(other_hosts.ensure_model(host, model, files, told.append) for _ in range(2)))
         (there / "config.json").write_text("[]")
         with pytest.raises(ValueError, match=r"another one than the controller's: config\.json differ"):
-            await host_models.ensure_model(host, model, files, told.append)
+            await other_hosts.ensure_model(host, model, files, told.append)
 
     asyncio.run(both())
     assert told == ["copying the model model to n1: 0.02 GB"]

@@ -6,55 +6,57 @@ from pathlib import Path
 import pytest
 
 from controller.hosts import cluster
-from controller.hosts.addresses import Address
-from controller.hosts.bandwidth import open_server, read_from
 from controller.hosts.cluster import Cluster, different_versions
+from controller.hosts.connections import Address, open_server, read_from
 from controller.hosts.host_groups import WorkerHosts
 from controller.hosts.remote_host import Host, HostError
-from controller.meshes.errors import HostLostError
-from controller.meshes.seats import Seats
+from controller.launching.assignments import Assignments
+from controller.processes.errors import HostLostError
 from generator.config import GeneratorConfig
 from tests.hosts.fake_hosts import fake_host
 from tests.waiting import run_virtual
 from trainer.config import TrainerConfig
 
 
-def seats(**groups: tuple[Host, ...]) -> Seats:
+def assignments(**groups: tuple[Host, ...]) -> Assignments:
     """Those of a cluster with these groups."""
-    made = Seats()
+    made = Assignments()
     made.use(Cluster(groups, {}, "me", 20.0))
     return made
 
 
 def test_ranks_are_spread_evenly_with_the_gpus_and_the_interface_of_each_host() -> None:
     hosts = (fake_host("n1", gpus="0123"), fake_host("n2", gpus="4567"))
-    seat = seats(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=4))
-    assert seat.hosts is not None
-    assert [seat.hosts.coordinates(rank, 4) for rank in (1, 2)] == [{"hosts": 0, "gpus": 1}, {"hosts": 1, "gpus": 0}]
+    assignment = assignments(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=4))
+    assert assignment.hosts is not None
+    assert [assignment.hosts.coordinates(rank, 4) for rank in (1, 2)] == [
+        {"hosts": 0, "gpus": 1},
+        {"hosts": 1, "gpus": 0},
+    ]
     logs = [Path(f"/run/logs/trainer-{rank}.log") for rank in range(4)]
-    env = [seat.hosts.env(rank, logs) for rank in range(4)]
+    env = [assignment.hosts.env(rank, logs) for rank in range(4)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["0,1", "0,1", "4,5", "4,5"]
     assert {each["GLOO_SOCKET_IFNAME"] for each in env} == {"eth1"}
-    assert seat.hosts.log_file(3, logs) == Path("/tmp/logs/trainer-3.log")
+    assert assignment.hosts.log_file(3, logs) == Path("/tmp/logs/trainer-3.log")
 
 
 def test_roles_without_a_group() -> None:
-    made = seats(trainer=(fake_host("n1"),))
+    made = assignments(trainer=(fake_host("n1"),))
     reference = made.trainer("reference", TrainerConfig())
     assert reference.hosts is not None
     assert reference.hosts.hosts[0].name == "n1"
     assert made.generators("generator", GeneratorConfig())[0].hosts is None
     assert made.has_gpu("generator", is_trainer=False) is None
-    mixed = seats(trainer=(fake_host("n1", gpus=("0",)), fake_host("n2")))
+    mixed = assignments(trainer=(fake_host("n1", gpus=("0",)), fake_host("n2")))
     with pytest.raises(ValueError, match="hosts of 'trainer' are n1, n2, and n2 has no GPU; all hosts of a mesh must"):
         mixed.trainer("trainer", TrainerConfig(data_parallel_shard=2))
 
 
 def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:
     hosts = (fake_host("n1", gpus="0"), fake_host("n2", gpus="01"))
-    made, config = seats(generator=hosts), GeneratorConfig(num_replicas=2)
+    made, config = assignments(generator=hosts), GeneratorConfig(num_replicas=2)
     first, second = made.generators("generator", config)
-    assert [seat.hosts and seat.hosts.names for seat in (first, second)] == ["n1", "n2"]
+    assert [assignment.hosts and assignment.hosts.names for assignment in (first, second)] == ["n1", "n2"]
     assert asyncio.run(made.replaced(first, "generator", 0, config)) is first
     hosts[0].lose("it is gone")
     moved = asyncio.run(made.replaced(first, "generator", 0, config))
@@ -66,15 +68,15 @@ def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:
 def test_a_host_that_is_lost_is_left_out_if_the_ranks_fit_on_the_others() -> None:
     hosts = (fake_host("n1", gpus="01"), fake_host("n2", gpus="01"))
     hosts[0].lose("it is gone")
-    made = seats(trainer=hosts)
+    made = assignments(trainer=hosts)
     with pytest.raises(ValueError, match=r"on host n2: 'trainer' needs 4 GPUs"):
         made.trainer("trainer", TrainerConfig(data_parallel_shard=4))
-    seat = seats(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=2))
-    assert seat.hosts is not None
-    assert seat.hosts.names == "n2"
+    assignment = assignments(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=2))
+    assert assignment.hosts is not None
+    assert assignment.hosts.names == "n2"
     hosts[1].lose("it is gone too")
     with pytest.raises(HostLostError, match="no host is left"):
-        seats(trainer=hosts).trainer("trainer", TrainerConfig())
+        assignments(trainer=hosts).trainer("trainer", TrainerConfig())
 
 
 @pytest.mark.parametrize(
@@ -90,14 +92,14 @@ def test_a_host_that_is_lost_is_left_out_if_the_ranks_fit_on_the_others() -> Non
     ],
 )
 def test_what_does_not_fit_is_refused(group: str, config: TrainerConfig | GeneratorConfig, message: str) -> None:
-    made = seats(**{group: (fake_host("n1"), fake_host("n2"))})
+    made = assignments(**{group: (fake_host("n1"), fake_host("n2"))})
     with pytest.raises(ValueError, match=message):
         made.trainer(group, config) if isinstance(config, TrainerConfig) else made.generators(group, config)
 
 
 def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
     n1, n2 = fake_host("n1"), fake_host("n2")
-    apart, together = seats(trainer=(n1,), generator=(n2,)), seats(trainer=(n1,), generator=(n1,))
+    apart, together = assignments(trainer=(n1,), generator=(n2,)), assignments(trainer=(n1,), generator=(n1,))
     assert (apart.transport("auto"), together.transport("auto")) == ("auto", "auto")
     with pytest.raises(ValueError, match="'shared_memory', and trainer and generator are on several hosts"):
         apart.transport("shared_memory")
@@ -111,7 +113,7 @@ def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
 
 def test_every_host_with_generators_receives_weights() -> None:
     n1, n2, n3 = fake_host("n1"), fake_host("n2"), fake_host("n3")
-    made = seats(trainer=(n1,), generator=(n2,), judge=(n3,))
+    made = assignments(trainer=(n1,), generator=(n2,), judge=(n3,))
     made.generators("generator", GeneratorConfig())
     assert [host.name for host in made.generator_hosts()] == ["n2"]
     made.generators("judge", GeneratorConfig())

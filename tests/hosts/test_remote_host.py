@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from controller.hosts import remote_host
-from controller.hosts.addresses import Address
+from controller.hosts.connections import Address
 from controller.hosts.host_agent import RankStates
+from controller.hosts.other_hosts import RemoteRanks
 from controller.hosts.remote_host import Host, HostError
-from controller.hosts.remote_ranks import RemoteRanks
-from controller.meshes.calls import Calls, ProcessDiedError
-from controller.meshes.errors import HostLostError, MeshError
-from rl.deadlines import Deadlines
+from controller.processes.calls import Calls, ProcessDiedError
+from controller.processes.errors import HostLostError, MeshError
+from rl.system.deadlines import Deadlines
 from tests.hosts.fake_hosts import fake_host, listener
 from tests.waiting import VirtualLoop, run_virtual
 

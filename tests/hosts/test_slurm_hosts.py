@@ -8,12 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controller.hosts.addresses import Address, accepts
+from controller.hosts.connections import Address, accepts
 from controller.hosts.host_groups import Groups
-from controller.hosts.starting.slurm_hosts import SlurmHosts
-from controller.hosts.starting.slurm_jobs import Times
+from controller.hosts.starting.slurm_hosts import SlurmHosts, Times
 from controller.hosts.starting.slurm_workers import NewJob, OwnAllocation
-from controller.meshes.errors import HostsOverError
+from controller.processes.errors import HostsOverError
 from tests.hosts.slurm_stand_in import scripts
 from tests.hosts.stand_ins import free_ports, install, running
 from tests.waiting import until

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controller.hosts.addresses import accepts
+from controller.hosts.connections import accepts
 from controller.hosts.starting.ssh_hosts import SshHosts
 from tests.hosts.stand_ins import SSH, free_ports, install, running
 from tests.waiting import LIMIT_S, has_ended, until

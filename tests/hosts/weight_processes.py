@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.messages import LinkAddress
 from rl.weights.network import NetworkReceiver
 from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingHost, ReceivingProcess

@@ -1,14 +1,13 @@
 """Garbage collection while a process starts."""
 
 import gc
-import os
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 
-from rl.startup import import_for_good, import_patiently, without_garbage_collection, without_walking_what_exists
+from rl.startup import import_for_good, without_garbage_collection, without_walking_what_exists
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,16 +70,3 @@ def test_what_existed_before_the_block_is_collected_after_it() -> None:
         assert before() is not None
     gc.collect()
     assert before() is None
-
-
-def test_a_patient_import_leaves_this_thread_its_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "import os, threading\nnice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())\n"
-    (tmp_path / "patient_module.py").write_text(source)
-    (tmp_path / "broken_module.py").write_text("raise ValueError('broken')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with pytest.raises(ValueError, match="broken"):
-        import_patiently(["patient_module", "broken_module", "never_imported"])
-    assert sys.modules.pop("patient_module").nice == max(before, 10)  # who is patient already stays so
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    import_patiently(["json"])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
-from controller.gateway.child_server import Server, served
+from controller.server.child_server import Server, served
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.tinker.datasets_here import HUB_MODEL
 

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from controller.gateway.child_server import Server
 from controller.runs.locked_environment import locked_python
+from controller.server.child_server import Server
 from tests.waiting import LIMIT_S, wait_for_end, wait_until
 
 LOCK = Path(__file__).parent.parent.parent / "requirements" / "tinker.lock"

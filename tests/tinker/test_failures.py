@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.gateway.child_server import Server, served, start, stop
+from controller.server.child_server import Server, served, start, stop
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.e2e.cli_runs import process_of
 from tests.tinker.conftest import FLOAT32, tiny_chat_model

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.child_server import served
+from controller.server.child_server import served
 from rl.tiny_models import SERVABLE, tiny_llama
-from tests.controller.gateway.fuzzing import Known, Sender, check_many, requests
-from tests.controller.gateway.sdk import datum, scores
+from tests.controller.server.fuzzing import Known, Sender, check_many, requests
+from tests.controller.server.sdk import datum, scores
 from tests.tinker.conftest import FLOAT32
 from tests.waiting import LIMIT_S
 

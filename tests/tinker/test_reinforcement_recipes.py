@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.child_server import Server
+from controller.server.child_server import Server
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_questions
 from tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe

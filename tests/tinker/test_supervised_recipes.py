@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.child_server import Server
 from controller.runs.locked_environment import locked_python
+from controller.server.child_server import Server
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
 from tests.tinker.recipes import CHAT_FORMAT, LOCK, begin_recipe, kill_recipe, metric, run_recipe, wait_for_checkpoints

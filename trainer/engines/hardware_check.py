@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from rl.hardware import sees_gpu
+from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 
 

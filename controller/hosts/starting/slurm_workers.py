@@ -14,18 +14,16 @@ import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from controller.hosts.addresses import Address, own_address_towards
+from controller.hosts.connections import Address, Lifeline, own_address_towards
 from controller.hosts.host_groups import Groups, Tell
-from controller.hosts.lifeline import Lifeline
-from controller.hosts.starting.run_certificates import worker_certificates
-from controller.hosts.starting.slurm_hosts import SlurmHosts
-from controller.hosts.starting.slurm_jobs import (
+from controller.hosts.starting.slurm_hosts import (
     CERTIFICATES,
     LIFELINE,
     OUTPUT,
     READY,
     SCRIPT,
     JobState,
+    SlurmHosts,
     Times,
     batch_script,
     cancel,
@@ -35,9 +33,15 @@ from controller.hosts.starting.slurm_jobs import (
     submit,
     worker_script,
 )
-from controller.hosts.starting.worker_starts import WorkerOutput, environment, until_it_accepts, worker_command
-from controller.meshes.errors import HostsOverError
-from rl.cache import cache_directory
+from controller.hosts.starting.worker_starts import (
+    WorkerOutput,
+    environment,
+    until_it_accepts,
+    worker_certificates,
+    worker_command,
+)
+from controller.processes.errors import HostsOverError
+from rl.system.disk import cache_directory
 
 _END_S = 3.0
 

@@ -1,19 +1,29 @@
-"""Workers that a run starts itself: their command line, and what their output says about where they listen.
+"""Workers that a run starts itself: their command, their certificates, and what they print about where they listen.
 
-Such a worker holds the run's lifeline, so it ends with the controller, however that ends.
+Such a worker holds the run's lifeline, so it ends with the controller, however that ends. Its certificate comes from an
+authority that this process makes for this run alone. The authority's folder is in memory. It is removed when the
+process ends; what a killed process left is removed by the next one.
+
+Programs of a cluster, such as `sbatch` or `kubectl`, are the user's own and run as the user would run them.
 """
 
 import asyncio
+import contextlib
+import functools
+import ipaddress
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from controller.hosts.addresses import Address, accepts, parse_address
-from controller.hosts.settings import forwarded_env
+from controller.hosts.certificates import make_certificates
+from controller.hosts.connections import Address, accepts, forwarded_env, is_loopback, parse_address
+from rl.system.disk import OwnedFolder
 
 _LISTENING = re.compile(r"listening on (?P<address>\S+://\S+) \(process \d+\)")
 _ENDED = re.compile(r"worker on (?P<node>\S+) ended with status (?P<status>\d+)")
@@ -87,3 +97,80 @@ async def until_it_accepts(
                 raise ValueError("no worker has begun to listen in time")
             raise ValueError(f"its worker listens on {found}, and cannot be reached there; does a firewall allow it?")
         await asyncio.sleep(_POLL_S)
+
+
+_LAST_CHARACTERS = 2000
+
+
+async def output_of(command: Sequence[str], text: str = "", within_s: float = 30.0) -> str:
+    """What a program prints, given `text` on its standard input.
+
+    Raises ValueError, with its output, if it fails, if it takes too long, and if there is no such program.
+    """
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]!r} here; it is needed for these hosts")
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(text.encode()), within_s)
+    except TimeoutError:
+        raise ValueError(f"`{shlex.join(command)}` has not ended within {within_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode:
+        said = (errors or output).decode(errors="replace").strip()[-_LAST_CHARACTERS:]
+        raise ValueError(f"`{shlex.join(command)}` ended with status {process.returncode}: {said or 'it said nothing'}")
+    return output.decode(errors="replace")
+
+
+class WithRunCertificates:
+    """Hosts on which the run starts the workers, so their certificates are made for it."""
+
+    __slots__ = ()
+
+    tls: bool
+
+    @property
+    def certs(self) -> Path | None:
+        """The folder of the controller's certificate; None without TLS."""
+        return controller_certificates() if self.tls else None
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the workers have TLS."""
+        return self.tls
+
+
+def controller_certificates() -> Path:
+    """The folder with the certificate of this process. It is for every address of this host."""
+    import psutil
+
+    found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    own = sorted(filter(_is_usable, found), key=lambda ip: (is_loopback(ip), ip))
+    return _made(",".join(own), "controller")
+
+
+def worker_certificates(host: str) -> Path:
+    """The folder with the certificate of a worker on this host, as the controller calls it."""
+    return _made(host, "workers")
+
+
+@functools.cache
+def _folder() -> OwnedFolder:
+    return OwnedFolder("ownloop-certs-", in_memory=True)
+
+
+@functools.cache
+def _made(names: str, kind: str) -> Path:
+    (own,) = make_certificates(_folder().path, [names], below=kind)
+    return own
+
+
+def _is_usable(address: str) -> bool:
+    try:
+        return not ipaddress.ip_address(address).is_link_local
+    except ValueError:  # a MAC address, or an IPv6 address of one interface
+        return False

@@ -10,7 +10,7 @@ from controller.commands.serve import configuration
 from rl.tiny_models import tiny_llama
 
 pytest.importorskip("tinker")
-from controller.gateway.serving import held
+from controller.server.serving import held
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.meshes.adapters import BoundGenerator
-from controller.meshes.launch import Launcher
+from controller.handles.adapters import BoundGenerator
+from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer

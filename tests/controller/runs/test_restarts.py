@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from controller.hosts.host_groups import WorkerHosts
-from controller.meshes.errors import DeadlineError, MeshError
-from controller.meshes.launch import Launcher
+from controller.launching.launcher import Launcher
+from controller.processes.errors import DeadlineError, MeshError
 from controller.runs import Console, LoopConfig, RunFolder
 from controller.runs.restarts import RestartLimit, run_with_restarts
 from trainer.config import TrainerConfig

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from controller.meshes.errors import TrainingStoppedError
+from controller.processes.errors import TrainingStoppedError
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.protocols import Trainer
 from rl.types import Completion, Group, Rollout, Turn

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from controller.meshes.errors import MeshError
+from controller.processes.errors import MeshError
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.protocols import Trainer
 from tests.controller.runs.test_checkpoints import FileTrainer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.messages import LinkAddress
 from rl.weights.network import NetworkReceiver
 from rl.weights.receiving_process import RECEIVERS_KEY, Call, ReceivingHost, ReceivingProcess

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.hardware import available_memory_bytes, host_identity
+from rl.system.hardware import available_memory_bytes, host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
 from rl.weights.versions import (
     Manifest,

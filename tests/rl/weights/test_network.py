@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights import receiving_process
 from rl.weights.messages import Link, Message, Values
 from rl.weights.receiving_process import ReceivingProcess

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.buffer import WeightBuffer
 from rl.weights.messages import Link
 from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingProcess

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.hardware import host_identity
+from rl.system.hardware import host_identity
 from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
 from rl.weights.versions import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rl.checks import first_names
-from rl.model_files import stored_shapes
+from rl.system.model_files import stored_shapes
 from rl.types import Head
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.pytorch.hf_weights import VALUE_HEAD

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.hardware import available_memory_bytes
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES, LoRAConfig, tensor_name
+from rl.system.hardware import available_memory_bytes
 from trainer.engines.pytorch.low_rank import Adaptable, LowRank
 
 # A parameter, its gradient and its two moments, in float32.

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from rl.data.packing import Document
-from rl.hardware import has_fast_bfloat16
+from rl.system.hardware import has_fast_bfloat16
 from trainer.engines.pytorch.attention_plan import AttentionPlan, plan_attention
 from trainer.engines.pytorch.block_attention import block_attention
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from rl.model_files import weight_files
+from rl.system.model_files import weight_files
 
 VALUE_HEAD = "score.weight"
 """Name of a value head's parameter, [1, dim]. transformers' sequence classifiers use it, and reward models are

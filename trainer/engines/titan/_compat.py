@@ -4,10 +4,8 @@
 """
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Generator
-from importlib import import_module
+from collections.abc import Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,34 +29,6 @@ def prepare_torchtitan() -> None:
     # Reason: without an accelerator torchtitan assumes "cuda" at import, and its other modules copy the two names.
     # Remove when `get_device_info` falls back to the CPU.
     utils.device_type, utils.device_module = "cpu", torch.cpu
-    # Reason: torchtitan compiles flex attention where it defines it, and `torch.compile` imports the whole compiler,
-    # which takes seconds. On the CPU nothing calls it but a test.
-    # Remove when `import torchtitan.models.common.attention` leaves `torch._inductor.lowering` alone.
-    with compiled_when_called():
-        import_module("torchtitan.models.common.attention")
-
-
-@contextlib.contextmanager
-def compiled_when_called() -> Generator[None]:
-    """Within the block, a function that is handed to `torch.compile` is compiled when it is first called."""
-    compiler = torch.compile
-
-    def deferred(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        @functools.cache
-        def compiled() -> Callable[..., Any]:
-            return compiler(function, **options)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
-
-        return call
-
-    torch.compile = deferred
-    try:
-        yield
-    finally:
-        torch.compile = compiler
 
 
 @contextlib.contextmanager
@@ -76,4 +46,4 @@ def without_torchtitans_loop() -> Generator[None]:
         yield
     finally:
         if loaded is stand_in:
-            del sys.modules[_LOOP]  # whoever imports it next gets torchtitan's own
+            del sys.modules[_LOOP]  # the next import gets torchtitan's own

@@ -1,0 +1,142 @@
+"""TorchStore for one run: the directory of published weights, and their transport where memory is not shared.
+
+Every store has a name of its own, under which trainer and generator processes look it up through Monarch. So a process
+may have several stores at a time, and one that could not be ended leaves the next ones alone.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the import would load torch
+    pass
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torchstore
+from monarch.actor import endpoint, get_or_spawn_controller
+from torchstore.controller import Controller, StorageInfo
+from torchstore.transport.pipe import Request
+
+from controller.handles.weight_receivers import GeneratorHost, WeightReceivers
+from controller.processes.errors import DeadlineError
+from controller.processes.mesh import Mesh
+from controller.processes.place import Place
+
+_VOLUME = "torchstore.storage_volume:StorageVolume"
+_START_S = 60.0
+
+
+class AsyncController(Controller):
+    """TorchStore's directory actor with all of its endpoints asynchronous.
+
+    TorchStore 0.1.2 mixes synchronous and asynchronous endpoints in one actor, which Monarch refuses since 0.2
+    ("Controller mixes both async and sync endpoints").
+
+    Remove when TorchStore's own `Controller` can be spawned; `tests/controller/handles/test_store.py` fails then.
+    """
+
+    @endpoint
+    async def get_controller_strategy(self) -> torchstore.TorchStoreStrategy:
+        """How keys are distributed over volumes."""
+        return _method(Controller.get_controller_strategy)(self)
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
+        """The volumes that hold a key."""
+        return _method(Controller.locate_volumes)(self, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
+        """Notes that a volume holds a key."""
+        _method(Controller.notify_put)(self, key, request, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        """All keys, or only the ones with this `prefix`."""
+        return _method(Controller.keys)(self, prefix)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        """Notes that a volume no longer holds a key."""
+        _method(Controller.notify_delete)(self, key, storage_volume_id)
+
+
+def _method(of_endpoint: Any) -> Any:
+    """The plain function that an `@endpoint` wraps."""
+    return of_endpoint._method
+
+
+class WeightStore:
+    """A running TorchStore with one storage volume in its own process."""
+
+    def __init__(self, name: str, mesh: Mesh, directory: Any, receivers: WeightReceivers, teardown_s: float) -> None:
+        """Use `launch`."""
+        self.name = name
+        self.mesh = mesh
+        self._directory = directory
+        self.receivers = receivers
+        self._teardown_s = teardown_s
+        self._is_down = False
+
+    @classmethod
+    async def launch(
+        cls,
+        log_dir: Path,
+        name: str | None = None,
+        *,
+        hosts: Place | None = None,
+        generator_hosts: Callable[[], Sequence[GeneratorHost]] = list,
+        teardown_s: float = 5.0,
+    ) -> "WeightStore":
+        """Starts the directory, the volume's process on `hosts` or else on this host, and receiving processes.
+
+        `name` must be new to this process; by default it is made up. `generator_hosts` returns the hosts that weights
+        have to be sent to now. `stop` waits `teardown_s` for the directory.
+        """
+        name = name or f"weights-{uuid.uuid4().hex}"
+        env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+        strategy = torchstore.SingletonStrategy()
+        mesh = await Mesh.spawn(
+            "store", _VOLUME, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir, hosts=hosts
+        )
+        try:
+            async with asyncio.timeout(_START_S):
+                directory = await get_or_spawn_controller(name, AsyncController)
+            await mesh.answer(
+                directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors), "start"
+            )
+        except TimeoutError:
+            await mesh.stop()
+            raise DeadlineError("store", f"its directory did not start within {_START_S:g} s", verb="start") from None
+        except BaseException:
+            await mesh.stop()
+            raise
+        store = cls(name, mesh, directory, WeightReceivers(log_dir, generator_hosts, name), teardown_s)
+        try:
+            await store.receivers.start()
+        except BaseException:
+            await store.stop()
+            raise
+        return store
+
+    async def stop(self) -> None:
+        """Forgets every key and ends the processes. May be called again."""
+        await self.receivers.stop()
+        torchstore.reset_client(self.name)
+        if not self._is_down:
+            self._is_down = True
+            await self._tear_down()
+        await self.mesh.stop()
+
+    async def _tear_down(self) -> None:
+        """Has the directory forget every key. A failure is only printed: no other store has this one's name."""
+        try:
+            async with asyncio.timeout(self._teardown_s):
+                await self.mesh.answer(self._directory.teardown.call(), "stop")
+        except TimeoutError:
+            print(f"store: its directory did not forget its keys within {self._teardown_s:g} s", flush=True)
+        except Exception as error:  # its process may have died
+            print(f"store: its directory could not forget its keys: {type(error).__name__}: {error}", flush=True)

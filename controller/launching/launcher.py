@@ -1,0 +1,323 @@
+"""Starts the processes that a loop needs, and ends them however the loop ends."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from controller.handles.adapters import POLICY, BoundGenerator, check_lora, check_same_base
+from controller.handles.colocated import SharedGPUs, Side
+from controller.handles.offline import OfflineGeneratorConfig, offline_generator
+from controller.handles.replicas import Stoppable
+from controller.handles.version_records import VersionRecords
+from controller.hosts.host_groups import Hosts
+from controller.launching.assignments import Assignment, Assignments
+from generator.config import GeneratorConfig
+from rl.lora import LoRAConfig
+from rl.protocols import Generator, Trainer
+from rl.startup import without_garbage_collection
+from rl.system.timeline import report_progress
+from trainer.config import TrainerConfig
+
+if TYPE_CHECKING:  # the imports would load torch and Monarch
+    from controller.handles.store import WeightStore
+    from controller.handles.trainer_handle import TrainerHandle
+    from controller.processes.mesh import Mesh
+    from trainer.engines.model_check import ModelLimits
+
+Config = TypeVar("Config", TrainerConfig, GeneratorConfig)
+T = TypeVar("T")
+
+_OTHERS_FIRST_S = 0.02  # in which the processes of a trainer and a generator, which take longer, are started
+
+
+@asynccontextmanager
+async def launch(
+    model: Path, trainer: TrainerConfig, generator: GeneratorConfig, log_dir: Path, hosts: Hosts | None = None
+) -> AsyncGenerator[tuple[Trainer, Generator]]:
+    """Starts a model's trainer and generator side by side; their processes end with the block.
+
+        async with launch(model, config.trainer, config.generator, log_dir, config.hosts) as (trainer, generator):
+            ...
+
+    A loop that needs other or more processes uses `Launcher`, and may expect the same errors.
+    """
+    async with Launcher(log_dir, hosts) as launcher:
+        starts = launcher.trainer(model, trainer, generator=generator), launcher.generator(model, generator)
+        yield await asyncio.gather(*starts)
+
+
+class Launcher:
+    """Starts any number of trainers and generators. All of their processes have ended when its block is left.
+
+        async with Launcher(log_dir, config.hosts) as launcher:
+            trainer, reference, generator = await asyncio.gather(
+                launcher.trainer(model, config.trainer, generator=config.generator),
+                launcher.reference(model, config.trainer),
+                launcher.generator(model, config.generator),
+            )
+
+    A call checks its arguments at once and takes the host's next free GPUs; the processes start with the next await.
+    So several calls before an await are all checked before any process starts. A start that fails raises its error
+    where it is awaited, and leaving the block cancels the other starts. Names appear in log file names and errors.
+
+    If `TrainerConfig.lora` is set, a trainer is an adapter named "policy" over the frozen model, and so is what its
+    generator samples from.
+    """
+
+    def __init__(self, log_dir: Path, hosts: Hosts | None = None, *, beside: "Launcher | None" = None) -> None:
+        """The output of the processes goes to `<log_dir>/<name>-<rank>.log`. Without `hosts` they run on this host.
+
+        A mesh runs on the group of hosts that has its name. Entering the block raises ValueError for hosts that cannot
+        be used. `beside` is a running launcher whose GPUs, hosts and weight store this one shares; its trainer may push
+        too.
+        """
+        self._root: Launcher = self if beside is None else beside._root
+        self._log_dir = log_dir
+        self._hosts = hosts
+        self._assignments = Assignments(None if beside is None else beside._assignments)
+        self._starts: list[asyncio.Task[Any]] = []
+        self._num_named = self._num_ready = 0  # trainers and generators: all, and started ones
+        self._running: list[Stoppable] = []
+        self._store_name = f"weights-{uuid.uuid4().hex}"
+        self._store: asyncio.Task[WeightStore] | None = None
+        self._running_store: WeightStore | None = None
+        self._pushing_mesh: Mesh | None = None
+        self._pushing_trainer: str | None = None
+        self._version_records = VersionRecords()
+        self._gpus = SharedGPUs()
+        self._bases: list[tuple[Path, TrainerConfig, asyncio.Task[Trainer]]] = []
+        self._pushed_base: Path | None = None  # of adapters that are pushed and pulled
+        self._trainers: dict[str, tuple[TrainerHandle, Callable[[], Coroutine[Any, Any, TrainerHandle]]]] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._assignments.connect(self._hosts)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for start in self._starts:
+            start.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*(running.stop() for running in self._running))
+        self._assignments.give_back()
+        if self._hosts is not None:
+            await self._assignments.disconnect()
+
+    def trainer(
+        self,
+        model: Path,
+        config: TrainerConfig,
+        *,
+        name: str = "trainer",
+        generator: GeneratorConfig | None = None,
+    ) -> "asyncio.Task[Trainer]":
+        """Starts a trainer: the policy or, under another `name`, its critic, its reference or its teacher.
+
+        Weights are pushed in the dtype of `generator`, which pulls them; without it they cannot be pushed. Only one
+        trainer can push: its optimizer steps number the versions. Its GPUs are `config.gpus`, by default the next free.
+        With `config.lora` it is an adapter over the model; `Trainer.adapter` makes further ones.
+
+        Raises ValueError if the model cannot be trained, or not in this layout, if the name is taken, for a second
+        trainer that pushes, for too few GPUs, and if trainer and generator do not fit: one has adapters and the other
+        has not, or the rank is too high.
+        """
+        config = _with_model(config, model)
+        if generator is not None:
+            self._check_pushing(name)
+            _with_model(generator, model).check_model()
+            check_lora(config, generator)
+            self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
+        # Imported here, because it may load torch: other mistakes in a recipe should not have to wait for that.
+        from trainer.engines.model_check import check_model
+
+        # Other hosts are asked for their hardware when the trainer starts.
+        is_here = self._assignments.has_gpu(name, is_trainer=True) is None
+        limits = check_model(config if is_here else replace(config, compile=False, float8="none"))
+        assignment = self._assignments.trainer(name, config)
+        if generator is not None:
+            self._weight_store()
+            self._pushing_trainer = name
+        start = partial(self._launch_trainer, config, generator, name, limits, assignment)
+        base = self._begin(self._in_phase("train", config, start), name)
+        if config.lora is None:
+            return base
+        self._bases.append((model, config, base))
+        return self._begin(_adapter(base, config.lora))
+
+    def reference(self, model: Path, config: TrainerConfig, *, name: str = "reference") -> "asyncio.Task[Trainer]":
+        """The model before training, to compute log-probs with.
+
+        If the policy is an adapter, this is the frozen model of its trainer, which takes no more memory. Otherwise a
+        second trainer is started, with a frozen model.
+
+        Raises ValueError as `trainer` does, and if `config.lora` is set and no trainer was started with `config`.
+        """
+        if config.lora is None:
+            return self.trainer(model, replace(config, frozen=True), name=name)
+        config = _with_model(config, model)
+        for trained, as_configured, base in self._bases:
+            if (trained, as_configured) == (model, config):
+                return self._begin(_shared(base))
+        raise ValueError(
+            "reference: with `lora` it is the frozen model of the policy's trainer, and no trainer was started with "
+            "this model and configuration; call `trainer` first, or leave `lora` out of the reference's configuration"
+        )
+
+    async def restart_trainer(self, name: str = "trainer") -> "TrainerHandle":
+        """Starts a trainer in place of one whose processes died, as that one began: without its adapters and steps.
+
+        Other processes of this launcher live on. Handles of the dead trainer keep raising `MeshError`.
+        """
+        dead, start = self._trainers[name]
+        await dead.stop()
+        self._running = [running for running in self._running if running is not dead]
+        return await self._begin(start())
+
+    async def _launch_trainer(
+        self,
+        config: TrainerConfig,
+        generator: GeneratorConfig | None,
+        name: str,
+        limits: "ModelLimits",
+        assignment: Assignment,
+    ) -> "TrainerHandle":
+        from controller.handles.trainer_handle import TrainerHandle, TrainerMesh
+
+        await assignment.check_trainer(config)
+        trainer = await TrainerMesh.launch(
+            config,
+            None if generator is None else generator.dtype,
+            self._log_dir,
+            name=name,
+            transport="auto" if generator is None else self._assignments.transport(generator.weight_transport),
+            gpus=assignment.gpus,
+            hosts=assignment.hosts,
+            version_records=self._version_records,
+            limits=limits,
+            max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
+            pushes_to=lambda: [] if (s := self._root._running_store) is None else [s.mesh, *s.receivers.lost],
+            store_name=self._root._store_name,
+            shared_gpus=self._gpus if config.placement == "colocated" else None,
+        )
+        self._running.append(handle := TrainerHandle(trainer))
+        self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, assignment)
+        if generator is not None:
+            self._pushing_mesh = trainer.mesh
+            await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's
+        return handle
+
+    def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
+        """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts a generator that dies.
+
+        Their GPUs are `config.gpus`, by default the next free. With `config.lora`, the result is bound to the adapter
+        "policy": see `BoundGenerator`.
+
+        Raises ValueError if the model cannot be served, or not on so many ranks, if the name is taken, and for too few
+        GPUs.
+        """
+        if isinstance(config, OfflineGeneratorConfig):
+            return self._begin(offline_generator())
+        config = _with_model(config, model)
+        config.check_model()
+        self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
+        from controller.handles.generator_handle import GeneratorHandle
+        from controller.handles.generator_router import GeneratorRouter
+        from generator.options import check_hardware
+
+        num_replicas = config.num_replicas
+        check_hardware(config, has_gpu=self._assignments.has_gpu(name, is_trainer=False))
+        assignments = self._assignments.generators(name, config)
+        store = self._weight_store()
+
+        async def start_replica(index: int) -> GeneratorHandle:
+            assignment = assignments[index] = await self._assignments.replaced(assignments[index], name, index, config)
+            await assignment.check_model_directory(config.model)
+            launch = partial(
+                GeneratorHandle.launch,
+                config,
+                self._log_dir,
+                name=name if num_replicas == 1 else f"{name}-{index}",
+                gpus=assignment.gpus,
+                hosts=assignment.hosts,
+                version_records=self._version_records,
+                pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
+                store_name=self._root._store_name,
+                shared_gpus=self._gpus if config.placement == "colocated" else None,
+            )
+            return await self._in_phase("sample", config, launch)
+
+        async def start() -> Generator:
+            router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
+            self._running.append(router)
+            await (await asyncio.shield(store)).receivers.complete()  # a later generator may be on a further host
+            return router if config.lora is None else BoundGenerator(router, POLICY)
+
+        return self._begin(start(), name)
+
+    async def _in_phase(
+        self, side: Side, config: TrainerConfig | GeneratorConfig, start: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Awaits a start. What is colocated starts when its side has the memory of the GPUs."""
+        async with self._gpus.phase(side) if config.placement == "colocated" else nullcontext():
+            return await start()
+
+    def _begin(self, start: Coroutine[Any, Any, T], name: str = "") -> "asyncio.Task[T]":
+        """Begins a start. The end of a start with a name is shown to the user."""
+        task = asyncio.create_task(start)
+        self._starts.append(task)
+        if name:
+            self._num_named += 1
+            task.add_done_callback(partial(self._report_start, name))
+        return task
+
+    def _report_start(self, name: str, ended: "asyncio.Task[Any]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            self._num_ready += 1
+            report_progress(f"{name} is ready", self._num_ready, self._num_named)
+
+    def _weight_store(self) -> "asyncio.Task[WeightStore]":
+        """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""
+        root, assignments = self._root, self._root._assignments
+
+        async def start() -> "WeightStore":
+            await asyncio.sleep(_OTHERS_FIRST_S)
+            with without_garbage_collection():
+                from controller.handles.store import WeightStore  # loads torch
+
+            root._running_store = running = await WeightStore.launch(
+                root._log_dir, root._store_name, hosts=assignments.store(), generator_hosts=assignments.generator_hosts
+            )
+            root._running.append(running)
+            return running
+
+        root._store = root._store or root._begin(start())
+        return root._store
+
+    def _check_pushing(self, name: str) -> None:
+        """Raises ValueError if another trainer pushes: both would number their versions from 0."""
+        if (pushing := self._pushing_trainer) is not None:
+            raise ValueError(f"generator of {name!r}: {pushing!r} pushes already, and only one trainer can")
+
+
+def _known(*meshes: "Mesh | None") -> "list[Mesh]":
+    """The meshes that are running already."""
+    return [mesh for mesh in meshes if mesh is not None]
+
+
+async def _adapter(base: "asyncio.Task[Trainer]", lora: LoRAConfig) -> Trainer:
+    return await (await asyncio.shield(base)).adapter(POLICY, lora)
+
+
+async def _shared(base: "asyncio.Task[Trainer]") -> Trainer:
+    return await asyncio.shield(base)
+
+
+def _with_model(config: Config, model: Path) -> Config:
+    """The configuration for this model. Raises ValueError if it names another one."""
+    if config.model not in (Path(), model):
+        raise ValueError(f"{type(config).__name__}.model is {config.model}; leave it out, the loop's model is {model}")
+    return replace(config, model=model)

@@ -1,0 +1,312 @@
+"""One Monarch actor mesh: its processes, their environment and logs, how they fail and how they end.
+
+This is the only file that knows how Monarch runs processes. The handles that are built on a `Mesh` know its actors.
+
+    Mesh.spawn   processes with a RankProcess each -> their modules are imported -> one actor in each
+    Mesh.call    Rank (sends bytes) -> the ranks' endpoints; Calls waits for the answers, with a deadline
+    Mesh.stop    asks the processes to end, kills them half a second later
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, TypeVar, cast
+
+# Monarch reads these variables once, when it is imported, so they are set before the import.
+# A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "2s")
+# On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
+# dies, they end at once; these timeouts do not matter then.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
+
+import monarch._src.actor.proc_mesh as proc_mesh
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
+from monarch._src.actor.logging import LoggingManager
+from monarch.actor import Actor, ActorError
+
+from controller.processes.calls import Calls, ProcessDiedError, Wait
+from controller.processes.errors import DeadlineError
+from controller.processes.place import Place, ThisHost
+from controller.processes.rank import Rank, answering
+from controller.processes.rank_processes import RankProcesses
+from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
+from rl.startup import without_garbage_collection
+from rl.system.deadlines import Deadlines
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
+_GONE_S = 2.0
+_KILLED_STOP_TIMEOUT_S = 1.0  # for Monarch to forget processes that have been killed
+_DEATH_IS_TOLD_S = 2.0  # within which Monarch reports a death to this process
+
+
+def _ignore_unhandled_fault(failure: MeshFailure) -> None:
+    """Keeps the controller alive when a process dies. Without it Monarch ends the controller.
+
+    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it also
+    names processes that this one killed, which would be noise in a terminal or a notebook.
+    """
+    _LastDeath.at = time.monotonic()
+    if _LastDeath.log_file is None:
+        print(failure.report(), flush=True)
+        return
+    with contextlib.suppress(OSError), _LastDeath.log_file.open("a", encoding="utf-8") as log:  # it may be gone
+        print(failure.report(), file=log)
+
+
+def ignore_unhandled_faults(log_file: Path | None = None) -> None:
+    """Has Monarch tell this process of deaths, instead of ending it. From now on, its reports go to `log_file`."""
+    _LastDeath.log_file = log_file or _LastDeath.log_file
+    monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
+
+
+class _LastDeath:
+    """When this process last killed, or heard of the death of, another."""
+
+    at = -_DEATH_IS_TOLD_S
+    log_file: Path | None = None
+    """Where the deaths of the newest mesh are reported."""
+
+    @classmethod
+    def wait_until_told(cls) -> None:
+        """Run before the interpreter ends: Monarch ends it with status 1 if it has a death to tell of after that."""
+        while (remaining_s := cls.at + _DEATH_IS_TOLD_S - time.monotonic()) > 0:
+            time.sleep(remaining_s)
+
+
+class Mesh:
+    """The processes of one role, one actor in each.
+
+    `actors` is the Monarch actor mesh, and `rank` the actor of one process. Every call to them goes through `answer` or
+    `answers`, which have a deadline and turn Monarch's errors into ours:
+
+        mesh = await Mesh.spawn("generator", VLLMGenerator, config, num_ranks=1, env={}, log_dir=run.logs)
+        version = await mesh.answer(mesh.rank(0).version.call_one(), "version")
+    """
+
+    def __init__(
+        self,
+        name: str,
+        procs: Any,
+        actors: Any,
+        pids: Sequence[int],
+        log_files: tuple[Path, ...],
+        place: Place | None = None,
+        host_mesh: Any = None,
+    ) -> None:
+        """Use `spawn`."""
+        self.name = name
+        self.place = place or ThisHost()
+        """Where the processes run."""
+        self._host_mesh = host_mesh
+        self.actors = actors
+        self.log_files = log_files
+        self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
+        self._procs = procs
+        self._ranks: dict[int, Rank] = {}
+        self._stopped = False
+        self.gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        """What a call holds while it uses the memory of GPUs. Meshes that share GPUs replace it; see colocated.py."""
+
+    @classmethod
+    async def spawn(
+        cls,
+        name: str,
+        actor: type[Actor] | str,
+        *args: Any,
+        num_ranks: int,
+        env: Mapping[str, str],
+        log_dir: Path,
+        deadlines: Deadlines | None = None,
+        hosts: Place | None = None,
+        loads: Sequence[str] = (),
+    ) -> "Mesh":
+        """Starts `num_ranks` processes, each with `actor(*args)` in it, on `hosts` or else on this host.
+
+        `actor` may be a name, "module:class". Then the processes import its module, and those in `loads`, while this
+        one imports it.
+
+        `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+        MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
+        On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
+        the actor's constructor raises, the first call to the actor raises its exception.
+        """
+        ignore_unhandled_faults(log_dir.absolute() / "controller.log")
+        forward_no_output()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
+        deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
+        processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
+        host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
+        procs = host_mesh.spawn_procs(per_host, bootstrap_command=command, name=name)
+        process = procs.spawn(f"{name}_process", RankProcess)
+        mesh = cls(name, procs, None, (), log_files, place, host_mesh)
+        mesh.calls = Calls(name, processes, deadlines)
+        try:
+            made = await mesh._loaded(process, actor, loads, deadlines)
+            async with asyncio.timeout(deadlines.first_s):
+                await prepare_ranks(process, *await place.master())
+            mesh.actors = procs.spawn(name, answering(made), *args)
+            # The function registered last runs first: this one before Monarch's, which ends its client.
+            atexit.unregister(_LastDeath.wait_until_told)
+            atexit.register(_LastDeath.wait_until_told)
+        except TimeoutError:
+            await mesh.stop()
+            reason = f"its processes did not start within {deadlines.first_s:g} s"
+            raise DeadlineError(name, reason, verb="start") from None
+        except BaseException:
+            await mesh.stop()
+            raise
+        return mesh
+
+    async def _loaded(
+        self, process: Any, actor: type[Actor] | str, loads: Sequence[str], deadlines: Deadlines
+    ) -> type[Actor]:
+        """The class of the actors, once the processes have their modules. Their ids come first, for kills."""
+        asked, loaded = process.pid.call(), None
+        if isinstance(actor, str):
+            loaded = process.load.call([actor.partition(":")[0], *loads])
+        pids = tuple((await self.answer(asked, "start")).values())
+        async with asyncio.timeout(deadlines.first_s):
+            self.calls = Calls(self.name, await self.place.processes(self.name, pids, self.log_files), deadlines)
+        if loaded is None:
+            return cast(type[Actor], actor)
+        with without_garbage_collection():
+            made = resolve_name(cast(str, actor))
+        await self.answer(loaded, "start")
+        return made
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes."""
+        return len(self.log_files)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids in the order of the ranks."""
+        return self.calls.processes.pids
+
+    def rank(self, index: int) -> Any:
+        """The actor of one rank, a `Rank`. Call its endpoints with `.call_one`."""
+        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees its slices
+            self._ranks[index] = Rank(self.actor(index))
+        return self._ranks[index]
+
+    def actor(self, index: int) -> Any:
+        """Monarch's own handle of the actor of one rank, which other processes can be given."""
+        return self.actors.slice(**self.place.coordinates(index, self.num_ranks))
+
+    async def call(
+        self,
+        verb: str,
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        size: float = 0.0,
+        varies: bool = False,
+        needs_memory: bool = True,
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
+    ) -> list[Any]:
+        """Calls the endpoint `verb` of every rank, each with its `arguments`, and returns the answers; see `answers`.
+
+        The calls are sent before the first await, so all ranks get them in the order of issue. Only a call that
+        `needs_memory` of GPUs which the mesh shares waits for them first.
+        """
+        async with self.gate() if needs_memory else contextlib.nullcontext():
+            calls = [getattr(self.rank(rank), verb).call_one(*args) for rank, args in enumerate(arguments)]
+            return await self.answers(calls, verb, size=size, varies=varies, needs=needs)
+
+    async def answer(
+        self,
+        call: Awaitable[T],
+        verb: str,
+        *,
+        rank: int | None = None,
+        wait: Wait = "queued",
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
+    ) -> T:
+        """Awaits a call to one rank, or with `.call` to all of them; see `Calls.answers`."""
+        calls = {rank: _unwrapped(call, self.name)}
+        return (await self.calls.answers(calls, verb, wait=wait, needs=lambda: [mesh.calls for mesh in needs()]))[0]
+
+    async def answers(
+        self,
+        calls: Sequence[Awaitable[T]],
+        verb: str,
+        *,
+        size: float = 0.0,
+        varies: bool = False,
+        wait: Wait = "queued",
+        needs: "Callable[[], Sequence[Mesh]]" = tuple,
+    ) -> list[T]:
+        """Awaits a call to each rank, in the order of the ranks; see `Calls.answers`."""
+        by_rank: dict[int | None, Coroutine[Any, Any, T]] = {
+            rank: _unwrapped(call, self.name) for rank, call in enumerate(calls)
+        }
+        return await self.calls.answers(
+            by_rank, verb, size=size, varies=varies, wait=wait, needs=lambda: [mesh.calls for mesh in needs()]
+        )
+
+    async def stop(self) -> None:
+        """Ends every process: asks them to stop, and kills them half a second later. May be called again."""
+        if self._stopped:
+            return
+        self._stopped = True
+        patience_s = _STOP_TIMEOUT_S if self.calls.failure is None else _KILLED_STOP_TIMEOUT_S
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
+        self.kill()
+        await self.calls.processes.ended(_GONE_S)
+        for rank in self._ranks.values():
+            rank.close()
+        await self.place.release(self._host_mesh)
+
+    def kill(self) -> None:
+        """Kills every process that is still running."""
+        self._stopped = True
+        if self.calls.processes.kill():
+            _LastDeath.at = time.monotonic()
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    """`asyncio.wait_for` takes coroutines and asyncio futures; Monarch's futures are awaitable, but neither."""
+    return await awaitable
+
+
+async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
+    """Monarch's answer. Raises the exception that the actor raised, and `ProcessDiedError`, for Monarch's wrappers."""
+    try:
+        return await call
+    except ActorError as error:
+        error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
+        raise error.exception from None
+    except SupervisionError as error:
+        raise ProcessDiedError(str(error)) from None
+
+
+class _NoForwarding(LoggingManager):
+    """Starts no actors that forward output, and has nothing to flush."""
+
+    async def init(self, proc_mesh: Any, stream_to_client: bool) -> None:
+        """Starts nothing. The output of a process goes to its log, which it opens itself."""
+
+    async def flush_async(self) -> None:
+        """Does nothing. Monarch calls this before it stops processes."""
+
+
+def forward_no_output() -> None:
+    """Keeps Monarch from starting actors that forward the output of processes. Calling it again does nothing.
+
+    It starts them although forwarding is off, asks each of them again and again whether it lives, and never frees what
+    it makes for the question: with three meshes 1 MB a minute if it asks every second. Remove when Monarch starts none,
+    or keeps nothing; `tests/e2e/test_mesh.py` measures what an idle mesh keeps.
+    """
+    proc_mesh.LoggingManager = _NoForwarding

@@ -1,0 +1,226 @@
+"""Where the processes of a mesh run: what `Mesh.spawn` has to know of it. This host is one such place.
+
+Other hosts are in controller/hosts/other_hosts.py. `GPUPool` gives out a host's GPUs. A GPU goes by the name that
+`CUDA_VISIBLE_DEVICES` has for it: a number, a UUID ("GPU-...") or the name of a MIG instance ("MIG-..."). Where the
+variable is not set, the names are the numbers of all GPUs.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from controller.processes.rank_processes import RankProcesses
+from rl.system.hardware import is_cpu_build
+
+_LOOPBACK = "127.0.0.1"
+
+
+class OtherHost(Protocol):
+    """Another host, whose agent answers questions. `controller.hosts.remote_host.Host` is one."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function there. Raises its exceptions, and `HostLostError`."""
+        ...
+
+
+class Place(Protocol):
+    """Hosts that a mesh is spread over evenly. The ranks of one host are next to each other."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        ...
+
+    @property
+    def has_gpu(self) -> bool | None:
+        """Whether the ranks compute on GPUs; None if torch has to be asked in this process."""
+        ...
+
+    @property
+    def other_hosts(self) -> Sequence[OtherHost]:
+        """These hosts, in the order of the ranks; none if this is the controller's."""
+        ...
+
+    def host_mesh(self, mesh: str) -> Any:
+        """Monarch's mesh of these hosts. Every call makes one."""
+        ...
+
+    def coordinates(self, rank: int, num_ranks: int) -> Mapping[str, int]:
+        """Where Monarch's mesh of processes has a rank."""
+        ...
+
+    def env(self, rank: int, log_files: Sequence[Path]) -> Mapping[str, str]:
+        """What the process of a rank has in its environment because of where it runs."""
+        ...
+
+    def log_file(self, rank: int, log_files: Sequence[Path]) -> Path:
+        """What a rank writes to on its host. `log_files` are what the controller reads."""
+        ...
+
+    async def processes(self, mesh: str, pids: Sequence[int], log_files: tuple[Path, ...]) -> RankProcesses:
+        """The running processes. Before they run there are no `pids`."""
+        ...
+
+    async def master(self) -> tuple[str, int]:
+        """Address and port at which the ranks find each other."""
+        ...
+
+    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
+        """Runs a check of an importable module on every other host. Raises its ValueError, with the host's name."""
+        ...
+
+    async def release(self, host_mesh: Any) -> None:
+        """Gives up what `host_mesh` returned, once the processes have ended. Returns within seconds."""
+        ...
+
+
+class ThisHost:
+    """The host of the controller."""
+
+    num_hosts = 1
+    has_gpu = None
+    other_hosts = ()
+
+    def host_mesh(self, mesh: str) -> Any:
+        """The host itself."""
+        from monarch.actor import this_host
+
+        del mesh
+        return this_host()
+
+    def coordinates(self, rank: int, num_ranks: int) -> Mapping[str, int]:
+        """Ranks differ in their GPU alone."""
+        del num_ranks
+        return {"gpus": rank}
+
+    def env(self, rank: int, log_files: Sequence[Path]) -> Mapping[str, str]:
+        """Nothing."""
+        del rank, log_files
+        return {}
+
+    def log_file(self, rank: int, log_files: Sequence[Path]) -> Path:
+        """The controller reads the log itself."""
+        return log_files[rank]
+
+    async def processes(self, mesh: str, pids: Sequence[int], log_files: tuple[Path, ...]) -> RankProcesses:
+        """Children of this process."""
+        del mesh
+        return RankProcesses(pids, log_files)
+
+    async def master(self) -> tuple[str, int]:
+        """No other host can connect there."""
+        return _LOOPBACK, free_port(_LOOPBACK)
+
+    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
+        """There is no other host."""
+
+    async def release(self, host_mesh: Any) -> None:
+        """Nothing to give up."""
+
+
+def free_port(address: str) -> int:
+    """A free TCP port of this host."""
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+        return int(server.getsockname()[1])
+
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class GPUPool:
+    """Gives out a host's GPUs in the order in which they are asked for."""
+
+    def __init__(self, visible: Sequence[str]) -> None:
+        """`visible` are the names of the GPUs that may be given out."""
+        self._visible = tuple(visible)
+        self._taken: dict[str, tuple[str, ...]] = {}
+        self._colocated: set[str] = set()
+
+    def take(
+        self,
+        name: str,
+        num_ranks: int,
+        gpus: Sequence[int | str] | None = None,
+        *,
+        num_replicas: int = 1,
+        colocated: bool = False,
+    ) -> tuple[str, ...] | None:
+        """The GPUs that mesh `name` may use, one per rank: the next free ones, or those in `gpus`, even if taken.
+
+        None on a host without GPUs: the mesh computes on the CPU. All meshes of one rank share a host's only GPU.
+        Meshes that are `colocated` begin at the same GPU. `num_replicas` meshes share the ranks. Raises ValueError if
+        too few GPUs are left, for GPUs that are not visible, and for several MIG instances in one mesh.
+        """
+        chosen = self._next_free(name, num_ranks, colocated) if gpus is None else self._named(name, num_ranks, gpus)
+        if num_ranks > num_replicas and chosen and any(gpu.startswith("MIG-") for gpu in chosen):
+            raise ValueError(
+                f"{name!r} has {num_ranks // num_replicas} ranks and would use {', '.join(chosen)}; CUDA shows a "
+                "process one MIG instance only, so a mesh on MIG must have one rank; otherwise give it whole GPUs"
+            )
+        if chosen:
+            self._taken[name] = chosen
+            self._colocated |= {name} if colocated else set()
+        return chosen
+
+    def give_back(self, name: str) -> None:
+        """Frees the GPUs of a mesh that has ended."""
+        self._taken.pop(name, None)
+
+    def _named(self, name: str, num_ranks: int, gpus: Sequence[int | str]) -> tuple[str, ...]:
+        names = tuple(map(str, gpus))
+        if len(names) != num_ranks or not set(names) <= set(self._visible) or len(set(names)) < num_ranks:
+            raise ValueError(
+                f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones, one per rank, of those that "
+                f"are visible: {', '.join(self._visible) or 'none'}{_setting()}"
+            )
+        return names
+
+    def _next_free(self, name: str, num_ranks: int, colocated: bool) -> tuple[str, ...] | None:
+        if not self._visible:
+            return None
+        if len(self._visible) == num_ranks == 1:
+            return self._visible
+        others = [taken for user, taken in self._taken.items() if not (colocated and user in self._colocated)]
+        free = [gpu for gpu in self._visible if not any(gpu in taken for taken in others)]
+        if num_ranks > len(free):
+            others = ", ".join(f"{user!r} has {', '.join(taken)}" for user, taken in self._taken.items())
+            raise ValueError(
+                f"{name!r} needs {num_ranks} GPUs, one per rank; {len(free)} of the {len(self._visible)} that are "
+                f"visible{_setting()} are free{f': {others}' if others else ''}"
+            )
+        return tuple(free[:num_ranks])
+
+
+def gpus_here(driver: Path = NVIDIA_DRIVER) -> tuple[str, ...]:
+    """The names of the GPUs that the controller may use, found without initializing CUDA in this process.
+
+    `driver` is a file that exists where there is a driver.
+    """
+    if is_cpu_build():
+        return ()
+    names = tuple(name.strip() for name in os.environ.get(_VARIABLE, "").split(","))
+    if names[0].startswith("MIG-"):
+        # torch can count MIG instances only by initializing CUDA, which would put a context on one of them.
+        return names if driver.exists() else ()
+    import torch  # takes seconds to load, which a mistake in a recipe should not have to wait for
+
+    count = torch.cuda.device_count()  # by the driver's NVML; it stops at the first name that is no GPU, as CUDA does
+    return names[:count] if _VARIABLE in os.environ else tuple(map(str, range(count)))
+
+
+def gpu_env(gpus: Sequence[str] | None) -> Mapping[str, str]:
+    """The environment of a mesh that may use these GPUs alone: rank i finds its GPU at index i. None hides nothing."""
+    return {} if gpus is None else {_VARIABLE: ",".join(gpus)}
+
+
+def _setting() -> str:
+    """The variable's value in an error, if it is set."""
+    return f" ({_VARIABLE} is {os.environ[_VARIABLE]!r})" if _VARIABLE in os.environ else ""

@@ -1,0 +1,218 @@
+"""`Rank`: the calls to one process's actor, whose answers come through a port that stays open.
+
+For each of its own calls, Monarch 0.7.0 opens a port for the answer and never frees about 1.1 KB in the caller,
+which is 9 MB a minute in a run of short steps. A call here is a message that has no port of its own. Its answer comes
+through a port that the actor was given once, as an argument. Remove when Monarch's own calls keep nothing;
+`tests/e2e/test_mesh.py` measures what a call keeps.
+
+    controller                         a rank's process
+    arguments -> bytes --- message --> bytes -> arguments -> endpoint
+    result  <- bytes <----- port ----- bytes <- result, or what was raised
+
+Both sides pickle by themselves, because Monarch ends an actor whose message it cannot unpickle. Here that is an error
+of the call: a loss of the user's whose module a process cannot import costs nothing but that call.
+"""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from traceback import format_exception
+from typing import Any, ClassVar
+
+import cloudpickle  # as Monarch: it takes functions and classes of a script or a notebook
+from monarch.actor import Actor, ActorError, Channel, Port, PortReceiver, endpoint
+
+from controller.processes.calls import ProcessDiedError
+from controller.processes.errors import ArgumentsError
+
+
+class Answering(Actor):
+    """What every actor of a mesh has besides its own endpoints."""
+
+    _port: Port[Any]
+    _running: ClassVar[set[asyncio.Task[None]]] = set()  # asyncio itself keeps no task alive
+
+    @endpoint
+    async def open_port(self, port: Port[Any]) -> None:
+        """Answers go through `port` from now on. Raises the error of a constructor that failed."""
+        self._port = port
+
+    @endpoint(explicit_response_port=True)
+    async def live(self, port: Port[None]) -> None:
+        """Never answers. Monarch ends the call with an error when the actor dies."""
+
+    @endpoint
+    async def answer_through_port(self, call_id: int, verb: str, arguments: bytes) -> None:
+        """Runs the endpoint `verb` and sends `(call_id, answer, error)` through the open port.
+
+        `arguments` are the pickled arguments, `answer` is the pickled result or exception, and `error` is the exception
+        in words, or None. As in Monarch's own calls, later ones wait for an `@endpoint` and do not wait for a
+        `@concurrent_endpoint`.
+        """
+        declared: Any = getattr(type(self), verb)
+        if not declared._explicit_response_port:
+            await _answer(self._port, call_id, partial(_call, verb, partial(declared._method, self), arguments))
+            return
+        # Monarch wraps a concurrent endpoint in a function that takes its response port.
+        call = partial(_call, verb, partial(declared._method.__wrapped__, self), arguments)
+        task = asyncio.create_task(_answer(self._port, call_id, call))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+def answering(actor: type[Actor]) -> type[Actor]:
+    """`actor` with the endpoints of `Answering`."""
+    return type(actor.__name__, (Answering, actor), {"__doc__": actor.__doc__, "__module__": __name__})
+
+
+async def _call(verb: str, method: Callable[..., Awaitable[Any]], arguments: bytes) -> Any:
+    try:
+        args, kwargs = pickle.loads(arguments)
+    except (Exception, SystemExit) as error:  # unpickling imports modules, which may do anything
+        raise ArgumentsError(
+            f"{verb}: a process cannot read an argument of the call: {type(error).__name__}: {error}; what an argument "
+            "needs must be in a module that the process finds, in the script's folder, the working directory or one of "
+            "PYTHONPATH"
+        ) from error
+    return await method(*args, **kwargs)
+
+
+async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
+    try:
+        port.send((call_id, cloudpickle.dumps(await call()), None))
+    except BaseException as error:
+        port.send((call_id, _portable(error), _text(error)))
+        if not isinstance(error, Exception):
+            raise
+
+
+def _portable(error: BaseException) -> bytes:
+    """The error with its traceback as text, pickled; another one in its place if it does not survive that."""
+    try:
+        packed = cloudpickle.dumps(ActorError(error))
+        pickle.loads(packed)
+    except Exception:
+        packed = cloudpickle.dumps(_in_words(*_text(error)))
+    return packed
+
+
+def _text(error: BaseException) -> tuple[str, str]:
+    """The error in a line, and with its traceback."""
+    return f"{type(error).__name__}: {error}", "".join(format_exception(error))
+
+
+def _in_words(message: str, formatted: str) -> ActorError:
+    """An error in place of one whose class this process or another one lacks."""
+    wrapped = ActorError(RuntimeError(message))
+    wrapped.exception_formatted = formatted
+    return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One endpoint of a rank."""
+
+    rank: "Rank"
+    name: str
+
+    def call_one(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
+        """Sends the call at once. The future holds its result. Raises `ArgumentsError` for what cannot be pickled.
+
+        The future raises `ActorError`, which holds the exception that the endpoint raised, and Monarch's
+        `SupervisionError` if the process dies. Cancelling it does not reach the endpoint.
+        """
+        return self.rank.call(self.name, args, kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Sends the call. Its result or exception is dropped."""
+        self.rank.call(self.name, args, kwargs).cancel()
+
+
+class Rank:
+    """The actor of one rank: `await rank.step.call_one(3)` calls its endpoint `step`.
+
+    Two tasks run from the first call on: one reads answers, the other learns from Monarch that the actor died. Both end
+    with the event loop or at `close`.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        """`actor` is Monarch's handle of an `Answering` actor in one process."""
+        self._actor = actor
+        self._tasks: list[asyncio.Task[None]] = []
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._end: BaseException | None = None
+
+    def __getattr__(self, verb: str) -> Verb:
+        if not hasattr(getattr(self._actor, verb), "call_one"):
+            raise AttributeError(f"the actor has no endpoint {verb!r}")
+        return Verb(self, verb)
+
+    def call(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "asyncio.Future[Any]":
+        """See `Verb.call_one`."""
+        loop = asyncio.get_running_loop()
+        if not self._tasks or self._tasks[0].get_loop() is not loop:
+            self._open(loop)
+        call_id, answer = next(self._call_ids), loop.create_future()
+        if self._end is not None:
+            _fail(answer, self._end)
+            return answer
+        try:
+            arguments = cloudpickle.dumps((args, kwargs))
+        except Exception as error:
+            raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
+        self._actor.answer_through_port.broadcast(call_id, verb, arguments)
+        self._waiting[call_id] = answer
+        answer.add_done_callback(lambda _: self._waiting.pop(call_id, None))
+        return answer
+
+    def close(self) -> None:
+        """Ends the calls that are under way. The process should have ended."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        port, receiver = Channel[Any].open()
+        self._end = None
+        opened = self._actor.open_port.call_one(port)
+        self._tasks = [loop.create_task(self._read(receiver)), loop.create_task(self._watch(opened))]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    async def _read(self, receiver: PortReceiver[Any]) -> None:
+        while True:
+            call_id, packed, error = await receiver.recv()
+            answer = self._waiting.get(call_id)
+            if answer is None or answer.done():  # its caller was cancelled
+                continue
+            try:
+                content = pickle.loads(packed)
+            except (Exception, SystemExit) as unreadable:  # its class is known to the rank's process alone
+                fault, formatted = _text(unreadable)
+                _fail(answer, _in_words(*(error or (f"an answer cannot be read here: {fault}", formatted))))
+                continue
+            if error is None:
+                answer.set_result(content)
+            else:
+                _fail(answer, content)
+
+    async def _watch(self, opened: Awaitable[None]) -> None:
+        await opened
+        await self._actor.live.call_one()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Fails all calls with the reason why the first of the tasks ended."""
+        if self._end is None:
+            self._end = ProcessDiedError("its mesh was stopped") if task.cancelled() else task.exception()
+            assert self._end is not None, "the tasks end by an error or are cancelled"
+            for answer in list(self._waiting.values()):
+                if not answer.done():
+                    _fail(answer, self._end)
+
+
+def _fail(answer: "asyncio.Future[Any]", error: BaseException) -> None:
+    answer.set_exception(error)
+    answer.exception()  # asyncio complains of errors that are never looked at, and this call may not be awaited

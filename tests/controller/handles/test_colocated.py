@@ -1,0 +1,157 @@
+"""Trainers and a generator on the same GPUs: who holds memory when."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from controller.handles.colocated import SharedGPUs, Side
+from controller.processes.errors import MeshError
+from tests.waiting import run_virtual
+
+Events = list[str]
+
+
+class Memory:
+    """A member that notes when it has memory."""
+
+    def __init__(self, name: str, events: Events) -> None:
+        self.name, self.events = name, events
+        self.dies = False
+        self.begins_in_s = 0.0
+        self.mesh: Any = SimpleNamespace()
+
+    async def take_memory(self) -> None:
+        await asyncio.sleep(self.begins_in_s)
+        self.events.append(f"{self.name} begins")
+
+    async def free_memory(self) -> None:
+        await asyncio.sleep(0)
+        if self.dies:
+            raise MeshError(self.name, "a process died")
+        self.events.append(f"{self.name} ends")
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+async def settle() -> None:
+    """Regpus when every task waits: the virtual clock moves no earlier."""
+    await asyncio.sleep(0.01)
+
+
+async def started(events: Events) -> tuple[SharedGPUs, Memory, Memory]:
+    gpus, trainer, replica = SharedGPUs(), Memory("trainer", events), Memory("replica", events)
+    async with gpus.phase("train"):
+        gpus.join("train", trainer)
+    async with gpus.phase("sample"):
+        gpus.join("sample", replica)
+    return gpus, trainer, replica
+
+
+async def call(gpus: SharedGPUs, side: Side, name: str, events: Events, until: asyncio.Event | None = None) -> None:
+    async with gpus.phase(side):
+        events.append(name)
+        if until is not None:
+            await until.wait()
+        await asyncio.sleep(0)
+        events.append(f"{name} done")
+
+
+def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Events) -> None:
+    async def body() -> None:
+        gpus, _, _ = await started(events)
+        assert events == ["trainer ends"]  # before the replica started
+        events.clear()
+        for side in ("train", "train", "sample", "train"):
+            await call(gpus, side, side, events)
+
+    run_virtual(body())
+    assert events == [
+        *("replica ends", "trainer begins", "train", "train done", "train", "train done"),
+        *("trainer ends", "replica begins", "sample", "sample done"),
+        *("replica ends", "trainer begins", "train", "train done"),
+    ]
+
+
+def test_gpu_logic_calls_of_a_side_run_together_and_later_ones_wait_behind_the_other_side(events: Events) -> None:
+    async def body() -> None:
+        gpus, _, _ = await started(events)
+        events.clear()
+        release = asyncio.Event()
+        tasks = [asyncio.create_task(call(gpus, "sample", f"s{i}", events, release)) for i in range(2)]
+        await settle()
+        assert events == ["s0", "s1"]
+        tasks.append(asyncio.create_task(call(gpus, "train", "t", events)))
+        await settle()
+        assert events == ["s0", "s1"], "the trainer waits for running requests"
+        release.set()
+        await tasks[0]
+        tasks.append(asyncio.create_task(call(gpus, "sample", "s2", events)))
+        await asyncio.gather(*tasks)
+
+    run_virtual(body())
+    training_phase = ["replica ends", "trainer begins", "t", "t done"]
+    assert events[4:] == [*training_phase, "trainer ends", "replica begins", "s2", "s2 done"]
+
+
+def test_gpu_logic_a_restart_that_running_requests_wait_for_is_not_held_up(events: Events) -> None:
+    """A request waits for its replica's successor, and a trainer's call for the request: the successor must start."""
+
+    async def body() -> None:
+        gpus, _, _ = await started(events)
+        restarted = asyncio.Event()
+        request = asyncio.create_task(call(gpus, "sample", "request", events, restarted))
+        await settle()
+        step = asyncio.create_task(call(gpus, "train", "step", events))
+        await settle()
+        async with gpus.phase("sample"):
+            restarted.set()
+        await asyncio.gather(request, step)
+
+    run_virtual(body())
+    assert events[-2:] == ["step", "step done"]
+
+
+def test_gpu_logic_a_cancelled_call_and_a_dead_member_hold_nothing_up(events: Events) -> None:
+    async def body() -> None:
+        gpus, trainer, replica = await started(events)
+        forever = asyncio.Event()
+        request = asyncio.create_task(call(gpus, "sample", "request", events, forever))
+        await settle()
+        waiting = asyncio.create_task(call(gpus, "train", "cancelled", events))
+        await settle()
+        waiting.cancel()
+        request.cancel()
+        await asyncio.gather(waiting, request, return_exceptions=True)
+        replica.dies = True
+        await call(gpus, "train", "step", events)
+        await call(gpus, "sample", "request", events)
+        assert events[-4:] == ["step done", "trainer ends", "request", "request done"]
+        assert "replica begins" not in events, "it is gone; its successor joins by itself"
+        trainer.dies = True
+        with pytest.raises(MeshError):
+            async with gpus.phase("train"):
+                raise MeshError("trainer", "a process died")  # by the call itself, which is what a loop sees
+
+    run_virtual(body())
+
+
+def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one(events: Events) -> None:
+    async def body() -> None:
+        gpus, trainer, replica = await started(events)
+        await call(gpus, "train", "step", events)
+        events.clear()
+        trainer.begins_in_s, replica.begins_in_s = 0.01, 0.1
+        request = asyncio.create_task(call(gpus, "sample", "cancelled", events))
+        while "trainer ends" not in events:
+            await settle()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await call(gpus, "train", "save", events)
+
+    run_virtual(body())
+    assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]

@@ -1,0 +1,288 @@
+"""The router, on fake replicas that answer when the test tells them to."""
+
+import asyncio
+
+import pytest
+
+from controller.handles.generator_router import GeneratorRouter
+from controller.processes.errors import MeshError, RequestTimeoutError
+from rl.types import Completion
+from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
+from tests.waiting import run_virtual, until
+
+SYSTEM = tuple(range(1000, 1040))
+
+
+def _prompt(number: int, num_tokens: int = 64) -> tuple[int, ...]:
+    return tuple(number * 1000 + position for position in range(num_tokens))
+
+
+def test_requests_go_to_the_least_busy_replica_and_later_turns_to_that_of_the_earlier_ones() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        tasks: list[asyncio.Task[list[Completion]]] = []
+        turn = _prompt(1)
+        for prompt, num_samples in ((turn, 8), (_prompt(2), 2), (_prompt(3), 2), (turn + _prompt(9, 40), 4)):
+            tasks.append(send(router, *prompt, num_samples=num_samples))
+            await settle()
+        assert replicas[0].prompts == [turn, turn + _prompt(9, 40)]
+        assert replicas[1].prompts == [_prompt(2), _prompt(3)]
+        for replica in replicas:
+            replica.release()
+        assert [len(await task) for task in tasks] == [8, 2, 2, 4]
+        replicas[1].answer_tokens = _prompt(5, 96)  # a completion is part of the next turn's prompt
+        (completion,) = await router.generate(_prompt(2), SAMPLING)
+        await router.generate(_prompt(2) + completion.tokens + _prompt(8, 40), SAMPLING)
+        assert len(replicas[1].prompts) == 4
+        await router.generate(_prompt(7), SAMPLING)  # nothing is in progress any more
+        assert replicas[0].prompts[-1] == _prompt(7)
+
+    run(test)
+
+
+def test_a_known_prefix_draws_no_request_if_it_is_short_or_its_replica_too_busy() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for number, num_samples in ((1, 2), (2, 1), (3, 1)):  # with the same system prompt
+            send(router, *SYSTEM, *_prompt(number, 100), num_samples=num_samples)
+            await settle()
+        assert [len(replica.prompts) for replica in replicas] == [1, 2]
+        for _ in range(3):  # 20 + 2 samples, 40 + 2, and then 34 more than the other replica has
+            send(router, *SYSTEM, *_prompt(1, 100), num_samples=20)
+            await settle()
+        assert [len(replica.prompts) for replica in replicas] == [3, 3]
+
+    run(test)
+
+
+def test_requests_after_a_pull_begins_are_answered_under_its_version() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.may_pull.clear()
+        pull = asyncio.create_task(router.pull_model_state_dict(3))
+        await settle()
+        assert router.states == ("pulling", "pulling")
+        requests = [send(router, prompt) for prompt in range(4)]
+        await settle()
+        assert replicas[0].prompts == replicas[1].prompts == []
+        replicas[1].may_pull.set()
+        await settle()
+        assert replicas[1].prompts == []  # one that has pulled waits for the others, so that all share the requests
+        replicas[0].may_pull.set()
+        await pull
+        await settle()
+        for replica in replicas:
+            replica.release()
+        assert {v for request in requests for c in await request for v in c.versions} == {3}
+        assert len(replicas[0].prompts) == len(replicas[1].prompts) == 2
+
+    run(test)
+
+
+def test_a_pull_whose_caller_gives_up_still_reaches_every_replica() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        replicas[1].may_pull.clear()
+        pull = asyncio.create_task(router.pull_model_state_dict(3))
+        await settle()
+        pull.cancel()
+        await settle()
+        replicas[1].may_pull.set()
+        await settle()
+        assert [replica.version for replica in replicas] == [3, 3]
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_a_version_that_no_replica_can_pull_raises_and_restarts_none() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.pull_error = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
+        with pytest.raises(ValueError, match="version 9 cannot be pulled"):
+            await router.pull_model_state_dict(9)
+        assert router.states == ("serving", "serving")
+        with pytest.raises(ValueError, match="mode is 'drian'"):
+            await router.pull_model_state_dict(9, mode="drian")  # pyright: ignore[reportArgumentType]
+
+    run(test)
+
+
+def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        replicas[1].pull_error = RuntimeError("half of the weights")
+        await router.pull_model_state_dict(2)
+        await settle()
+        assert replicas[1].stopped
+        assert len(replicas) == 3
+        assert (replicas[2].index, replicas[2].version) == (1, 2)
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_requests_of_a_dead_replica_are_retried_and_its_replacement_has_the_version() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(7)
+        requests = [send(router, prompt, num_samples=2) for prompt in range(8)]
+        await settle()
+        assert len(replicas[0].prompts) == 4
+        replicas[0].kill()
+        await settle()
+        assert len(replicas) == 3
+        assert replicas[2].version == 7
+        for replica in replicas[1:]:
+            replica.release()
+        answers = [await request for request in requests]
+        assert {v for samples in answers for c in samples for v in c.versions} == {7}
+        assert [len(samples) for samples in answers] == [2] * 8
+        assert router.states == ("serving", "serving")
+
+    run(test)
+
+
+def test_requests_of_a_dead_replica_raise_if_retries_are_off() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        requests = [send(router, prompt) for prompt in range(2)]
+        await settle()
+        replicas[0].kill()
+        replicas[1].release()
+        with pytest.raises(MeshError, match="a process died"):
+            await requests[0]
+        assert len(await requests[1]) == 1
+        await settle()
+        assert router.states == ("serving", "serving")
+
+    run(test, on_failure="raise")
+
+
+def test_a_request_that_kills_replica_after_replica_raises() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        for _ in range(3):
+            await settle()
+            next(replica for replica in replicas if replica.prompts and not replica.stopped).kill()
+        with pytest.raises(MeshError, match="a process died"):
+            await request
+
+    run(test)
+
+
+def test_a_restart_that_fails_is_tried_again_and_then_the_replica_is_down(capsys: pytest.CaptureFixture[str]) -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        await settle()
+        replicas.start_error = MeshError("generator", "the GPU is busy")
+        replicas.num_start_errors = 2
+        replicas[0].kill()
+        await until(lambda: len(replicas) == 2, "a successor")
+        replicas[1].release()
+        assert len(await request) == 1
+        assert "restarted: generator: the GPU is busy; trying again in 0 s (and 1 more" in capsys.readouterr().out
+
+        replicas.num_start_errors = 3
+        replicas[1].kill()
+        with pytest.raises(MeshError, match="no replica is left: generator: the GPU is busy"):
+            await router.generate((1,), SAMPLING)
+        with pytest.raises(MeshError, match="no replica is left"):
+            await router.pull_model_state_dict(1)
+        assert "generator is down for good: generator: the GPU is busy" in capsys.readouterr().out
+
+    run(test, num_replicas=1)
+
+
+def test_a_pull_in_which_the_only_replica_dies_goes_to_its_successor() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(1)
+        replicas[0].kill()
+        await router.pull_model_state_dict(2)
+        assert len(replicas) == 2
+        assert replicas[1].version == 2
+
+    run(test, num_replicas=1)
+
+
+def test_a_pull_from_a_trainer_that_died_raises_and_restarts_none() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.pull_error = MeshError("trainer", "rank 1 died")
+        with pytest.raises(MeshError, match="trainer: rank 1 died"):
+            await router.pull_model_state_dict(1)
+        await settle()
+        assert len(replicas) == 2
+
+    run(test)
+
+
+def test_a_replacement_whose_version_is_gone_serves_after_the_next_pull() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        await router.pull_model_state_dict(1)
+        request = send(router, 1)
+        await settle()
+        start = replicas.start
+
+        async def start_outdated(index: int) -> FakeReplica:
+            replica = await start(index)
+            replica.pull_error = ValueError("version 1 is no longer kept")
+            return replica
+
+        router._start = start_outdated  # pyright: ignore[reportPrivateUsage]
+        replicas[0].kill()
+        await settle()
+        assert router.states == ("outdated",)
+        replicas[1].pull_error = None
+        replicas[1].release()
+        await router.pull_model_state_dict(3)
+        assert {v for c in await request for v in c.versions} == {3}
+
+    run(test, num_replicas=1)
+
+
+def test_a_request_that_takes_too_long_raises_and_its_replica_keeps_serving() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        for replica in replicas:
+            replica.late = True
+            replica.release()
+        with pytest.raises(RequestTimeoutError, match="a request took longer than 1 s"):
+            await router.generate((1,), SAMPLING)
+        assert router.states == ("serving", "serving")
+        assert len(replicas) == 2
+
+    run(test)
+
+
+def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        await settle()
+        request.cancel()
+        await settle()
+        assert replicas[0].num_cancelled == 1
+
+    run(test)
+
+
+def test_started_replicas_are_stopped_when_another_cannot_start() -> None:
+    replicas = Replicas()
+
+    async def start(index: int) -> FakeReplica:
+        if index == 1:
+            raise ValueError("no such model")
+        return await replicas.start(index)
+
+    with pytest.raises(ValueError, match="no such model"):
+        asyncio.run(GeneratorRouter.launch(start, 2))
+    assert replicas[0].stopped
+
+    async def cancelled() -> None:
+        never = asyncio.Event()
+
+        async def hanging(index: int) -> FakeReplica:
+            if index == 1:
+                await never.wait()
+            return await replicas.start(index)
+
+        await asyncio.wait_for(GeneratorRouter.launch(hanging, 2), 0.05)
+
+    with pytest.raises(TimeoutError):
+        run_virtual(cancelled())
+    assert replicas[-1].stopped
+    with pytest.raises(ValueError, match="on_failure is 'retyr', which is not known; did you mean 'retry'"):
+        asyncio.run(GeneratorRouter.launch(start, 1, on_failure="retyr"))  # pyright: ignore[reportArgumentType]

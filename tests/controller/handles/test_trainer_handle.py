@@ -1,0 +1,164 @@
+"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model."""
+
+import asyncio
+import pickle
+from collections import UserDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller.handles.trainer_mesh import TrainerMesh
+from rl.losses import get_loss
+from rl.tiny_models import tiny_llama
+from rl.types import AdamParams, Datum
+from tests.controller.handles.fake_ranks import FakeMesh, handle_of, make, random_batch
+from trainer.config import TrainerConfig
+from trainer.engines.base import RankFailureError
+
+LENGTHS = (3, 17, 5, 12, 9, 1)
+
+
+def test_each_rank_gets_its_local_batch_and_results_come_back_in_order(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch(LENGTHS)
+    output = asyncio.run(handle.forward(batch, entropy=True))
+    assert output.entropy is not None
+    for datum, logprobs, entropy in zip(batch, output.logprobs, output.entropy, strict=True):
+        assert logprobs.tolist() == entropy.tolist() == datum.tokens.tolist()
+    assert output.metrics == {"loss": float(sum(LENGTHS)), "ratio_max": 1.0}
+    sent = [sum(len(d.tokens) for m in rank.microbatches[0] for d in m) for rank in mesh.ranks]
+    assert sum(sent) == sum(LENGTHS)
+    assert max(sent) <= 0.6 * sum(LENGTHS)
+    assert len({len(rank.microbatches[0]) for rank in mesh.ranks}) == 1
+
+
+def test_tensor_parallel_ranks_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2, tensor_parallel=2)
+    batch = random_batch(LENGTHS)
+    output = asyncio.run(handle.forward_backward(batch, "ppo"))
+    local_batches = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert local_batches[0] == local_batches[1]
+    assert local_batches[2] == local_batches[3]
+    assert sorted(local_batches[0] + local_batches[2]) == sorted(id(d) for d in batch)
+    assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
+    config = TrainerConfig(
+        model=tiny_llama(tmp_path / "model", tied=False),
+        max_tokens_per_microbatch=20,
+        pipeline_parallel=2,
+        data_parallel_shard=2,
+    )
+    mesh, batch = FakeMesh(config.num_ranks), random_batch(LENGTHS)
+    handle = handle_of(mesh, config)
+    output = asyncio.run(handle.forward(batch))
+    local_batches = [[id(d) for microbatch in rank.microbatches[0] for d in microbatch] for rank in mesh.ranks]
+    assert local_batches[:2] == local_batches[2:]
+    assert sorted(local_batches[0] + local_batches[1]) == sorted(id(d) for d in batch)
+    assert [logprobs.tolist() for logprobs in output.logprobs] == [d.tokens.tolist() for d in batch]
+    assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+
+    async def controller() -> None:
+        first = asyncio.create_task(handle.forward_backward(random_batch(LENGTHS), "ppo"))
+        second = asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5)))
+        third = asyncio.create_task(handle.forward(random_batch((2,))))
+        _, step, _ = await asyncio.gather(first, second, third)
+        assert step.learning_rate == 0.5
+
+    asyncio.run(controller())
+    for rank in mesh.ranks:
+        assert rank.calls == ["forward_backward", "optim_step", "forward"]
+
+
+def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch((3, 2))
+    shorter = Datum(tokens=batch[1].tokens, loss_inputs=batch[0].loss_inputs)
+    without = Datum(tokens=batch[1].tokens, loss_inputs={"target_tokens": batch[1].tokens})
+
+    def second_with(name: str, values: list[Any], dtype: str) -> list[Datum]:
+        return [batch[0], replace(batch[1], loss_inputs={**batch[1].loss_inputs, name: np.array(values, dtype)})]
+
+    second = r"batch\[1\].loss_inputs"
+    for data, message in (
+        ([], "batch is empty"),
+        ([batch[0], shorter], second + r"\['.*'\] has length 3; batch\[1\].tokens has length 2"),
+        ([without], r"batch\[0\].loss_inputs lacks 'logprobs'"),
+        (second_with("advantages", [0, np.nan], "float32"), second + r"\['advantages'\]\[1\] is nan"),
+        (second_with("logprobs", [-np.inf, 0], "float32"), second + r"\['logprobs'\]\[0\] is -inf"),
+        (second_with("target_tokens", [1, 2], "int32"), second + r"\['target_tokens'\] has dtype int32"),
+        (second_with("advantages", ["a", "b"], "str"), second + r"\['advantages'\] has dtype <U1"),
+        (random_batch((129,)), "between 1 and 128 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.forward_backward(data, "ppo"))
+    assert mesh.num_calls == 0
+
+
+@pytest.mark.stranger("B3")
+def test_ranks_are_sent_no_types_of_the_users(tmp_path: Path) -> None:
+    class OwnDatum(Datum):
+        """A type that only the script knows."""
+
+    class OwnArray(np.ndarray):
+        """Another."""
+
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    plain = random_batch((3, 2))
+    inputs = UserDict({name: array.view(OwnArray) for name, array in plain[1].loss_inputs.items()})
+    own = OwnDatum(tokens=plain[1].tokens, loss_inputs=inputs)
+    asyncio.run(handle.forward_backward([plain[0], own], "ppo"))
+    sent = [datum for rank in mesh.ranks for microbatch in rank.microbatches[0] for datum in microbatch]
+    assert {type(datum) for datum in sent} == {Datum}
+    assert {type(array) for datum in sent for array in datum.loss_inputs.values()} == {np.ndarray}
+    assert any(datum is plain[0] for datum in sent)
+
+
+def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    batch = random_batch((3, 2))
+    for loss, config, message in (
+        ("pppo", {}, "did you mean 'ppo'"),
+        ("ppo", {"clip_hihg_threshold": 2.0}, "clip_high_threshold"),
+        ("ppo", {"kl_coef": 0.1}, r"batch\[0\].loss_inputs lacks 'reference_logprobs'"),
+        ("value", {}, "loss is 'value', which needs a trainer with head='value'; this trainer has head='lm'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.forward_backward(batch, loss, config))
+    assert mesh.num_calls == 0
+    assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
+
+
+def test_ranks_are_sent_the_checked_loss_with_its_options(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path)
+    for loss in ("ppo", "math:prod"):
+        options = {"clip_high_threshold": 1.3} if loss == "ppo" else {}
+        asyncio.run(handle.forward_backward(random_batch((3, 2)), loss, options))
+        (sent,) = pickle.loads(pickle.dumps(mesh.ranks[0].arguments))
+        assert sent == get_loss(loss, options)
+
+
+def test_the_error_that_caused_a_failure_is_raised(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    mesh.ranks[0].error, mesh.ranks[1].error = RankFailureError("another rank"), ArithmeticError("my own mistake")
+    with pytest.raises(ArithmeticError, match="my own mistake"):
+        asyncio.run(handle.forward_backward(random_batch(LENGTHS), "ppo"))
+
+
+def test_an_untrainable_model_or_layout_starts_no_process(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for config, message in (
+        (TrainerConfig(model=tmp_path / "nowhere"), "config.json"),
+        (TrainerConfig(model=model, tensor_parallel=3), "tensor_parallel is 3, which does not divide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(TrainerMesh.launch(config, "float32", tmp_path / "logs"))
+    assert not (tmp_path / "logs").exists()

@@ -1,0 +1,205 @@
+"""A launcher refuses mistakes before any process starts."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from controller.handles.trainer_mesh import TrainerMesh
+from controller.launching.launcher import Launcher, launch
+from controller.processes.errors import MeshError
+from generator.config import GeneratorConfig
+from rl.system.timeline import show_progress_with
+from rl.tiny_models import SERVABLE, tiny_llama
+from tests.controller.handles.fake_ranks import FakeMesh, trainer_of
+from trainer.config import TrainerConfig
+
+
+def refused(start: Callable[[Launcher, Path], object], message: str, tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model")
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            start(launcher, model)
+            raise AssertionError("nothing was refused")
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(main())
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generator", "message"),
+    [
+        (TrainerConfig(tensor_parallel=3), GeneratorConfig(max_model_len=64), "TrainerConfig.tensor_parallel is 3"),
+        (TrainerConfig(), GeneratorConfig(max_model_len=64, tensor_parallel=3), "GeneratorConfig.tensor_parallel is 3"),
+        (TrainerConfig(), GeneratorConfig(max_model_len=10**6), "max_model_len is 1000000"),
+        (TrainerConfig(model=Path("elsewhere")), GeneratorConfig(), "TrainerConfig.model is elsewhere; leave it out"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_before_any_process_starts(
+    trainer: TrainerConfig, generator: GeneratorConfig, message: str, tmp_path: Path
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+
+    async def start() -> None:
+        async with launch(model, trainer, generator, tmp_path / "logs"):
+            raise AssertionError("it started")
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(start())
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_refused_call_keeps_earlier_calls_from_starting(tmp_path: Path) -> None:
+    def start(launcher: Launcher, model: Path) -> None:
+        launcher.trainer(model, TrainerConfig())
+        launcher.trainer(model, TrainerConfig(), name="reference")
+        launcher.generator(model, GeneratorConfig(max_model_len=64, tensor_parallel=3))
+
+    refused(start, "GeneratorConfig.tensor_parallel is 3", tmp_path)
+
+
+def test_a_name_is_taken_only_once(tmp_path: Path) -> None:
+    def start(launcher: Launcher, model: Path) -> None:
+        launcher.trainer(model, TrainerConfig())
+        launcher.trainer(model, TrainerConfig())
+
+    refused(start, "name is 'trainer', which is taken", tmp_path)
+
+
+def test_only_one_trainer_pushes(tmp_path: Path) -> None:
+    def start(launcher: Launcher, model: Path) -> None:
+        generator = GeneratorConfig(max_model_len=64)
+        launcher.trainer(model, TrainerConfig(), generator=generator)
+        launcher.trainer(model, TrainerConfig(), generator=generator, name="critic")
+
+    refused(start, "generator of 'critic': 'trainer' pushes already", tmp_path)
+
+
+def test_gpus_that_are_not_visible_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("4", "5"))
+
+    def start(launcher: Launcher, model: Path) -> None:
+        launcher.trainer(model, TrainerConfig(data_parallel_shard=2, gpus=(4, 5)))
+        launcher.trainer(model, TrainerConfig(gpus=(0,)), name="reference")
+
+    refused(start, r"gpus of 'reference' are \[0\]; it needs 1 .*visible: 4, 5", tmp_path)
+
+
+def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the environment of the processes; that CUDA obeys it needs a GPU to see."""
+    spawned: dict[str, str] = {}
+
+    async def spawn(name: str, *_: object, env: dict[str, str], **__: object) -> None:
+        spawned[name] = env["CUDA_VISIBLE_DEVICES"]
+        raise ConnectionError("no processes in this test")
+
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("2", "3", "4", "5", "6", "7"))
+    monkeypatch.setattr("controller.processes.mesh.Mesh.spawn", spawn)
+    model = tiny_llama(tmp_path / "model", **SERVABLE)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            starts = (
+                launcher.trainer(model, TrainerConfig(data_parallel_shard=2)),
+                launcher.trainer(model, TrainerConfig(gpus=(3,)), name="reference"),
+                launcher.generator(model, GeneratorConfig(max_model_len=64, num_replicas=2, gpus=(6, 7))),
+            )
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    asyncio.run(main())
+    assert {name: gpus for name, gpus in spawned.items() if "store" not in name} == {
+        "trainer": "2,3",
+        "reference": "3",
+        "generator-0": "6",
+        "generator-1": "7",
+    }
+
+
+def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
+    failures = [None, MeshError("trainer", "its processes did not start"), None]
+    meshes: list[FakeMesh] = []
+
+    async def start(*_: object, **__: object) -> TrainerMesh:
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        meshes.append(FakeMesh(1))
+        return trainer_of(meshes[-1], config)
+
+    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            await launcher.trainer(config.model, config)
+            with pytest.raises(MeshError, match="did not start"):
+                await launcher.restart_trainer()
+            assert (await launcher.restart_trainer()).mesh is meshes[1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.stranger("F8")
+def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
+    told: list[tuple[str, int, int]] = []
+
+    async def start(*_: object, **options: object) -> TrainerMesh:
+        if options["name"] == "broken":
+            raise MeshError("broken", "its processes did not start")
+        return trainer_of(FakeMesh(1), config)
+
+    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+
+    async def main() -> None:
+        show_progress_with(lambda *progress: told.append(progress))
+        async with Launcher(tmp_path / "logs") as launcher:
+            starts = [launcher.trainer(config.model, config, name=name) for name in ("one", "broken", "other")]
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    asyncio.run(main())
+    assert told == [("one is ready", 1, 3), ("other is ready", 2, 3)]
+
+
+_STARTS = """
+import asyncio, os, sys
+from pathlib import Path
+from controller.launching.launcher import Launcher
+from controller.processes.mesh import Mesh
+from generator.config import GeneratorConfig
+from trainer.config import TrainerConfig
+
+async def spawn(name, actor, *args, **options):
+    print(name, "torch" in sys.modules, flush=True)
+    if name == "generator":
+        os._exit(0)
+    await asyncio.sleep(60)
+
+async def main(model):
+    Mesh.spawn = spawn
+    async with Launcher(model / "logs") as launcher:
+        config = GeneratorConfig(dtype="float32", max_model_len=64)
+        starts = launcher.trainer(model, TrainerConfig(), generator=config), launcher.generator(model, config)
+        await asyncio.gather(*starts)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(
+    not version("torch").endswith("+cpu") and os.environ.get("CUDA_VISIBLE_DEVICES") != "",
+    reason="another build of torch is asked for GPUs first",
+)
+def test_processes_start_before_the_controller_loads_torch(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", **SERVABLE)
+    command = [sys.executable, "-c", _STARTS, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["trainer False", "generator False"], done.stdout

@@ -1,0 +1,191 @@
+"""The official SDK trains through the gateway; what comes back is compared with NumPy."""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl.types import AdamParams
+from tests.controller.server.running_server import RunningServer, running_server
+from tests.controller.server.sdk import datum, new_client, scores, train
+from tests.controller.server.toy_model import VOCAB
+
+tinker: Any = pytest.importorskip("tinker")
+types: Any = tinker.types
+
+TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
+Q = [-2.5, -3.0, -2.0, -2.9]
+ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def reference(name: str, p: np.ndarray[Any, Any], config: dict[str, float]) -> float:
+    """Tinker's published definitions."""
+    q, a = np.array(Q), np.array(ADVANTAGES)
+    r = np.exp(p - q)
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    if name == "importance_sampling":
+        return float(-(r * a).sum())
+    if name == "ppo":
+        return float(-np.minimum(r * a, r.clip(low, high) * a).sum())
+    if name == "cispo":
+        return float(
+            -(r.clip(config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 4.0)) * p * a).sum()
+        )
+    if name == "dro":
+        return float(-(p * a - 0.5 * config["beta"] * (p - q) ** 2).sum())
+    assert name == "gspo"
+    s = np.exp((p - q)[1:3].mean())
+    return float(-np.minimum(s * a, np.clip(s, low, high) * a).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}),
+        ("cispo", {}),
+        ("dro", {"beta": 0.2}),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    ],
+)
+def test_a_loss_is_what_tinker_publishes(server: RunningServer, name: Any, config: dict[str, float]) -> None:
+    client = new_client(server)
+    train(client)  # log-probs that differ from token to token
+    extra = {"sequence_ratio_mask": [0.0, 1.0, 1.0, 0.0]} if name == "gspo" else {}
+    output = client.forward_backward(
+        [datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES, **extra)], name, config
+    ).result()
+    p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
+    assert output.metrics["loss:sum"] == pytest.approx(reference(name, p, config), abs=1e-5)
+    forward = client.forward([datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES, **extra)], name, config)
+    assert forward.result().metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"], abs=1e-5)
+
+
+def test_weights_of_gspo_say_which_tokens_its_ratio_is_over(server: RunningServer) -> None:
+    client, weights = new_client(server), {"weights": [0.0, 1.0, 1.0, 0.0]}
+    train(client)
+    given = {"logprobs": Q, "advantages": [1.0, 0.5, -2.0, 1.0], **weights}
+    loss, of_mask = (
+        client.forward([datum(TOKENS, TARGETS, **given, **mask)], "gspo").result().metrics["loss:sum"]
+        for mask in ({}, {"sequence_ratio_mask": weights["weights"]})
+    )
+    assert loss == pytest.approx(of_mask, abs=1e-7)
+
+
+def test_cross_entropy_honours_negative_tiny_and_zero_weights_and_scores_every_token(server: RunningServer) -> None:
+    client = new_client(server)
+    output = client.forward_backward(
+        [datum(TOKENS, TARGETS, weights=[-1.0, 1e-6, 0.0, 0.25])], "cross_entropy"
+    ).result()
+    p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
+    np.testing.assert_allclose(p, -np.log(VOCAB), rtol=1e-6)  # also where the weight is 0
+    assert output.metrics["loss:sum"] == pytest.approx(-(-1.0 + 1e-6 + 0.25) * p[0], rel=1e-6)
+
+
+def test_targets_of_n_by_k_have_the_gradient_of_k_datums(server: RunningServer) -> None:
+    wide, narrow = new_client(server), new_client(server)
+    targets = types.TensorData(data=[3, 5, 4, 6], dtype="int64", shape=[2, 2])
+    weights = types.TensorData(data=[1.0, 0.5, 0.0, 2.0], dtype="float32", shape=[2, 2])
+    both = types.Datum(
+        model_input=types.ModelInput.from_ints([2, 3]), loss_fn_inputs={"target_tokens": targets, "weights": weights}
+    )
+    output = wide.forward_backward([both], "cross_entropy").result()
+    assert output.loss_fn_outputs[0]["logprobs"].shape == [2, 2]
+    parts = [datum([2, 3], [3, 4], weights=[1.0, 0.0]), datum([2, 3], [5, 6], weights=[0.5, 2.0])]
+    narrow.forward_backward(parts, "cross_entropy").result()
+    for client in (wide, narrow):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(wide), scores(narrow), rtol=1e-6)
+
+
+def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) -> None:
+    client = new_client(server)
+    params: dict[str, Any] = {
+        "learning_rate": 0.3,
+        "beta1": 0.7,
+        "beta2": 0.8,
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "grad_clip_norm": 0.5,
+    }
+    server.host.steps.clear()
+    client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
+    metrics = client.optim_step(types.AdamParams(**params)).result().metrics or {}
+    client.optim_step(types.AdamParams()).result()
+    assert server.host.steps == [AdamParams(**params), AdamParams(learning_rate=1e-4, eps=1e-12)]
+    assert metrics["grad_norm"] > 0.5
+
+
+def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_call(server: RunningServer) -> None:
+    client = new_client(server)
+    client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
+        client.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
+
+
+def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: RunningServer) -> None:
+    client = new_client(server)
+    server.host.calls.clear()
+    futures: list[Any] = []
+    for _ in range(5):
+        futures.append(client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy"))
+        futures.append(client.optim_step(types.AdamParams(learning_rate=0.1)))
+    for future in futures:
+        future.result()
+    assert [verb for _, verb in server.host.calls] == ["forward_backward", "optim_step"] * 5
+
+
+@pytest.mark.seconds
+def test_a_batch_that_the_sdk_cuts_into_requests_has_the_gradient_of_one(server: RunningServer) -> None:
+    whole, parts = new_client(server), new_client(server)
+    random = np.random.default_rng(0)
+    batch = [datum(random.integers(0, VOCAB, 3).tolist(), random.integers(0, VOCAB, 3).tolist()) for _ in range(2500)]
+    server.host.calls.clear()
+    output = whole.forward_backward(batch, "cross_entropy").result()
+    assert len(server.host.calls) == 3
+    assert len(output.loss_fn_outputs) == 2500
+    assert output.metrics["loss:sum"] == pytest.approx(7500 * np.log(VOCAB), rel=1e-6)
+    for start in range(0, 2500, 500):
+        parts.forward_backward(batch[start : start + 500], "cross_entropy")
+    for client in (whole, parts):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(whole), scores(parts), rtol=1e-6)
+
+
+def test_a_loss_in_the_client_has_the_gradient_of_the_same_loss_in_the_server(server: RunningServer) -> None:
+    custom, known = new_client(server), new_client(server)
+    q, a = torch.tensor(Q), torch.tensor(ADVANTAGES)
+
+    def loss(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -((logprobs[0] - q).exp() * a).sum(), {"seen": float(len(data))}
+
+    output = custom.forward_backward_custom([datum(TOKENS, TARGETS)], loss).result()
+    assert output.metrics["seen"] == 1
+    known.forward_backward([datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES)], "importance_sampling").result()
+    for client in (custom, known):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(custom), scores(known), rtol=1e-5)
+
+
+def test_clients_do_not_touch_each_others_adapters(server: RunningServer) -> None:
+    one, other = new_client(server), new_client(server)
+    before = scores(other)
+    train(one)
+    assert scores(other) == before
+    assert scores(one) != before
+
+
+def test_get_info_names_model_tokenizer_and_rank(server: RunningServer) -> None:
+    info = new_client(server, rank=7).get_info()
+    assert (info.model_data.model_name, info.model_data.tokenizer_id) == ("toy", "toy")
+    assert (info.is_lora, info.lora_rank) == (True, 7)
