@@ -73,7 +73,7 @@ def measure(documents: Sequence[Document], dtype: torch.dtype, repeats: int) -> 
     taken: dict[str, list[float]] = {}
     for repeat in range(1 + repeats):
         order = list(ways(documents, dtype).items())
-        first = repeat % len(order)  # whoever comes first finds caches that others' gradients have filled
+        first = repeat % len(order)  # the first one finds caches that others' gradients have filled
         for name, attend in order[first:] + order[:first]:
             start = time.perf_counter()
             torch.autograd.grad(attend(*inputs), inputs, grad)

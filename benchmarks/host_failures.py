@@ -10,7 +10,7 @@ hurt trainer's and generator's hosts in each.
 `--cells 1-4,7` runs some of them. With `--outcomes` the outcome of each cell is kept in a file, and the result is that
 of all cells in it: so the cells can be run in parts.
 
-The run names a lost host within 30 s of the fault. It goes on by itself on the hosts that are left, or ends and is
+The run names a lost host within 30 s of the fault. It continues by itself on the hosts that are left, or ends and is
 resumed. Either way its metrics are those of a run without the fault, to 1e-5. Ten seconds of interruption go unnoticed.
 What ran on a host has ended 30 s later. Bars: nothing hangs, is left, or is unequal.
 """

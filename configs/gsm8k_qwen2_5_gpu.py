@@ -10,7 +10,7 @@ from trainer.config import TrainerConfig
 def recipe() -> GRPOAsyncConfig:
     """Four GPUs train while four generate.
 
-    Prompt, batch, group, length, staleness, epochs (10 of 29 steps) and learning rate are those of AReaL's example,
+    Prompt, batch, group, length, staleness, epochs (10 of 29 steps) and learning rate are as in AReaL's example,
     which reports a reward of 0.778 on the test set: https://github.com/inclusionAI/AReaL/tree/main/examples/math. It
     also has a weight decay of 0.017 and clips the ratio, which this loop corrects by a capped importance weight.
     """

@@ -10,7 +10,7 @@ from trainer.config import TrainerConfig
 def recipe() -> GRPOConfig:
     """The GPUs take turns at training and generating.
 
-    Lengths, group and learning rate are those of verl's example run_qwen3-1.7b.sh, and so is the batch of an optimizer
+    Lengths, group and learning rate are as in verl's example run_qwen3-1.7b.sh, and so is the batch of an optimizer
     step, 80 prompts: https://github.com/volcengine/verl/tree/main/examples/grpo_trainer. There, 1024 prompts are
     sampled at a time and learned from in parts, with a KL term; here every step samples its own, and needs neither.
     """

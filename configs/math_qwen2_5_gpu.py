@@ -10,7 +10,7 @@ from trainer.config import TrainerConfig
 def recipe() -> GRPOConfig:
     """The GPUs take turns at training and generating.
 
-    Lengths, group and learning rate are those of verl's example run_qwen2_5-7b_math.sh, and so is the batch of an
+    Lengths, group and learning rate are as in verl's example run_qwen2_5-7b_math.sh, and so is the batch of an
     optimizer step, 256 prompts: https://github.com/volcengine/verl/tree/main/examples/grpo_trainer. There, 1024 prompts
     of MATH and GSM8K are sampled at a time and learned from in four parts, with a KL term; here every step samples its
     own, and needs neither. The dataset is MATH (https://arxiv.org/abs/2103.03874) in its usual copy.

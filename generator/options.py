@@ -63,7 +63,7 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
     if not config.engine_args.get("enforce_eager", True):
         # A compiled graph holds on to the packed weights that it was traced with.
         raise ValueError(
-            "GeneratorConfig.engine_args['enforce_eager'] is False; on the CPU a compiled model would go on computing "
+            "GeneratorConfig.engine_args['enforce_eager'] is False; on the CPU a compiled model would still compute "
             "with the weights it had before a pull"
         )
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): what an adapter is, and what its tensors are called.
 
 An adapter of rank r adds `alpha / r * B A x` to the output of a projection W x of the model, with A [r, in] and
-B [out, r]. B starts at zero, so a new adapter changes nothing. Names, scale and initialisation are those of Hugging
+B [out, r]. B starts at zero, so a new adapter changes nothing. Names, scale and initialisation are as in Hugging
 Face's PEFT, which vLLM reads as well. The base model stays frozen.
 
 This module imports no torch, because configurations are checked before any process starts.

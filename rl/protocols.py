@@ -58,7 +58,7 @@ class Trainer(Protocol):
         """Writes model, optimizer, random state and version. `path` appears only when everything is on disk.
 
         If `asynchronous`, returns as soon as the state is copied; `wait_for_checkpoint` waits until it is written. With
-        `keep_last`, deletes all but that many checkpoints in its directory, this one and those of the highest versions.
+        `keep_last`, deletes all but that many checkpoints in its directory: this and the highest versions.
         """
         ...
 
@@ -132,7 +132,7 @@ class Generator(Protocol):
 
         With "drain", running requests finish under the weights they began with, and new requests wait until the pull
         is done. With "inflight", running requests continue under the new weights from their next token on; the keys
-        and values of their earlier tokens are recomputed, so that log-probs are those of the new weights.
+        and values of their earlier tokens are recomputed, so that log-probs belong to the new weights.
         `keep_prefix_cache` skips this, also for new prompts that share a prefix with older ones: that is faster, but
         log-probs then mix keys and values of several versions.
         """
@@ -177,10 +177,10 @@ class Episode(Protocol):
 
         `completion` is the text as a `rl.types.Answer`, which also knows its reasoning, its content, and whether it was
         cut off. `rl.types.Answer.read` makes one of a plain text.
-        A plain function runs in a thread, at the same time as those of other episodes, so it may compute or block. An
+        A plain function runs in a thread, beside functions of other episodes, so it may compute or block. An
         `async def` runs on the event loop and must not block it. A call that raises, takes longer than its limit
         (see `Env`), or returns a reward that is not finite costs this rollout; the failure is reported and the step
-        goes on.
+        continues.
         A thread cannot be stopped: code that may hang or crash belongs in a process of its own (`rl.envs.sandbox`).
         """
         ...

@@ -35,7 +35,7 @@ MAX_SEED = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the generator samples. Log-probs are always those of the distribution that was sampled from."""
+    """How the generator samples. Log-probs always belong to the distribution that was sampled from."""
 
     max_tokens: int
     """The largest number of tokens to sample, at least 1."""
@@ -148,7 +148,7 @@ class Answer(str):
     reasoning: str
     """What the model reasoned, without the delimiters."""
     content: str
-    """What it answered: everything but the reasoning."""
+    """The answer: everything but the reasoning."""
     is_cut_off: bool
     """Whether a token limit ended the text."""
 

@@ -22,7 +22,7 @@ class Check:
 
     name: str
     what: str
-    """What it shows, as a sentence."""
+    """Its result, as a sentence."""
     module: str
     options: tuple[str, ...] = ()
     smoke: tuple[str, ...] = ("--smoke",)

@@ -131,7 +131,7 @@ class TrainerHandle:
 
         If `asynchronous`, returns as soon as the state is copied; `wait_for_checkpoint`, or the next save or load,
         waits until it is written. With `keep_last`, deletes all but that many checkpoints in its directory, this one
-        and those of the highest versions.
+        and the ones of the highest versions.
 
         Hosts that do not share its folder write beside `path` on their own disk, and the controller collects the files.
 

@@ -1,4 +1,4 @@
-"""`Host`: another host as the controller sees it: its agent, whether it still answers, and what it logs.
+"""`Host`: another host as the controller sees it: its agent, whether it still answers, and its log.
 
 No call waits for it: a task asks the agent for a sign of life every second. A host that gives none for `lost_after_s`,
 or whose worker has ended, is lost: `lost` says why, and stays. Meshes with ranks there find out within a second (see

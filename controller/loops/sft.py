@@ -1,7 +1,7 @@
 """SFT: cross-entropy on given completions, with the held-out loss before, during and after training.
 
 Copy this page to write your own loop. Each step divides by its own number of scored tokens, so a token counts the same
-whatever the length of its example.
+in examples of all lengths.
 """
 
 import functools

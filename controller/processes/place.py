@@ -178,7 +178,7 @@ class GPUPool:
         names = tuple(map(str, gpus))
         if len(names) != num_ranks or not set(names) <= set(self._visible) or len(set(names)) < num_ranks:
             raise ValueError(
-                f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones, one per rank, of those that "
+                f"gpus of {name!r} are {list(gpus)}; it needs {num_ranks} different ones, one per rank, of all that "
                 f"are visible: {', '.join(self._visible) or 'none'}{_setting()}"
             )
         return names

@@ -277,7 +277,7 @@ def checkpoint_of(run: Path, step: int | None) -> Path:
     if step is None:
         return complete[max(complete)]
     if step not in complete:
-        raise ValueError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, complete))}")
+        raise ValueError(f"{run} has no checkpoint of step {step}; it has steps {', '.join(map(str, complete))}")
     return complete[step]
 
 

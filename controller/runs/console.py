@@ -29,7 +29,7 @@ class _RichConsole(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         """Raises BrokenPipeError from the print that failed."""
-        raise BrokenPipeError("nobody reads the output any more")
+        raise BrokenPipeError("the output is not read any more")
 
 
 class Console:

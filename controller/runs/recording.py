@@ -7,10 +7,10 @@ The loop hands over immutable values, and the thread works in the order of submi
 the queue is dropped, and each later call raises the error.
 
     rollouts/step-00012.parquet   the rollouts that step 12 was trained on
-             eval-00010.parquet   those of the evaluation after step 10
+             eval-00010.parquet   the rollouts of the evaluation after step 10
 
 A file has a hidden name until all of it is on disk. So a killed run leaves whole files only. A run that resumes moves
-aside what it wrote after its checkpoint, so that no step is there twice. Nothing is destroyed: lines and files go to a
+aside the records after its checkpoint, so that no step is there twice. Nothing is destroyed: lines and files go to a
 folder in `cut_off/`, under their own names.
 
 In a replay, `RecordedEnv` takes the place of the environment. `controller.runs.rollout_source` then takes a step's
@@ -248,7 +248,7 @@ class RecordedEnv:
     def train_groups(self, start: int, count: int) -> list[Group]:
         """The groups that problems start to start + count - 1 of the training stream had, all of one step.
 
-        Rewards are those of the environment, which the loop shapes again if it shapes any. A group all of whose
+        Rewards are the environment's, which the loop shapes again if it shapes any. A group all of whose
         rollouts failed was not recorded; one without rollouts, at the end of the step, stands for it.
         Raises ValueError for a step after the last one.
         """

@@ -123,7 +123,7 @@ class Archive:
         if row is None and self._database.run(parsed.run_id) is not None and (self._folder / parsed.folder).is_dir():
             row = self._note(parsed)
         if row is None:
-            raise ValueError(f"there is no checkpoint {path}; `tinker checkpoint list` shows those that there are")
+            raise ValueError(f"there is no checkpoint {path}; `tinker checkpoint list` shows all of them")
         return row, self._folder / row.folder
 
     def find_ours(self, path: str) -> tuple[CheckpointRow, Path]:

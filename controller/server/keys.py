@@ -78,7 +78,7 @@ class Keys:
         """Makes a key useless. Raises ValueError if the name has none."""
         with self._changing() as entries:
             if name not in entries:
-                raise ValueError(f"{name!r} has no key; those who have one: {', '.join(entries) or 'nobody'}")
+                raise ValueError(f"{name!r} has no key; users with one: {', '.join(entries) or 'none'}")
             del entries[name]
 
     def list(self) -> Mapping[str, str]:
@@ -134,7 +134,7 @@ def needs_keys(config: ServeConfig, keys: Keys) -> bool:
     """
     if len(keys) == 0 and not is_this_host(config.host):
         raise ValueError(
-            f"ServeConfig.host is {config.host}, which other hosts reach, and nobody has a key; make one for each "
+            f"ServeConfig.host is {config.host}, which other hosts reach, and no user has a key; make one for each "
             f"user: ownloop key add NAME --folder {config.folder}"
         )
     return len(keys) > 0

@@ -143,7 +143,7 @@ def _joined(parts: Sequence[tuple[Array, ...] | None]) -> tuple[Array, ...] | No
 def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that a loss returned, `seconds_engine_max` and `mfu`, as a run reports them.
 
-    `metrics` are those of `forward_backward`. Sums over the scored tokens are divided by the number of these. A metric
+    `metrics` come from `forward_backward`. Sums over the scored tokens are divided by the number of these. A metric
     whose name ends in `_max`, `_min` or `_sum` stays as it is.
     """
     num_loss_tokens = metrics["num_loss_tokens"] or 1

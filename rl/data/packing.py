@@ -77,7 +77,7 @@ class PackedRow:
     tokens: Ints
     """[L]"""
     positions: Ints
-    """[L] position within the datum; a suffix continues the count of what it branches off."""
+    """[L] position within the datum; a suffix continues the count of its prefix."""
     documents: tuple[Document, ...]
     """The documents in order; their numbers of tokens add up to L."""
     lengths: tuple[int, ...]
@@ -87,7 +87,7 @@ class PackedRow:
     targets: Ints
     """[P] the token that is scored after it."""
     pair_index: Ints
-    """[S] index of the pair that tells the score of the position."""
+    """[S] index of the pair that has the score of the position."""
     datum_index: Ints
     """[S] index of the datum that the position belongs to."""
     datum_position: Ints

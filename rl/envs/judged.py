@@ -198,7 +198,7 @@ class JudgedEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judgement:
-    """What the judge said, and what it cost."""
+    """The judge's words, and their cost."""
 
     said: str = ""
     reward: float = 0.0

@@ -117,7 +117,7 @@ class _Box:
 
 
 def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
-    """The boxes of a text, by their starts, without those that are empty or within another one.
+    """The boxes of a text, by their starts, without empty boxes and boxes within another one.
 
     A box is `\\boxed`, `\\fbox` or `\\framebox`, with braces or, as LaTeX allows, without: `\\boxed 5`. In a text that
     was cut off, a box without braces at its very end is open, and so is one whose name is not complete.

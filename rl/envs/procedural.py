@@ -67,7 +67,7 @@ def eval_set(make: Callable[[int], P], count: int, *, split_by: Callable[[P], st
 
 
 def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, for_eval: bool) -> P:
-    """The first problem on the wanted side among those that the key draws."""
+    """The first problem on the wanted side, of the ones that the key draws."""
     for attempt in range(_ATTEMPTS_PER_PROBLEM):
         problem = make(hashed_number(f"{key}/{attempt}"))
         if is_eval(split_by(problem)) == for_eval:

@@ -3,7 +3,7 @@
     prompt           answer     reply                                      answer
     ... assistant\n  42<end>    \n ... user\nAgain<end>\n ... assistant\n  43<end>
 
-A chat template renders whole chats only. So what it puts in front of an answer and behind it is read off a short chat
+A chat template renders whole chats only. So its text before and after an answer is read off a short chat
 whose answer is a mark. The contents of messages are text: a control token that a user's or a tool's message spells out
 is encoded as the characters that it is written with.
 """

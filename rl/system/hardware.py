@@ -197,8 +197,8 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[st
 
 
 def _below(path: PurePosixPath, mounted: PurePosixPath) -> list[PurePosixPath]:
-    """A group's path and those of its parents, relative to the group that is mounted, which is the last."""
-    # A container may see a path outside of what it has mounted; its own group is then the mounted one.
+    """The paths of a group and its parents, relative to the group that is mounted, which is the last."""
+    # A container may see a path outside of its mounts; its own group is then the mounted one.
     relative = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath()
     return [relative, *relative.parents] if relative.parts else [relative]
 

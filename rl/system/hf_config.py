@@ -248,7 +248,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     if named_file := config.get("transformers_weights"):  # vLLM does not look at it
         raise ValueError(
             f"model directory {path}: transformers_weights is {named_file!r} in config.json; leave it out and name the "
-            f"weights {SINGLE_FILE}, or {INDEX_FILE} and what it names"
+            f"weights {SINGLE_FILE}, or {INDEX_FILE} and the files in it"
         )
     return language_models[0]
 

@@ -7,9 +7,9 @@ of the scratch folder, and the folders to show. It is then process 1 of a PID na
 new namespaces only, and leaves the host's files behind, gives up all rights, and continues in a child.
 
 The filter is a seccomp filter, a program of classic BPF (man 2 seccomp) that every later process and thread inherits.
-It refuses, with EPERM, the calls that no namespace separates and no limit counts. Calls newer than those of Linux 6.1
+It refuses, with EPERM, the calls that no namespace separates and no limit counts. Calls newer than Linux 6.1
 do not exist for the code (ENOSYS), so that a new kernel opens nothing. A program of another architecture is killed,
-because its calls have other numbers. Names of the C library and numbers of the mounts are those of man 2 mount,
+because its calls have other numbers. Names of the C library and numbers of the mounts are as in man 2 mount,
 mount_setattr, pivot_root, prctl and capset.
 """
 

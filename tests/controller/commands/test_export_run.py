@@ -55,7 +55,7 @@ def test_the_newest_checkpoint_is_the_trained_model(run: Path, capfd: pytest.Cap
     error = refused(capfd, "export", "a", "--step", "1", "--to", "first")
     assert error == "error: first exists; --to names a new folder\n"
     error = refused(capfd, "export", "a", "--step", "7")
-    assert error == "error: runs/a has no checkpoint of step 7; it has those of 1, 2\n"
+    assert error == "error: runs/a has no checkpoint of step 7; it has steps 1, 2\n"
 
 
 def test_an_exported_model_has_a_card(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

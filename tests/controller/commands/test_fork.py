@@ -59,7 +59,7 @@ def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
 @pytest.mark.seconds
 def test_what_cannot_be_forked(parent: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error = refused(capfd, "run", "--fork", "a", "--at", "9")
-    assert error == "error: runs/a has no checkpoint of step 9; it has those of 1, 2, 3, 4\n"
+    assert error == "error: runs/a has no checkpoint of step 9; it has steps 1, 2, 3, 4\n"
     error = refused(capfd, "run", "--fork", "a", "--at", "4")
     assert error == "error: num_steps is 4, and the checkpoint is of step 4; --num-steps must be more\n"
     error = refused(capfd, "run", "--fork", "a", "--learning-rat", "1")

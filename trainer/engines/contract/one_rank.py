@@ -1,4 +1,4 @@
-"""What an engine of one rank must do. A check returns what it measured and raises ContractError if it is too much.
+"""Checks of an engine of one rank. A check returns its measurement and raises ContractError if that is too much.
 
 `MODEL_CHECKS` compare the engine with a reference. `STATE_CHECKS` compare it with itself, so that they hold for engines
 of adapters too: calls that add up, failures, offload, checkpoints.
@@ -61,7 +61,7 @@ def step(engine: Engine) -> None:
 
 
 def check_loss(subject: Subject) -> str:
-    """Log-probs, entropies and the loss are those of transformers, and a forward pass leaves no gradient."""
+    """Log-probs, entropies and the loss equal transformers', and a forward pass leaves no gradient."""
     engine, reference = subject.build(), ReferencePolicy(subject.model)
     output = engine.forward(MICROBATCHES, entropy=True)
     worst = _worst_score(output, reference)
@@ -87,7 +87,7 @@ def check_gradients(subject: Subject) -> str:
 
 
 def check_three_steps(subject: Subject) -> str:
-    """Three steps with scaling, clipping and weight decay are those of a loop in plain PyTorch."""
+    """Three steps with scaling, clipping and weight decay equal a loop in plain PyTorch."""
     engine, reference = subject.build(), ReferencePolicy(subject.model)
     weights = list(reference.model.parameters())
     optimizer = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)

@@ -115,7 +115,7 @@ def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossIn
 
 
 def check_gradients(results: LayoutResults) -> str:
-    """Gradients equal those of one rank."""
+    """Gradients equal one rank's."""
     return f"within {require_close('gradients', results.many['gradients'], results.one['gradients'], 1e-5):.0e}"
 
 
@@ -135,7 +135,7 @@ def check_multiplier(results: LayoutResults) -> str:
 
 
 def check_steps(results: LayoutResults) -> str:
-    """Three steps are those of one rank."""
+    """Three steps equal one rank's."""
     many, one = results.many, results.one
     norms = [abs(a - b) / b for a, b in zip(many["grad_norms"], one["grad_norms"], strict=True)]
     limit = _limit_after_steps(one["parameters"])
@@ -176,7 +176,7 @@ def check_forward(results: LayoutResults) -> str:
             expected = exported.logprobs(batch[i]).numpy(), exported.entropy(batch[i]).numpy()
         for actual, theirs in zip((output.logprobs[k], output.entropy[k]), expected, strict=True):
             worst = max(worst, float(np.abs(actual - np.where(scored, theirs, 0)).max()))
-    require(worst <= 1e-4, f"log-probs or entropies differ by {worst:.1e} from those of the exported model")
+    require(worst <= 1e-4, f"log-probs or entropies differ by {worst:.1e} from the exported model's")
     return f"within {worst:.0e} of the export's"
 
 

@@ -134,7 +134,7 @@ class TransformersPolicy(nn.Module):
             if self._has_values:
                 return values(hidden, model.score.weight), None
             head = model.get_output_embeddings()
-            # The head is linear, so a factor of the logits can be taken before it. Those of published models are powers
+            # The head is linear, so a factor of the logits can be taken before it. Published models have powers
             # of two, which cost no precision.
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None

@@ -217,7 +217,7 @@ def idle_row() -> PackedRow:
 
 
 def of_positions(row: PackedRow, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scores and entropies [P] of a row's scored pairs -> those of its scored positions [S]."""
+    """Scores and entropies [P] of a row's scored pairs -> scores and entropies [S] of its scored positions."""
     # The gradient of `index_select` would be a sum in no certain order on a GPU.
     pair_index = to_tensor(row.pair_index, scores.device)
     return scores[pair_index], None if entropy is None else entropy[pair_index]
