@@ -30,7 +30,7 @@ from tyro.conf import AvoidSubcommands, DisallowNone, FlagCreatePairsOff, Positi
 
 from controller.commands.command_line import HELP, CommandEndedError
 from rl.checks import did_you_mean
-from rl.secret_fields import hide_in_text
+from rl.system.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from controller.commands.command import check_options, from_words, gathered
 from controller.commands.command_line import HELP
 from rl.checks import check_known, errors_of_user_code
-from rl.secret_fields import with_hidden_secrets
+from rl.system.secret_fields import with_hidden_secrets
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo

@@ -20,7 +20,7 @@ from controller.commands.command_line import FAILED, USAGE
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, find_recipe, runnable_configuration
-from rl.secret_fields import hide_in_text
+from rl.system.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder

@@ -86,7 +86,7 @@ class Show(OfRuns, TakesFields):
 
     def run(self) -> int:
         """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
-        from rl.secret_fields import hide_secrets
+        from rl.system.secret_fields import hide_secrets
 
         run = _run_folder(self.recipe, self.runs)
         with CapturedOutput() as output:

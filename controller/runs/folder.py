@@ -42,8 +42,8 @@ from controller.runs.recording import (
     last_steps,
     write_rollouts,
 )
-from rl.secret_fields import hide_secrets
 from rl.system.disk import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
+from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
 CONFIG_FILE = "config.json"

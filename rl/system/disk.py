@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl.secret_fields import hide_all, is_declared
+from rl.system.secret_fields import hide_all, is_declared
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,13 +2,17 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
+import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Literal
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Intel and AMD; Intel; Arm
@@ -206,3 +210,83 @@ def _below(path: PurePosixPath, mounted: PurePosixPath) -> list[PurePosixPath]:
 def _sizes(file: Path) -> Mapping[str, int]:
     """The first number of each line, by the word before it."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines()) if len(words) > 1}
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Generator[None]:
+    """Within the block, garbage in cycles stays where it is."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def without_walking_what_exists() -> Generator[None]:
+    """Within the block, garbage collection passes over the objects that existed before it."""
+    gc.freeze()
+    gc.collect()  # of nothing, so that Python compares with the few objects that are left when it next decides
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def import_for_good(name: str) -> ModuleType:
+    """Imports a module, and exempts all objects that exist then from garbage collection for good.
+
+    If the module is there already, nothing is exempted: what exists by then may be short-lived.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    with without_garbage_collection():
+        module = import_module(name)
+        gc.freeze()  # vLLM collects explicitly while it builds an engine
+    return module
+
+
+_GROWTH = 1.02
+_STEPS_TO_SETTLE = 4
+
+
+class Heap:
+    """Hands freed memory back to the kernel once the process has grown by 2 % beyond the steps after the last time.
+
+    The measure is taken anew each time, as the most of four steps: rows differ in length, and a process needs more
+    than it holds after its first step.
+    """
+
+    def __init__(
+        self, resident_bytes: Callable[[], int] | None = None, hand_back: Callable[[], object] | None = None
+    ) -> None:
+        """The functions return the bytes that the process holds, and hand freed memory back; by default glibc's."""
+        self._resident_bytes = resident_bytes or _resident_bytes
+        self._hand_back = hand_back or hand_back_memory
+        self._settled, self._steps = 0, 0
+
+    def after_step(self) -> None:
+        """To be called after each optimizer step of a trainer, and each pull of a generator."""
+        resident = self._resident_bytes()
+        if self._steps < _STEPS_TO_SETTLE:
+            self._settled = max(self._settled, resident)
+            self._steps += 1
+        elif resident > _GROWTH * self._settled:
+            self._hand_back()
+            self._settled, self._steps = 0, 0
+
+
+def hand_back_garbage() -> None:
+    """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it, such as drawing.
+
+    Takes most of a second, in which all threads wait, unless the collector passes over long-lived objects
+    (`rl.system.hardware`).
+    """
+    gc.collect()
+    hand_back_memory()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -113,7 +113,7 @@ def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
 
 SOWN = """
 from dataclasses import dataclass, field
-from rl.secret_fields import Secret
+from rl.system.secret_fields import Secret
 from tests.controller.commands.toy_recipe import ToyConfig
 
 @dataclass(frozen=True, kw_only=True)
