@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl.data.packing import PackedRow, pack_row
+from rl.data.packing import ModelFlops, PackedRow, pack_row
 from rl.losses import Loss
-from rl.system.hf_config import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from rl.weights.ranks import own_rank
 from trainer.config import TrainerConfig
