@@ -11,9 +11,8 @@ from generator.config import GeneratorConfig
 from generator.engine_calls import EngineStatus
 from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.lora import LivePolicy, Policy
-from rl.startup import import_for_good, without_garbage_collection
 from rl.system.disk import OwnedFolder
-from rl.system.heap import Heap
+from rl.system.hardware import Heap, import_for_good, without_garbage_collection
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
 

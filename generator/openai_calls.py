@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rl.lora import Policy
-from rl.startup import import_for_good
+from rl.system.hardware import import_for_good
 
 if TYPE_CHECKING:  # the imports would load vLLM
     from generator.engine import GenerationEngine

@@ -38,15 +38,15 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 370,
-    "core files": 323,
-    "core lines": 38_760,
-    "files under 70 lines with one importer": 24,
-    "files that a loop's page reaches": 133,
+    "product files": 294,
+    "core files": 256,
+    "core lines": 38_500,
+    "files under 70 lines with one importer": 3,
+    "files that a loop's page reaches": 117,
     "definitions of forward_backward": 13,
     "project imports of README's loop": 3,
-    "imports of optional parts by the core": 6,
-    "imports from a room above": 1,
+    "imports of optional parts by the core": 5,
+    "imports from a room above": 0,
 }
 MAX_FUNCTION_LINES = 50
 # File names that several folders use, because the files play the same part in each. Any other name is used once.

@@ -10,8 +10,7 @@ from monarch.actor import Actor, endpoint
 
 from rl.lora import LoRAConfig
 from rl.losses import Loss
-from rl.startup import without_garbage_collection
-from rl.system.heap import Heap
+from rl.system.hardware import Heap, without_garbage_collection
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
 from rl.weights.versions import VersionRecord
 from trainer.config import TrainerConfig

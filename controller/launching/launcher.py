@@ -19,7 +19,7 @@ from controller.launching.assignments import Assignment, Assignments
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
-from rl.startup import without_garbage_collection
+from rl.system.hardware import without_garbage_collection
 from rl.system.timeline import report_progress
 from trainer.config import TrainerConfig
 

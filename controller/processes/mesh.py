@@ -38,8 +38,8 @@ from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
-from rl.startup import without_garbage_collection
 from rl.system.deadlines import Deadlines
+from rl.system.hardware import without_garbage_collection
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from monarch.spmd import SPMDActor
 
 from controller.processes.place import Place
 from controller.processes.rank_processes import answer_stack_signal
-from rl.startup import without_garbage_collection
+from rl.system.hardware import without_garbage_collection
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _MODULE_FOLDERS = "OWNLOOP_MODULE_FOLDERS"

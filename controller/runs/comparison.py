@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl.rollouts.evaluation import Interval
+from rl.rollouts.evaluation import Interval, t_quantile, t_tail
 
 ABSENT = "(absent)"
 """Stands for the value of a field that one configuration lacks."""
@@ -148,24 +148,5 @@ def welch(better: Sequence[float], worse: Sequence[float]) -> RewardDifference:
     reach = t_quantile(0.975, freedom) * error
     return RewardDifference(
         interval=Interval(mean=mean, low=mean - reach, high=mean + reach),
-        p_value=2 * _t_tail(abs(mean) / error, freedom),
+        p_value=2 * t_tail(abs(mean) / error, freedom),
     )
-
-
-def t_quantile(probability: float, freedom: float) -> float:
-    """The value below which a t-distributed variable lies with this probability, above 0.5."""
-    low, high = 0.0, 1.0
-    while _t_tail(high, freedom) > 1 - probability:
-        high *= 2
-    for _ in range(80):  # halves the interval until float64 has no number in between
-        middle = (low + high) / 2
-        low, high = (low, middle) if _t_tail(middle, freedom) < 1 - probability else (middle, high)
-    return high
-
-
-def _t_tail(value: float, freedom: float) -> float:
-    """The probability that a t-distributed variable is above a value of at least 0."""
-    import mpmath
-
-    share = freedom / (freedom + value**2)
-    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True)) / 2

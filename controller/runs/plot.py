@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from controller.runs.comparison import t_quantile
+from rl.rollouts.evaluation import t_quantile
 
 _TRAIN = "#4477aa"  # from Paul Tol's "bright" scheme, which is safe for colour-blind readers
 _EVAL = "#cc3311"

@@ -18,7 +18,7 @@ from controller.runs.report.page import ReportWriter
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.system.disk import RecordingError
-from rl.system.heap import hand_back_garbage
+from rl.system.hardware import hand_back_garbage
 from rl.system.timeline import show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 

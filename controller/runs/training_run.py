@@ -21,7 +21,7 @@ from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
-from rl.startup import without_walking_what_exists
+from rl.system.hardware import without_walking_what_exists
 from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 

@@ -33,7 +33,7 @@ from generator.openai_calls import OpenAICall, OpenAIReply
 from rl import protocols
 from rl.lora import LoRAConfig
 from rl.protocols import Trainer
-from rl.startup import without_walking_what_exists
+from rl.system.hardware import without_walking_what_exists
 from rl.system.hf_config import inspect_model
 
 LOG_BYTES = 64 * 2**20

@@ -190,3 +190,22 @@ class Measurement:
                 f"{len(before.values)}"
             )
         return bootstrap(self.values - before.values, self.weights)
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """The value below which a t-distributed variable lies with this probability, above 0.5."""
+    low, high = 0.0, 1.0
+    while t_tail(high, freedom) > 1 - probability:
+        high *= 2
+    for _ in range(80):  # halves the interval until float64 has no number in between
+        middle = (low + high) / 2
+        low, high = (low, middle) if t_tail(middle, freedom) < 1 - probability else (middle, high)
+    return high
+
+
+def t_tail(value: float, freedom: float) -> float:
+    """The probability that a t-distributed variable is above a value of at least 0."""
+    import mpmath
+
+    share = freedom / (freedom + value**2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True)) / 2

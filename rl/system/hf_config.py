@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
+
+if TYPE_CHECKING:
+    pass
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -27,10 +30,8 @@ PROVEN_ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Architectures for which tests compare trainer and generator after a pull."""
-
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
-
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Sizes without which a file describes no model, although transformers has values for them."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")

@@ -24,8 +24,7 @@ from controller.runs.metric_rows import thinned_metrics
 from controller.runs.report.samples import Decode, TokenSamples, decoder_of, evaluation_samples, mismatch_samples
 from controller.runs.report.warnings_in_words import warnings_of
 from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
-from rl.system.hardware import describe_host, describe_software
-from rl.system.heap import hand_back_garbage
+from rl.system.hardware import describe_host, describe_software, hand_back_garbage
 from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
 from rl.types import Datum, ForwardBackwardOutput
 

@@ -1,6 +1,7 @@
 import pytest
 
-from controller.runs.comparison import t_quantile, welch
+from controller.runs.comparison import welch
+from rl.rollouts.evaluation import t_quantile
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from rl.system.hardware import cpu_malloc_env
-from rl.system.heap import Heap
+from rl.system.hardware import Heap, cpu_malloc_env
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.seconds
@@ -26,7 +25,7 @@ def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
 
 HOLES = """
 import torch
-from rl.system.heap import Heap, _resident_bytes
+from rl.system.hardware import Heap, _resident_bytes
 heap = Heap()
 for _ in range(4):
     heap.after_step()

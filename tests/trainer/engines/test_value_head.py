@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
 from rl.losses import LossInputs, get_loss
-from rl.startup import without_walking_what_exists
+from rl.system.hardware import without_walking_what_exists
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
 from tests.trainer.engine_params import ENGINE_PARAMS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.startup import import_for_good, without_garbage_collection, without_walking_what_exists
+from rl.system.hardware import import_for_good, without_garbage_collection, without_walking_what_exists
 
 
 @pytest.fixture(scope="module", autouse=True)
