@@ -1,4 +1,4 @@
-"""`ownloop serve`, `key` and `certs`: a server for scripts that use the official `tinker` SDK, its users, and TLS.
+"""`ownloop serve`, `key` and `export-tinker`: a server for scripts that use the official `tinker` SDK, and its users.
 
 These commands are entry points of the group `ownloop.commands` in pyproject.toml.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from controller.commands.command import TakesFields, gathered
+from controller.commands.export_run import logs_of_export
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override
@@ -27,8 +28,7 @@ class Serve(TakesFields):
 
     def run(self) -> int:
         """Serves until a signal ends it. Returns 1 if the processes failed."""
-        if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
-            raise ValueError(f"ownloop serve needs packages that are not installed: {how_to_install('tinker')}")
+        _check_installed("ownloop serve")
         from controller.runs.models import resolve_model
         from controller.server.config import model_options
         from controller.server.keys import Keys, needs_keys
@@ -65,6 +65,39 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportTinker:
+    """Writes a checkpoint that a client of `ownloop serve` saved as a Hugging Face directory."""
+
+    path: Annotated[str, Positional, arg(metavar="tinker://RUN/weights/NAME")]
+    """The checkpoint; `ownloop export tinker://...` does the same."""
+    folder: Path = Path("gateway")
+    """The --folder of the server."""
+    adapter: bool = False
+    """Write only the adapter, for peft."""
+    to: Annotated[Path | None, arg(metavar="DIR")] = None
+    """A new folder, by default within FOLDER/exports."""
+
+    def run(self) -> int:
+        """Prints the directory on standard output."""
+        _check_installed("a tinker:// path")
+        from controller.server.archive import export_saved, find_saved
+
+        saved = find_saved(self.folder, self.path)
+        directory = self.to or self.folder / "exports" / self.path.removeprefix("tinker://").replace(":", "-")
+        with CapturedOutput() as output:
+            logs = logs_of_export(self.folder, output)
+            finish(export_saved(saved, directory, logs, adapter_only=self.adapter), output)
+            print(directory, file=output.terminal)
+        return 0
+
+
+def _check_installed(what: str) -> None:
+    """Raises ValueError, saying how to install them, if packages of the server are missing."""
+    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
+        raise ValueError(f"{what} needs packages that are not installed: {how_to_install('tinker')}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """Makes and revokes the keys of `ownloop serve`."""
 
@@ -94,29 +127,4 @@ class Key:
             print(keys.add(str(self.name), operator=self.operator))
         else:
             keys.revoke(str(self.name))
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certs:
-    """Makes TLS certificates for the hosts of a lab."""
-
-    hosts: Annotated[tuple[str, ...], Positional, arg(metavar="HOST ...")]
-    """A host's name as the others know it, and its other names and addresses after commas: n1,10.0.0.1."""
-    to: Path = Path("certs")
-    """Where the certificates go."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if no host is named."""
-        if not self.hosts:
-            raise ValueError("HOST is missing: a host's name as the others know it; see ownloop certs --help")
-
-    def run(self) -> int:
-        """Makes the certificates."""
-        from controller.hosts.certificates import CA_KEY, make_certificates
-
-        for folder in make_certificates(self.to, self.hosts):
-            print(f"{folder}: copy this folder to {folder.name} as ~/.config/ownloop/certs")
-        print(f"{self.to / CA_KEY} lets further hosts in; keep it to yourself. Anyone who has a host's key.pem can run")
-        print("any program on every host of this authority.")
         return 0
