@@ -84,6 +84,9 @@ def run_command(arguments: Sequence[str]) -> int:
 def parse_command(arguments: Sequence[str]) -> Any:
     """The command with its arguments, ready to run. Raises ValueError for a mistake, and as `parse` does."""
     name, *words = arguments
+    scheme = next((word.partition("://")[0] for word in words if "://" in word and not word.startswith("-")), "")
+    if scheme and (owner := f"{name}-{scheme}") in _installed():  # `export tinker://...` is the command export-tinker
+        name = owner
     kind = _load(name)
     from controller.commands.command import parse  # takes a while, since it imports tyro
 

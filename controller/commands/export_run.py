@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +19,10 @@ from controller.commands.processes import finish
 from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.recording import write_whole
-from rl.checks import check_known
 
 _CARD = "README.md"
-_GROUP = "ownloop.exports"
+
+
 _FROM_TRAINING = (
     "reward_mean",
     "loss",
@@ -42,23 +41,12 @@ class Export(OfCheckpoint, TakesFields):
     """
 
     name: Annotated[str, Positional, arg(metavar="RUN")]
-    """A run's folder, its name within --runs, or a tinker:// path."""
-    folder: Path = Path("gateway")
-    """Of a tinker:// path: the server's folder."""
-    adapter: bool = False
-    """Of a tinker:// path: write only the adapter, for peft."""
+    """A run's folder, or its name within --runs."""
     to: Annotated[Path | None, arg(metavar="DIR")] = None
     """A new folder, by default RUN/exports/step-N."""
 
     def run(self) -> int:
         """Prints the directory on standard output."""
-        scheme, is_path, _ = self.name.partition("://")
-        if is_path:
-            exporters = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
-            check_known("RUN is a path whose scheme", scheme, exporters)
-            return exporters[scheme].load()(self)
-        if self.adapter:
-            raise ValueError("--adapter is for tinker:// paths; a run's export has its adapter in adapter/")
         from controller.commands.resume import resumed_configuration
         from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 
@@ -67,14 +55,14 @@ class Export(OfCheckpoint, TakesFields):
         directory = self.to or run / "exports" / checkpoint.name
         with CapturedOutput() as output:
             config = resumed_configuration(run, self.fields, trust=self.trust)
-            logs = export_logs(run, output)
+            logs = logs_of_export(run, output)
             finish(export_checkpoint(config, checkpoint, directory, logs, output.say), output)
             add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
             print(directory, file=output.terminal)
         return 0
 
 
-def export_logs(folder: Path, output: CapturedOutput) -> Path:
+def logs_of_export(folder: Path, output: CapturedOutput) -> Path:
     """The folder of an export's logs, to which this process's output goes from now on."""
     logs = folder / "logs" / "export"
     logs.mkdir(parents=True, exist_ok=True)

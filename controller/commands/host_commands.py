@@ -1,7 +1,9 @@
-"""`ownloop worker`, `doctor` and `certs`: a host that takes part in runs, checks of hosts, their TLS certificates."""
+"""`ownloop worker`, `doctor` and `certs`: a host that takes part in runs, whether hosts would do, and their TLS."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,13 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from controller.commands.command_line import FAILED
-
-if TYPE_CHECKING:
-    from controller.hosts.examination import Examination
-
-import sys
-from contextlib import ExitStack
-
 from controller.hosts.connections import (
     Address,
     apply,
@@ -25,6 +20,9 @@ from controller.hosts.connections import (
     resolve,
     tls_settings,
 )
+
+if TYPE_CHECKING:
+    from controller.hosts.examination import Examination
 
 _INSECURE = (
     "warning: this worker has no TLS (--insecure). Whoever reaches {address} can run any program as this user. "

@@ -10,8 +10,8 @@ from controller.commands.recipes import configuration
 from controller.commands.run import Run
 from controller.commands.show import Show
 from controller.commands.sweep import Sweep, combinations_of
-from controller.server.serve_commands import Serve
-from controller.server.serve_commands import configuration as served
+from controller.server.commands import Serve
+from controller.server.commands import configuration as served
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {

@@ -1,4 +1,4 @@
-"""`ownloop serve` and `key`: a server for scripts that use the official `tinker` SDK, and its users.
+"""`ownloop serve`, `key` and `export-tinker`: a server for scripts that use the official `tinker` SDK, and its users.
 
 These commands are entry points of the group `ownloop.commands` in pyproject.toml.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from controller.commands.command import TakesFields, gathered
-from controller.commands.export_run import Export, export_logs
+from controller.commands.export_run import logs_of_export
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override
@@ -28,8 +28,7 @@ class Serve(TakesFields):
 
     def run(self) -> int:
         """Serves until a signal ends it. Returns 1 if the processes failed."""
-        if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
-            raise ValueError(f"ownloop serve needs packages that are not installed: {how_to_install('tinker')}")
+        _check_installed("ownloop serve")
         from controller.runs.models import resolve_model
         from controller.server.config import model_options
         from controller.server.keys import Keys, needs_keys
@@ -66,6 +65,39 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportTinker:
+    """Writes a checkpoint that a client of `ownloop serve` saved as a Hugging Face directory."""
+
+    path: Annotated[str, Positional, arg(metavar="tinker://RUN/weights/NAME")]
+    """The checkpoint; `ownloop export tinker://...` does the same."""
+    folder: Path = Path("gateway")
+    """The --folder of the server."""
+    adapter: bool = False
+    """Write only the adapter, for peft."""
+    to: Annotated[Path | None, arg(metavar="DIR")] = None
+    """A new folder, by default within FOLDER/exports."""
+
+    def run(self) -> int:
+        """Prints the directory on standard output."""
+        _check_installed("a tinker:// path")
+        from controller.server.archive import export_saved, find_saved
+
+        saved = find_saved(self.folder, self.path)
+        directory = self.to or self.folder / "exports" / self.path.removeprefix("tinker://").replace(":", "-")
+        with CapturedOutput() as output:
+            logs = logs_of_export(self.folder, output)
+            finish(export_saved(saved, directory, logs, adapter_only=self.adapter), output)
+            print(directory, file=output.terminal)
+        return 0
+
+
+def _check_installed(what: str) -> None:
+    """Raises ValueError, saying how to install them, if packages of the server are missing."""
+    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
+        raise ValueError(f"{what} needs packages that are not installed: {how_to_install('tinker')}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """Makes and revokes the keys of `ownloop serve`."""
 
@@ -96,21 +128,3 @@ class Key:
         else:
             keys.revoke(str(self.name))
         return 0
-
-
-def export_path(command: Export) -> int:
-    """`ownloop export tinker://RUN/weights/NAME`: a checkpoint that a client saved, as a model directory."""
-    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
-        raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
-    if command.fields:
-        raise ValueError(f"unexpected argument {command.fields[0]}")
-    from controller.server.archive import export_saved, find_saved
-
-    saved = find_saved(command.folder, command.name)
-    name = command.name.removeprefix("tinker://").replace(":", "-")
-    directory = command.to or command.folder / "exports" / name
-    with CapturedOutput() as output:
-        logs = export_logs(command.folder, output)
-        finish(export_saved(saved, directory, logs, adapter_only=command.adapter), output)
-        print(directory, file=output.terminal)
-    return 0
