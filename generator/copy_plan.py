@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from generator._compat import packed_experts
 from generator._cpu_packing import pack, pack_again, packed_layers
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
 from rl.weights.versions import VersionRecord
@@ -80,7 +80,7 @@ class CopyPlan:
         self._modules = tuple(model.modules())
         self._layout = record.layout
         self._addresses = _addresses(self._modules)
-        self._on_gpu = gpu_copies.on_gpu(destination for destination, _ in recorder.copies)
+        self._on_gpu = copies.on_gpu(destination for destination, _ in recorder.copies)
         on_cpu = all(destination.is_cpu for destination, _ in recorder.copies)
         self._usable = recorder.complete and (self._on_gpu or on_cpu)
         layers = packed_layers(model)
@@ -120,10 +120,10 @@ class CopyPlan:
         stages = self._stages.get(memory)
         if stages is None:
             pairs = [(destination, source.of(memory)) for destination, source in self._copies]
-            copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
+            loads = [partial(copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
             weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
             packs = _packing(weights, pack_again)
-            stages = self._stages[memory] = [copies, packs, self._experts]
+            stages = self._stages[memory] = [loads, packs, self._experts]
         for operations in stages:
             workers.run(operations)
 
@@ -143,11 +143,11 @@ def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
     return packed[1].nbytes
 
 
-def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
+def _as_one(weight: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
     """The piece of memory that equals a weight, if the copies into the weight come from one contiguous piece."""
-    if not copies or not weight.is_contiguous():
+    if not pairs or not weight.is_contiguous():
         return None
-    ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())
+    ordered = sorted(pairs, key=lambda pair: pair[0].storage_offset())
     part, first = ordered[0][1].part, ordered[0][1].offset
     end = 0
     for destination, source in ordered:

@@ -27,7 +27,7 @@ from typing import NamedTuple, Self
 import torch
 
 from rl.system.hardware import available_memory_bytes
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.versions import (
     HEADER_BYTES,
     LIVING_VERSIONS,
@@ -229,7 +229,7 @@ class WeightBuffer:
         """Pins the memory in a process that uses a GPU, for copies at the speed of its link. Says so if it cannot."""
         if not torch.cuda.is_initialized():
             return
-        why = gpu_copies.pin(self._bytes, writable=self._writable)
+        why = copies.pin(self._bytes, writable=self._writable)
         self._pinned = not why
         if why:
             print(f"weights travel through memory that is not pinned, which is slower: {why}", flush=True)
@@ -238,7 +238,7 @@ class WeightBuffer:
         """Closes the descriptor. The memory is freed with its last tensor view."""
         if self._pinned:
             self._pinned = False
-            gpu_copies.unpin(self._bytes)
+            copies.unpin(self._bytes)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.buffer import BufferLocation, GPUPart, WeightBuffer
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, raise_on_every_rank
 from rl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
@@ -222,8 +222,8 @@ class GPUMemorySender(SharedMemorySender):
         if why_not:
             raise WeightsError(f"weight_transport='gpu_memory' is not possible: {why_not}; use 'shared_memory'")
 
-    def _copy(self, pairs: Sequence[gpu_copies.Pair]) -> None:
-        gpu_copies.copy(pairs)
+    def _copy(self, pairs: Sequence[copies.Pair]) -> None:
+        copies.copy(pairs)
         self._sharing.wait()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from generator import copy_plan
 from generator.copy_plan import CopyPlan, CopyRecorder
 from rl.system.hardware import host_identity
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.buffer import WeightBuffer
 from rl.weights.copies import Workers
 from rl.weights.versions import VersionRecord, buffer_size, build_manifest, manifest_checksum
@@ -58,15 +58,15 @@ def record(version: int) -> VersionRecord:
 def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_copies, "on_gpu", lambda tensors: bool(list(tensors)))
+    monkeypatch.setattr(copies, "on_gpu", lambda tensors: bool(list(tensors)))
     calls: list[int] = []
-    copy = gpu_copies.copy
+    copy = copies.copy
 
-    def counted(pairs: list[gpu_copies.Pair]) -> None:
+    def counted(pairs: list[copies.Pair]) -> None:
         calls.append(len(pairs))
         copy(pairs)
 
-    monkeypatch.setattr(copy_plan.gpu_copies, "copy", counted)
+    monkeypatch.setattr(copy_plan.copies, "copy", counted)
     memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
     plan: CopyPlan | None = None
     for version in (1, 2, 3):
