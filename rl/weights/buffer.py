@@ -12,6 +12,7 @@ The tensors' checksums follow the header. They are not in the version's record, 
 last byte is written and the record is needed before.
 """
 
+import bisect
 import contextlib
 import fcntl
 import mmap
@@ -26,8 +27,7 @@ from typing import NamedTuple, Self
 import torch
 
 from rl.system.hardware import available_memory_bytes
-from rl.weights import copies as gpu_copies
-from rl.weights.gpu_sharing import GPUPart
+from rl.weights import copies
 from rl.weights.versions import (
     HEADER_BYTES,
     LIVING_VERSIONS,
@@ -46,6 +46,18 @@ _HEADER = struct.Struct("=8sqqq32s")  # magic, push_index or _UNSEALED, version,
 _MAGIC = b"ownloop2"
 _UNSEALED = -1
 _POLL_S = 0.002
+
+
+class GPUPart(NamedTuple):
+    """A part of a weight buffer, in the memory of one GPU."""
+
+    begin: int
+    """The offset in the manifest's layout at which it begins."""
+    num_bytes: int
+    gpu: str
+    """The GPU's UUID, for errors."""
+    handle: bytes
+    """With which other processes open the memory."""
 
 
 class BufferLocation(NamedTuple):
@@ -87,10 +99,13 @@ class WeightBuffer:
             # Readers map the memory read-only on purpose, so that writing into published weights fails.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
+        """The memory that holds the tensors: all bytes, unless they lie in parts of GPU memory."""
+        self._begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
         # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
         self._layout = b""
-        self._checksums: dict[bool, BufferChecksums] = {}
+        self._checksums: dict[bool, list[BufferChecksums]] = {}
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -131,16 +146,13 @@ class WeightBuffer:
         """All bytes, header included (uint8 [N]). Valid under the same conditions as `tensor`."""
         return self._bytes
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """The memory of the tensors: here, all bytes in one piece."""
-        return (self._bytes,)
-
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer."""
         view = self._tensors.get(spec)
         if view is None:
-            view = self._bytes[spec.offset : spec.offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            part = self._part_of(spec)
+            begin = spec.offset - self._begins[part]
+            view = self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
             self._tensors[spec] = view
         return view
 
@@ -151,9 +163,14 @@ class WeightBuffer:
             self._checksums.clear()
         checksums = self._checksums.get(record.full_checksums)
         if checksums is None:
-            extents = [(spec.offset, spec.nbytes) for spec in record.manifest]
-            checksums = self._checksums[record.full_checksums] = BufferChecksums(extents, full=record.full_checksums)
-        return checksums(self._bytes)
+            extents: list[list[tuple[int, int]]] = [[] for _ in self.parts]
+            for spec in record.manifest:
+                part = self._part_of(spec)
+                extents[part].append((spec.offset - self._begins[part], spec.nbytes))
+            checksums = [BufferChecksums(each, full=record.full_checksums) for each in extents]
+            self._checksums[record.full_checksums] = checksums
+        # Parts follow each other as the manifest's tensors do.
+        return tuple(value for sums, part in zip(checksums, self.parts, strict=True) for value in sums(part))
 
     def check_checksums(self, record: VersionRecord) -> None:
         """Raises `WeightsError` naming the first tensor that differs from what was published."""
@@ -164,8 +181,9 @@ class WeightBuffer:
 
     def holds_same_as(self, other: "WeightBuffer", manifest: Manifest) -> bool:
         """Whether the tensors of two buffers with this manifest are equal."""
-        begin = manifest[0].offset
-        return torch.equal(self._bytes[begin:], other._bytes[begin:])
+        begins = [max(manifest[0].offset - begin, 0) for begin in self._begins]  # behind the header
+        parts = zip(begins, self.parts, other.parts, strict=True)
+        return all(torch.equal(ours[begin:], theirs[begin:]) for begin, ours, theirs in parts)
 
     def begin_write(self, timeout_s: float) -> None:
         """Waits for readers of the previous content, then withdraws it. Raises `WeightsError` after `timeout_s`."""
@@ -211,7 +229,7 @@ class WeightBuffer:
         """Pins the memory in a process that uses a GPU, for copies at the speed of its link. Says so if it cannot."""
         if not torch.cuda.is_initialized():
             return
-        why = gpu_copies.pin(self._bytes, writable=self._writable)
+        why = copies.pin(self._bytes, writable=self._writable)
         self._pinned = not why
         if why:
             print(f"weights travel through memory that is not pinned, which is slower: {why}", flush=True)
@@ -220,10 +238,13 @@ class WeightBuffer:
         """Closes the descriptor. The memory is freed with its last tensor view."""
         if self._pinned:
             self._pinned = False
-            gpu_copies.unpin(self._bytes)
+            copies.unpin(self._bytes)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _part_of(self, spec: TensorSpec) -> int:
+        return bisect.bisect_right(self._begins, spec.offset) - 1
 
     def _try_lock(self, kind: int) -> bool:
         try:

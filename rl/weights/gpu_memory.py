@@ -4,32 +4,144 @@ No byte passes through the host. Header, checksums and locks of a version are th
 for readers, writers and dead processes there holds here too. Each trainer rank has a part of the buffer on its own GPU,
 whole tensors, and writes its shards of other tensors into the parts of others. A generator's ranks copy the slices they
 need from all of them.
+
+The memory is shared by CUDA IPC. A process opens memory of any GPU that its own can reach, also of one that
+`CUDA_VISIBLE_DEVICES` hides from it, and addresses it as if it lay on its own GPU. Containers may forbid it, so `auto`
+tries it first: `python -m rl.weights.gpu_memory HANDLE DEVICE` exits with 0 if it reads a pattern in that memory, and
+says why not otherwise.
 """
 
-import bisect
 import contextlib
+import ctypes
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from importlib import import_module
+from itertools import permutations
+from typing import Any, Protocol
 
 import torch
 
-from rl.weights import copies as gpu_copies
-from rl.weights.buffer import BufferLocation, WeightBuffer
-from rl.weights.gpu_sharing import CUDASharing, GPUPart, MemorySharing
+from rl.weights import copies
+from rl.weights.buffer import BufferLocation, GPUPart, WeightBuffer
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, raise_on_every_rank
 from rl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from rl.weights.versions import (
     HEADER_BYTES,
     LIVING_VERSIONS,
-    BufferChecksums,
     Manifest,
-    TensorSpec,
     VersionIndex,
     VersionRecord,
     WeightsError,
     buffer_size,
 )
+
+_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_SUCCESS = 0
+
+
+class MemorySharing(Protocol):
+    """How processes of one host share memory of its GPUs."""
+
+    def why_not(self) -> str:
+        """Why this process cannot take part; empty if it can."""
+        ...
+
+    def why_not_by_default(self, num_bytes: int) -> str:
+        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may."""
+        ...
+
+    def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
+        """Allocates bytes of zeros (uint8 [num_bytes]) that others can open. Raises `WeightsError`."""
+        ...
+
+    def open(self, part: GPUPart) -> torch.Tensor:
+        """The memory that another process allocated. Raises `WeightsError` if this GPU cannot reach it."""
+        ...
+
+    def close(self, memory: torch.Tensor, *, owned: bool) -> None:
+        """Frees memory that this process allocated and nobody has opened, or closes what it opened."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when everything that was queued on this process's GPU is done."""
+        ...
+
+
+class CUDASharing:
+    """Allocates past torch, whose allocator puts several tensors into one block and moves its blocks."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """By default, the device is the one of this rank."""
+        self._device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+    def why_not(self) -> str:
+        if not torch.cuda.is_available() or torch.version.cuda is None:
+            return "this process computes without CUDA"
+        try:
+            _cuda()
+        except ImportError:
+            return "the package cuda-bindings is not installed"
+        return ""
+
+    def why_not_by_default(self, num_bytes: int) -> str:
+        """A tenth of the memory is left to it: the first push comes before training has taken what it needs."""
+        limit = torch.cuda.get_device_properties(self._device).total_memory // 10
+        if num_bytes > limit:
+            return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
+        return unreachable_gpus() or self._why_not_opened()
+
+    def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
+        device, cuda = self._device, _cuda()
+        torch.cuda.empty_cache()  # what torch has cached is not free for others
+        with torch.cuda.device(device):
+            pointer = _checked(cuda.cudaMalloc(num_bytes), f"{num_bytes / 1e6:.1f} MB of GPU memory are not free")
+            try:
+                handle = _checked(cuda.cudaIpcGetMemHandle(pointer), "the GPU's memory cannot be shared")
+            except WeightsError:
+                cuda.cudaFree(pointer)
+                raise
+        memory = _tensor(int(pointer), num_bytes, device).zero_()
+        torch.cuda.synchronize(device)
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return memory, GPUPart(begin, num_bytes, uuid, ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
+
+    def open(self, part: GPUPart) -> torch.Tensor:
+        if why_not := self.why_not():
+            raise _out_of_reach(part, why_not)
+        device, cuda = self._device, _cuda()
+        handle = cuda.cudaIpcMemHandle_t()
+        ctypes.memmove(handle.getPtr(), part.handle, _HANDLE_BYTES)
+        with torch.cuda.device(device):
+            try:
+                pointer = _checked(cuda.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS), "CUDA refused")
+            except WeightsError as error:
+                raise _out_of_reach(part, str(error)) from error
+        return _tensor(int(pointer), part.num_bytes, device)
+
+    def close(self, memory: torch.Tensor, *, owned: bool) -> None:
+        with torch.cuda.device(memory.device):
+            torch.cuda.synchronize(memory.device)
+            _cuda().cudaFree(memory.data_ptr()) if owned else _cuda().cudaIpcCloseMemHandle(memory.data_ptr())
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _why_not_opened(self) -> str:
+        """Tries it with a little memory, because an error of a generator would come too late for another transport."""
+        try:
+            memory, part = self.allocate(0, 4096)
+        except WeightsError as error:
+            return str(error)
+        memory[: len(PATTERN)] = torch.frombuffer(bytearray(PATTERN), dtype=torch.uint8)
+        self.wait()
+        try:
+            return why_not_opened(part.handle, self._device.index)
+        finally:
+            self.close(memory, owned=True)
 
 
 class GPUMemory(SharedMemory):
@@ -110,8 +222,8 @@ class GPUMemorySender(SharedMemorySender):
         if why_not:
             raise WeightsError(f"weight_transport='gpu_memory' is not possible: {why_not}; use 'shared_memory'")
 
-    def _copy(self, pairs: Sequence[gpu_copies.Pair]) -> None:
-        gpu_copies.copy(pairs)
+    def _copy(self, pairs: Sequence[copies.Pair]) -> None:
+        copies.copy(pairs)
         self._sharing.wait()
 
 
@@ -143,8 +255,6 @@ class GPUBuffer(WeightBuffer):
     """A buffer whose tensors lie in parts of GPU memory."""
 
     _sharing: MemorySharing
-    _parts: tuple[torch.Tensor, ...] = ()
-    _begins: tuple[int, ...] = ()
     _opened: tuple[torch.Tensor, ...] = ()
 
     @classmethod
@@ -165,7 +275,7 @@ class GPUBuffer(WeightBuffer):
                 memory = sharing.open(part)
                 self._opened += (memory,)
             memories.append(memory)
-        self._parts = tuple(memories)
+        self.parts = tuple(memories)
         self._begins = tuple(part.begin for part in parts)
         self.location = self.location._replace(gpu_parts=tuple(parts))
 
@@ -179,38 +289,6 @@ class GPUBuffer(WeightBuffer):
             buffer.close()
             raise
         return buffer
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        return self._parts
-
-    def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        view = self._tensors.get(spec)
-        if view is None:
-            index = self._part_of(spec)
-            begin = spec.offset - self._begins[index]
-            view = self._parts[index][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
-            self._tensors[spec] = view
-        return view
-
-    def checksums(self, record: VersionRecord) -> tuple[int, ...]:
-        if record.layout != self._layout:
-            self._layout = record.layout
-            self._by_part: dict[bool, list[BufferChecksums]] = {}
-        checksums = self._by_part.get(record.full_checksums)
-        if checksums is None:
-            extents: list[list[tuple[int, int]]] = [[] for _ in self._parts]
-            for spec in record.manifest:
-                index = self._part_of(spec)
-                extents[index].append((spec.offset - self._begins[index], spec.nbytes))
-            checksums = [BufferChecksums(each, full=record.full_checksums) for each in extents]
-            self._by_part[record.full_checksums] = checksums
-        # Parts follow each other as the manifest's tensors do.
-        return tuple(value for sums, part in zip(checksums, self._parts, strict=True) for value in sums(part))
-
-    def holds_same_as(self, other: WeightBuffer, manifest: Manifest) -> bool:
-        del manifest
-        return all(torch.equal(a, b) for a, b in zip(self.parts, other.parts, strict=True))
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
@@ -231,5 +309,88 @@ class GPUBuffer(WeightBuffer):
         self._opened = ()
         super().close()
 
-    def _part_of(self, spec: TensorSpec) -> int:
-        return bisect.bisect_right(self._begins, spec.offset) - 1
+
+def unreachable_gpus() -> str:
+    """Why GPUs of this host cannot all read each other's memory; empty if they can.
+
+    It asks the driver about all of them, because a process does not know on which the generators are.
+    """
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return "MIG instances do not read each other's memory"
+    try:
+        nvml: Any = import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as error:  # the package or the driver's library is missing
+        return f"the driver does not say which GPUs reach each other ({error})"
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if len(gpus) == 1:
+        return "the host's only GPU needs its memory for trainer and generator"
+    for (i, reader), (j, owner) in permutations(enumerate(gpus), 2):
+        if nvml.nvmlDeviceGetP2PStatus(reader, owner, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK:
+            return f"GPU {i} cannot read the memory of GPU {j}"
+    return ""
+
+
+def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
+    return WeightsError(
+        f"the weights lie in the memory of {part.gpu}, which this process cannot open ({why}); set"
+        " weight_transport='shared_memory'"
+    )
+
+
+def _cuda() -> Any:
+    return import_module("cuda.bindings.runtime")
+
+
+def _checked(result: tuple[Any, Any], what: str) -> Any:
+    """The value of a call. Raises `WeightsError` if it failed."""
+    status, value = result
+    if int(status) != _SUCCESS:
+        raise WeightsError(f"{what}: {status.name}")
+    return value
+
+
+def _tensor(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU as a tensor that does not own it (uint8 [N])."""
+    construct: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer, device, num_bytes))
+
+
+PATTERN = bytes(range(1, 9))
+"""What the memory begins with."""
+
+_TIMEOUT_S = 60.0
+
+
+def why_not_opened(handle: bytes, device: int) -> str:
+    """Why another process cannot open this memory on a GPU of the same number; empty if it can."""
+    command = [sys.executable, "-m", "rl.weights.gpu_memory", handle.hex(), str(device)]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"another process did not open memory of the GPU within {_TIMEOUT_S:g} s"
+    if probe.returncode == 0:
+        return ""
+    return f"another process cannot open memory of the GPU: {probe.stderr.strip().rpartition(chr(10))[2]}"
+
+
+def main(handle: str, device: str) -> None:
+    """Exits with what went wrong, if anything."""
+    cuda: Any = import_module("cuda.bindings.runtime")
+    cuda.cudaSetDevice(int(device))
+    shared = cuda.cudaIpcMemHandle_t()
+    data = bytes.fromhex(handle)
+    ctypes.memmove(shared.getPtr(), data, len(data))
+    status, pointer = cuda.cudaIpcOpenMemHandle(shared, cuda.cudaIpcMemLazyEnablePeerAccess)
+    found = ctypes.create_string_buffer(len(PATTERN))
+    if status == cuda.cudaError_t.cudaSuccess:
+        to_host = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        (status,) = cuda.cudaMemcpy(ctypes.addressof(found), pointer, len(PATTERN), to_host)
+    if status != cuda.cudaError_t.cudaSuccess:
+        raise SystemExit(status.name)
+    if found.raw != PATTERN:
+        raise SystemExit(f"it found {found.raw.hex()} there and not {PATTERN.hex()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

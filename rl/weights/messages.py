@@ -117,6 +117,14 @@ class Link:
         """The id of the transfer that the link is for, which comes first."""
         return self.receive_bytes(_ID_BYTES).decode("ascii", "replace")
 
+    def receive_end(self) -> None:
+        """Waits until the other end closes the link, which must not bring any further bytes."""
+        try:
+            if self._connection.recv(1):
+                raise LinkError("receiving weights: more arrived than was planned")
+        except OSError as error:
+            raise LinkError(f"receiving weights: {error}") from error
+
     def interrupt(self) -> None:
         """Ends the link under a thread that waits in it, which gets `LinkError`. What was sent still arrives."""
         with suppress(OSError):  # the other end may be gone
@@ -232,8 +240,10 @@ def _views(message: Message, manifest: Manifest, data: torch.Tensor) -> Iterator
         offset += _aligned(size)
 
 
-def _size(message: Sequence[Part], manifest: Manifest) -> int:
-    return sum(_aligned(part.nbytes(manifest)) for part in message)
+def _size(message: Message, manifest: Manifest) -> int:
+    """Size in bytes. The last part has no padding, so a message of one part is that part's bytes."""
+    *others, last = (part.nbytes(manifest) for part in message)
+    return sum(map(_aligned, others)) + last
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

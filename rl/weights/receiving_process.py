@@ -293,6 +293,7 @@ class _Incoming:
                     for part in message:
                         self._num_bytes[part.tensor] += part.nbytes(self._manifest)
                 arrived.put(True)
+            link.receive_end()
         except Exception as error:  # `check_whole` raises it
             self._end(error)
         else:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rl.system.hardware import host_identity
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.copies import Workers
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
@@ -155,10 +155,10 @@ class SharedMemorySender:
         buffer.seal(record, checksums)
         return checksums
 
-    def _copy(self, pairs: Sequence[gpu_copies.Pair]) -> None:
+    def _copy(self, pairs: Sequence[copies.Pair]) -> None:
         """Casts each source into its place. All bytes are there when it returns."""
         assert self._workers is not None
-        copy = gpu_copies.copy if gpu_copies.on_gpu(source for _, source in pairs) else self._workers.copy
+        copy = copies.copy if copies.on_gpu(source for _, source in pairs) else self._workers.copy
         copy(pairs)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from rl.weights.gpu_sharing import GPUPart
+from rl.weights.buffer import GPUPart
 from rl.weights.versions import WeightsError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.weights import copies as gpu_copies
+from rl.weights import copies
 from rl.weights.buffer import WeightBuffer
 from tests.stores import FakeStore, living, read_buffer
 from trainer.push import WeightPublisher
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_gpu_logic_weights_are_cast_before_they_travel_and_many_travel_in_one_call(calls: Calls) -> None:
     sources = [torch.randn(n, 8) for n in (3, 5, 100, 1, 2)]
     destinations = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    gpu_copies.copy(zip(destinations, sources, strict=True), batch_bytes=200)
+    copies.copy(zip(destinations, sources, strict=True), batch_bytes=200)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(destinations, sources, strict=True))
     sizes = [[size for _, size in call] for call in calls]
     assert sizes == [[48, 80], [1600], [16, 32]]  # 200 bytes at a time, or one tensor that is larger
@@ -52,7 +52,7 @@ def test_gpu_logic_a_push_from_a_gpu_takes_that_way(calls: Calls, monkeypatch: p
 
     expected = publish()
     assert not calls, "on the CPU, threads copy and cast"
-    monkeypatch.setattr(gpu_copies, "on_gpu", lambda tensors: bool(list(tensors)))
+    monkeypatch.setattr(copies, "on_gpu", lambda tensors: bool(list(tensors)))
     found = publish()
     assert [len(call) for call in calls] == [4]
     assert found.keys() == expected.keys()
@@ -99,9 +99,9 @@ def test_weights_go_to_the_host_and_back_through_pinned_memory(capsys: pytest.Ca
     weights = torch.randn(1 << 20, device="cuda")
     on_host = buffer.data[: 1 << 21].view(torch.bfloat16)
     assert on_host.is_pinned()
-    gpu_copies.copy([(on_host, weights)])
+    copies.copy([(on_host, weights)])
     back = torch.zeros(1 << 20, device="cuda", dtype=torch.bfloat16)
-    gpu_copies.copy([(back, on_host)])
+    copies.copy([(back, on_host)])
     assert torch.equal(back, weights.bfloat16())
     del on_host
     buffer.close()

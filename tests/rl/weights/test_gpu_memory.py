@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl.lora import LoRAConfig
-from rl.weights import gpu_memory, gpu_sharing
-from rl.weights.gpu_memory import GPUMemory, cut
-from rl.weights.gpu_sharing import PATTERN, CUDASharing, MemorySharing, unreachable_gpus, why_not_opened
+from rl.weights import gpu_memory
+from rl.weights.gpu_memory import PATTERN, CUDASharing, GPUMemory, MemorySharing, cut, unreachable_gpus, why_not_opened
 from rl.weights.versions import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
 from tests.rl.weights.host_sharing import HostSharing
 from tests.stores import FakeStore, living
@@ -311,7 +310,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_sharing, "unreachable_gpus", lambda: "")
+    monkeypatch.setattr(gpu_memory, "unreachable_gpus", lambda: "")
     return runtime
 
 
@@ -353,7 +352,7 @@ def test_gpu_logic_auto_tries_it_in_another_process(runtime: Runtime, monkeypatc
         tried.append(ctypes.string_at(int.from_bytes(handle[:8], "little"), 8))
         return "forbidden here"
 
-    monkeypatch.setattr(gpu_sharing, "why_not_opened", opened)
+    monkeypatch.setattr(gpu_memory, "why_not_opened", opened)
     assert sharing.why_not_by_default(8000) == "forbidden here"
     assert tried == [PATTERN]
     assert runtime.memory == {}
