@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import Bar, parser, print_result
 from rl.data.packing import Document
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from trainer.engines.pytorch.block_attention import block_attention, document_mask, plan_attention
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, product_dtype
 

@@ -22,7 +22,7 @@ def matrix_rate(hidden_size: int, intermediate_size: int) -> float:
     """Operations a second of a layer's largest product over 2,048 tokens, in the dtype that this CPU is fast in."""
     import torch
 
-    from rl.hardware import cpu_dtype
+    from rl.system.hardware import cpu_dtype
 
     dtype: torch.dtype = getattr(torch, cpu_dtype())
     hidden = torch.randn(2048, hidden_size).to(dtype)

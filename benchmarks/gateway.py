@@ -30,8 +30,8 @@ import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from controller.server.child_server import Server, served
-from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype, cpu_thread_env
+from rl.system.hardware import cpu_dtype, cpu_thread_env
 
 PROMPT_TOKENS = 48
 MAX_MODEL_LEN = 256

@@ -4,7 +4,7 @@
 
 A random Llama of SmolLM2's shape with six layers, every token scored; one thing grows at a time: the tokens of a batch,
 the tokens of a document, the answers to a prompt, the model's width. Beside each point is its limit: the operations
-that it needs (`rl.model_flops`) over the measured rate of matrix products, or the bytes of weights and gradients over
+that it needs (`ModelFlops`) over the measured rate of matrix products, or the bytes of weights and gradients over
 the measured rate of a copy, whichever takes longer. Bars: time per operation grows by at most a fifth from the smallest
 batch of tokens to 16 times as many, and no point is below half of its limit except those that `EXCEPTIONS` explains.
 """
@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.engine_process import become_trainer_process
 from benchmarks.harness import Bar, parser, print_result
 from rl.data.packing import pack_row
-from rl.hardware import cpu_dtype
-from rl.model_flops import ModelFlops
+from rl.system.hardware import cpu_dtype
+from rl.system.hf_config import ModelFlops
 from rl.types import Datum
 
 SHAPE: Mapping[str, Any] = {

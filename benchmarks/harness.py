@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.hardware import has_amx, has_fast_bfloat16
+from rl.system.hardware import has_amx, has_fast_bfloat16
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ISA_CAPS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")

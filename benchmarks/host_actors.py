@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.weights.manifest import VersionRecord
 from rl.weights.network import NetworkReceiver
+from rl.weights.versions import VersionRecord
 from trainer.push import WeightPublisher
 
 NUM_TENSORS = 272

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype, cpu_thread_env
 from rl.protocols import Generator
+from rl.system.hardware import cpu_dtype, cpu_thread_env
 from rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM

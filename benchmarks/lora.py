@@ -29,8 +29,8 @@ import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from benchmarks.rounds import Rounds, Time, timed
-from rl.hardware import cpu_dtype
 from rl.lora import LoRAConfig, Policy
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum, OptimStepOutput, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM

@@ -26,10 +26,10 @@ from controller.handles.trainer_handle import TrainerHandle
 from controller.handles.trainer_mesh import TrainerMesh
 from controller.loops.grpo_async import GRPOAsyncConfig, train
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
-from rl.hardware import cpu_dtype, keep_few_arenas
-from rl.runs.folder import RunFolder
+from rl.system.hardware import cpu_dtype, keep_few_arenas
 from rl.types import AdamParams, Datum, SamplingParams
 from trainer.config import TrainerConfig
 

@@ -3,7 +3,7 @@
     python -m benchmarks.mfu [--quick | --smoke] [--repeats N] [--threads N]
 
 2,048 tokens in documents that share nothing, every token scored. Counted are the operations that a step needs
-(`rl.model_flops`), not what is computed twice. The rate of matrix products is measured in turns with the steps, in the
+(`ModelFlops`), not what is computed twice. The rate of matrix products is measured in turns with the steps, in the
 same dtype, at the model's largest shape.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.engine_process import become_trainer_process, matrix_rate
 from benchmarks.harness import Bar, benchmark_model, machine, parser, print_result
 from rl.data.packing import pack_row
-from rl.hardware import cpu_dtype
-from rl.model_flops import ModelFlops
+from rl.system.hardware import cpu_dtype
+from rl.system.hf_config import ModelFlops
 from rl.types import Datum
 
 LIMITS = {(8, 256): 0.60, (4, 512): 0.55, (2, 1024): 0.50}

@@ -35,10 +35,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.harness import Bar, parser, print_result
+from controller.runs.folder import RunFolder
+from controller.runs.recording import write_rollouts
 from rl.rollouts.columns import groups_to_table, parquet_bytes, read_groups
 from rl.rollouts.queue import RolloutQueue
-from rl.runs.folder import RunFolder
-from rl.runs.recording import write_rollouts
 from rl.types import Completion, Group, Rollout, Turn
 
 GROUP_SIZE = 8

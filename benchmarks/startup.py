@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
-from rl.runs.folder import METRICS, read_metrics
-from rl.runs.timeline import TIMELINE, read_timeline
+from controller.runs.folder import METRICS, read_metrics
+from rl.system.timeline import TIMELINE, read_timeline
 
 _LOOK_S = 0.1
 """Between two looks at the processes."""

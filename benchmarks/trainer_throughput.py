@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import AdamParams, Datum
 
 MAX_TOKENS = 2048

@@ -40,13 +40,13 @@ from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.locked_environment import locked_python
 from controller.runs.models import resolve_model
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
 from rl.rollouts.evaluation import bootstrap
 from rl.rollouts.rendering import Renderer
-from rl.runs.folder import RunFolder
 from rl.types import AdamParams
 from trainer.config import trainer_env
 

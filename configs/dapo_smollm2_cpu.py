@@ -3,7 +3,7 @@
 from controller.loops.dapo import DAPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

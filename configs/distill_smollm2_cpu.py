@@ -8,7 +8,7 @@ The teacher is what the recipe `sft_smollm2_cpu` exports; make it first:
 from controller.loops.distill import DistillConfig
 from generator.config import GeneratorConfig
 from rl.envs.largest_number import LargestNumber
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

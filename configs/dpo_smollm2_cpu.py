@@ -3,7 +3,7 @@
 from controller.loops.dpo import DPOConfig
 from rl.data.sources import EnvPreferences
 from rl.envs.largest_number import LargestNumber
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from trainer.config import TrainerConfig
 
 

@@ -4,7 +4,7 @@ from controller.loops.ppo import PPOConfig
 from generator.config import GeneratorConfig
 from rl.algorithms.actor_critic import PPOParams
 from rl.envs.largest_number import LargestNumber
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

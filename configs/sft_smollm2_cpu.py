@@ -3,7 +3,7 @@
 from controller.loops.sft import SFTConfig
 from rl.data.sources import EnvExamples
 from rl.envs.largest_number import LargestNumber
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from trainer.config import TrainerConfig
 
 

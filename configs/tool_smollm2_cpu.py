@@ -3,7 +3,7 @@
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.envs.python_arithmetic import PythonArithmetic
-from rl.hardware import cpu_dtype
+from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

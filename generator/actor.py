@@ -10,13 +10,12 @@ from monarch.actor import Actor, concurrent_endpoint
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineStatus
 from generator.openai_calls import OpenAICall, OpenAIRequests
-from rl.heap import Heap
 from rl.lora import LivePolicy, Policy
-from rl.owned_folder import OwnedFolder
 from rl.startup import import_for_good, without_garbage_collection
+from rl.system.disk import OwnedFolder
+from rl.system.heap import Heap
 from rl.types import Completion, PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord, WeightsError
-from rl.weights.registry import find_record
+from rl.weights.versions import VersionRecord, WeightsError, find_record
 
 
 class VLLMGenerator(Actor):

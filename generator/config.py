@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
-from rl.deadlines import Deadlines
-from rl.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config, rope_parameters
 from rl.lora import LivePolicy, Policy
-from rl.model_files import check_head, check_no_stray_weights
+from rl.system.deadlines import Deadlines
+from rl.system.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config, rope_parameters
+from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
 

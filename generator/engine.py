@@ -51,9 +51,8 @@ from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.lora import Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.transport import Feed
-from rl.weights.version_index import Store
+from rl.weights.versions import Store, VersionRecord, WeightsError
 
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 

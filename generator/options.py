@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
-from rl.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.hf_config import read_config
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
+from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
+from rl.system.hf_config import read_config
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""

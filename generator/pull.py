@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
 from rl.checks import first_names
-from rl.model_files import stored_shapes
-from rl.weights import gpu_copies
-from rl.weights.copy_threads import Workers
-from rl.weights.manifest import VersionRecord, WeightsError, WeightsMismatchError
+from rl.system.model_files import stored_shapes
+from rl.weights import copies as gpu_copies
+from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
+from rl.weights.versions import VersionRecord, WeightsError, WeightsMismatchError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]

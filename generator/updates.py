@@ -30,10 +30,9 @@ from generator.config import GeneratorConfig, LoRALimits
 from generator.conversion import ServedPolicy, unknown_policy
 from generator.pull import Backup, WeightLoader
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
-from rl.weights.manifest import VersionRecord, WeightsMismatchError
 from rl.weights.ranks import raise_on_every_rank
 from rl.weights.transport import TRANSPORTS, Feed, WeightMemory, load_transport
-from rl.weights.version_index import Store
+from rl.weights.versions import Store, VersionRecord, WeightsMismatchError
 
 _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 

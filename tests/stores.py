@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from rl.weights.buffer import WeightBuffer
-from rl.weights.manifest import VersionRecord
-from rl.weights.registry import living_versions
+from rl.weights.versions import VersionRecord, living_versions
 
 
 class FakeStore:

@@ -66,7 +66,11 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     expected = {name for name in listed.splitlines() if (ROOT / name).exists()}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert {"controller/server/status.html", "rl/runs/report/page.html", "configs/grpo_smollm2_cpu.py"} <= expected
+    assert {
+        "controller/server/status.html",
+        "controller/runs/report/page.html",
+        "configs/grpo_smollm2_cpu.py",
+    } <= expected
     assert expected <= held
 
 

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from monarch.actor import Actor, endpoint
 
-from rl.heap import Heap
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.startup import without_garbage_collection
+from rl.system.heap import Heap
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
-from rl.weights.manifest import VersionRecord
+from rl.weights.versions import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_gpus
-from rl.deadlines import Deadlines
-from rl.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.lora import LoRAConfig
+from rl.system.deadlines import Deadlines
+from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.types import Head, Placement
 from trainer.engine_table import find_engine
 

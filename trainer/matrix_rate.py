@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rl.cache import cache_directory
+from rl.system.disk import cache_directory
 from trainer.engines.pytorch.ranks import DTYPES
 
 _REPEATS = 4

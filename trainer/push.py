@@ -14,13 +14,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from rl.lora import LoRAConfig
+from rl.system.hardware import host_identity
 from rl.types import WeightTransport
-from rl.weights.host import host_identity
-from rl.weights.manifest import Manifest, VersionRecord, WeightsError, build_manifest, manifest_checksum
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
 from rl.weights.receivers import receiving_hosts
 from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
-from rl.weights.version_index import Store, VersionIndex
+from rl.weights.versions import (
+    Manifest,
+    Store,
+    VersionIndex,
+    VersionRecord,
+    WeightsError,
+    build_manifest,
+    manifest_checksum,
+)
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 # Projections that vLLM fuses into one, in its order.

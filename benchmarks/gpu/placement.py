@@ -22,7 +22,7 @@ from configs import grpo_smollm2_cpu, grpo_smollm2_gpu
 from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from rl.types import Placement
 
 Rows = Sequence[Mapping[str, float]]

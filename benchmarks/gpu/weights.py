@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.gpu.utilisation import SHAPE, SMALL
 from benchmarks.harness import Bar, parser, print_result
-from rl.weights import gpu_copies
-from rl.weights.copy_threads import Workers
-from rl.weights.manifest import VersionRecord
+from rl.weights import copies as gpu_copies
+from rl.weights.copies import Workers
 from rl.weights.transport import load_transport
+from rl.weights.versions import VersionRecord
 from trainer.engines.contract.reference import LocalStore
 from trainer.push import WeightPublisher
 

@@ -16,11 +16,11 @@ from typing import IO
 
 from benchmarks.harness import REPOSITORY
 from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
-from controller.commands.replay import recording_file
+from controller.commands.resume import recording_file
+from controller.runs.comparison import by_step, metric_differences
+from controller.runs.folder import read_metrics
+from controller.runs.recording import read_recording
 from rl.envs.even_words import EvenWords
-from rl.rollouts.recorded import read_recording
-from rl.runs.comparison import by_step, metric_differences
-from rl.runs.folder import read_metrics
 
 ERROR_WITHIN_S = 30.0
 """Seconds from a fault to the end of a run that does not go on."""

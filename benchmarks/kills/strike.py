@@ -19,9 +19,9 @@ from benchmarks.kills.cell import wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
 from controller.handles import generator_handle, trainer_handle, trainer_mesh
 from controller.runs import Loop, RolloutSource, Run
+from controller.runs.folder import complete_checkpoints
 from generator.actor import VLLMGenerator
 from rl.lora import LoRAConfig
-from rl.runs.folder import complete_checkpoints
 from trainer.actor import PolicyTrainer, PublishedEngine
 
 _CALLS: dict[tuple[type[Any], str], Phase] = {

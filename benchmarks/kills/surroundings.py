@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from benchmarks.kills.cell import RUN_LIMIT_S, Cell, Outcome, finish, wait_until
 from benchmarks.kills.fault import STRIKE_STEP, Fault
-from rl.runs.folder import complete_checkpoints, read_metrics
+from controller.runs.folder import complete_checkpoints, read_metrics
 
 Surrounding = Literal["no space left", "read-only run folder", "64 MB of shared memory", "a clock that jumps"]
 SURROUNDINGS: tuple[Surrounding, ...] = get_args(Surrounding)

@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
 
 def chat(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Answers line by line. `overrides` are fields of the generator's configuration."""
-    from controller.commands.brief_work import CommandEndedError, finish
+    from controller.commands.processes import CommandEndedError, finish
     from rl.types import SamplingParams
 
     SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature)  # refuses what cannot be sampled
@@ -57,7 +57,7 @@ def chat(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 async def _chat(
     options: argparse.Namespace, overrides: Sequence[str], scratch: Path, tell: Callable[[str], None], terminal: TextIO
 ) -> None:
-    from controller.commands.run_models import model_of
+    from controller.commands.eval_run import model_of
     from controller.launching.launcher import Launcher
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
@@ -76,8 +76,8 @@ def _generator_config(model: Path) -> "GeneratorConfig":
     """One conversation at a time, in the dtype that suits the hardware."""
     from controller.processes.place import gpus_here
     from generator.config import GeneratorConfig
-    from rl.hardware import cpu_dtype
-    from rl.hf_config import inspect_model
+    from rl.system.hardware import cpu_dtype
+    from rl.system.hf_config import inspect_model
 
     context = min(inspect_model(model).max_context, _MAX_CONTEXT)
     return GeneratorConfig(dtype="bfloat16" if gpus_here() else cpu_dtype(), max_model_len=context, max_num_seqs=1)

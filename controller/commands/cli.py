@@ -17,7 +17,7 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
     If the reader of the output goes away, as `head` does, the status is that of SIGPIPE and nothing is printed.
     """
     try:
-        from rl.hardware import keep_few_arenas
+        from rl.system.hardware import keep_few_arenas
 
         keep_few_arenas()
         from controller.commands.command_line import run_command

@@ -32,8 +32,7 @@ def add_parser(commands: Commands) -> None:
 def doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints what was found. Returns 1 if something would fail."""
     refuse(overrides)
-    from controller.hosts.host_groups import WorkerHosts, prepare
-    from controller.hosts.host_options import parse_hosts
+    from controller.hosts.host_groups import WorkerHosts, parse_hosts, prepare
 
     hosts = parse_hosts(options.hosts)
     if hosts is None:

@@ -5,7 +5,7 @@ Starts the recipe's generator on the model, and no trainer unless a checkpoint h
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from controller.commands.command import Commands, add_run_options
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
+from controller.commands.resume import resumed_configuration
+from controller.runs.folder import CONFIG_FILE
 
 if TYPE_CHECKING:
     from controller.runs.console import Console
@@ -34,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 
 def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints each held-out measure with its interval, and samples."""
-    from controller.commands.brief_work import CommandEndedError, finish
+    from controller.commands.processes import CommandEndedError, finish
     from controller.runs.console import Console
 
     with CapturedOutput() as output:
@@ -56,12 +58,11 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 async def _evaluation(options: argparse.Namespace, config: Any, console: "Console", scratch: Path) -> "Evaluation":
-    from controller.commands.run_models import model_of, run_of
     from controller.hosts.host_groups import kept_allocations
     from controller.launching.launcher import Launcher
+    from controller.runs.folder import began_at
     from controller.runs.rollout_source import RolloutSource
-    from rl.runs.folder import began_at
-    from rl.runs.timeline import show_progress_with
+    from rl.system.timeline import show_progress_with
 
     show_progress_with(console.progress)
     hosts = getattr(config, "hosts", None)
@@ -75,3 +76,43 @@ async def _evaluation(options: argparse.Namespace, config: Any, console: "Consol
             # A model on disk is whole: an adapter has been merged into it.
             generator = await launcher.generator(source.model, replace(config.generator, lora=None))
             return await source.evaluate(generator)
+
+
+def run_of(name: str, runs: Path) -> Path | None:
+    """The run of this path or name; None if there is none. A model's directory has a config.json but no logs."""
+    for path in (Path(name), runs / name):
+        if (path / CONFIG_FILE).is_file() and (path / "logs").is_dir():
+            return path
+    return None
+
+
+async def model_of(
+    options: argparse.Namespace, scratch: Path, tell: Callable[[str], None], *, keep: bool = False
+) -> str:
+    """What `resolve_model` takes for `options.model`: the model's own name or, of a run, a directory.
+
+    That is the checkpoint of `options.step`, exported to `scratch` unless `ownloop export` has done it; without a step
+    the run's trained model or, if it has none yet or went on after it, its newest checkpoint. With `keep` it is
+    exported to where `ownloop export` would. Raises ValueError for a step of a model, and for a run without that
+    checkpoint.
+    """
+    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
+    from controller.runs.folder import FINISHED, complete_checkpoints, state_of
+
+    run = run_of(options.model, options.runs)
+    if run is None:
+        if options.step is not None:
+            raise ValueError(f"--step is {options.step}, but {options.model} is no run; a model has no steps")
+        return options.model
+    # The model of a run that was resumed after its end, and stopped, is that of its first part.
+    is_final = state_of(run) == FINISHED or not complete_checkpoints(run / "checkpoints")
+    if options.step is None and is_final and (run / "model" / "config.json").is_file():
+        return str(run / "model")
+    checkpoint = checkpoint_of(run, options.step)
+    exported = run / "exports" / checkpoint.name
+    if not (exported / "config.json").is_file():
+        exported = exported if keep else scratch / "model"
+        config = resumed_configuration(run, [], trust=options.trust)
+        tell(f"loading {checkpoint}")
+        await export_checkpoint(config, checkpoint, exported, scratch / "logs", tell)
+    return str(exported)

@@ -5,11 +5,17 @@
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from controller.commands.command import Commands, add_run_options, refuse
 from controller.commands.output import CapturedOutput
+from controller.commands.saved_recipe import RECIPE_FILE, command_of
+from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
+from controller.runs.recording import write_whole
 from rl.checks import how_to_install
 
 
@@ -31,10 +37,10 @@ def add_parser(commands: Commands) -> None:
 
 def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the directory on standard output. `overrides` may change what a resumed run may change."""
-    from controller.commands.brief_work import CommandEndedError, finish
-    from controller.commands.model_card import add_model_card, name_of_data
-    from controller.commands.resume import find_run, resumed_configuration
-    from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
+    from controller.commands.processes import CommandEndedError, finish
+    from controller.commands.resume import resumed_configuration
+    from controller.commands.saved_recipe import find_run
+    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 
     if options.run.startswith("tinker://"):
         return _export_saved(options, overrides)
@@ -65,7 +71,7 @@ def _export_saved(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """As `export`, for a checkpoint that a client saved."""
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
         raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
-    from controller.commands.brief_work import CommandEndedError, finish
+    from controller.commands.processes import CommandEndedError, finish
     from controller.server.archive import export_saved, find_saved
 
     refuse(overrides)
@@ -81,3 +87,81 @@ def _export_saved(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             return ended.status
         print(directory, file=output.terminal)
     return 0
+
+
+_CARD = "README.md"
+
+
+_FROM_TRAINING = (
+    "reward_mean",
+    "loss",
+    "kl_reference",
+    "kl_generator",
+    "logprob_mismatch_mean",
+    "completion_tokens_mean",
+)
+
+
+def name_of_data(config: Any) -> str:
+    """What a configuration trains on, in a few words."""
+    data = getattr(config, "env", None) or getattr(config, "data", None)
+    return str(getattr(data, "name", "") or type(data).__name__)
+
+
+def add_model_card(run: Path, data: str, model: Path | None = None, step: int | None = None) -> None:
+    """Writes the card of the model that `run` exported to `model`, by default its own folder `model`.
+
+    `data` names what was trained on. `step` is the checkpoint's; None is the end of the run. Does nothing if there is
+    no such directory.
+    """
+    directory = model or run / "model"
+    if (directory / "config.json").is_file():
+        write_whole(directory / _CARD, "\n".join(_card(run, data, step)).encode())
+
+
+def _card(run: Path, data: str, step: int | None) -> Iterator[str]:
+    config = read_json(run / CONFIG_FILE)
+    rows = [row for row in read_metrics(run / METRICS) if step is None or row["step"] <= step]
+    last = int(max((row["step"] for row in rows), default=0))
+    base = str(config.get("model", "unknown"))
+    repository, _, commit = base.partition("@")
+    yield from ("---", "library_name: transformers", "tags:", "- ownloop")
+    if commit:
+        yield f"base_model: {repository}"
+    yield from ("---", "", f"# {run.name}", "")
+    yield f"`{base}`, trained with ownloop for {last} step{'s' * (last != 1)}."
+    if (run / RECIPE_FILE).is_file():
+        yield from ("", "```bash", command_of(run), "```")
+    yield from ("", "## Data", "", f"{data}:", "", "```json", json.dumps(_data(config), indent=2), "```")
+    yield from _metrics(rows)
+    yield from ("", "## Configuration", "", "```json", json.dumps(config, indent=2), "```", "")
+
+
+def _data(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say what was trained on."""
+    names = ("env", "data", "num_eval", "seed")
+    return {name: config[name] for name in names if name in config}
+
+
+def _metrics(rows: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    evaluations = [row for row in rows if any(name.startswith("eval_") for name in row)]
+    names = [name for name in (evaluations[-1] if evaluations else {}) if f"{name}_low" in evaluations[-1]]
+    if names:
+        a, b = evaluations[0], evaluations[-1]
+        head = f"| | after step {a['step']:.0f} | after step {b['step']:.0f} | 95 % interval |"
+        yield from ("", "## Held-out", "", head, "|---|---|---|---|")
+        for name in names:
+            values = f"{a.get(name, math.nan):.3f} | {b[name]:.3f} | {b[f'{name}_low']:.3f} to {b[f'{name}_high']:.3f}"
+            yield f"| {name.removeprefix('eval_')} | {values} |"
+    steps = [row for row in rows if "seconds_step" in row]
+    shown = [name for name in _FROM_TRAINING if steps and name in steps[-1]]
+    if shown:
+        yield from (
+            "",
+            "## In training",
+            "",
+            f"| | step {steps[0]['step']:.0f} | step {steps[-1]['step']:.0f} |",
+            "|---|---|---|",
+        )
+        for name in shown:
+            yield f"| {name} | {steps[0].get(name, math.nan):.4g} | {steps[-1][name]:.4g} |"

@@ -28,7 +28,7 @@ def print_manifests(options: argparse.Namespace, overrides: Sequence[str]) -> in
     """Prints them, and what to do next. Returns the exit status."""
     refuse(overrides)
     from controller.hosts.certificates import CERTIFICATE, make_certificates
-    from controller.hosts.host_options import parse_hosts
+    from controller.hosts.host_groups import parse_hosts
     from controller.hosts.starting.kubernetes_hosts import KubernetesHosts, as_yaml, manifests
 
     hosts = parse_hosts([options.cluster, *options.words])

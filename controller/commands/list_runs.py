@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 def list_runs(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints a line per run."""
-    from rl.runs.folder import CONFIG_FILE
+    from controller.runs.folder import CONFIG_FILE
 
     refuse(overrides)
     configs = sorted(options.runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: file.stat().st_ctime, reverse=True)
@@ -42,8 +42,8 @@ def print_runs(runs: Sequence[Path]) -> None:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    from rl.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
-    from rl.runs.state import state_of
+    from controller.runs.folder import CONFIG_FILE, METRICS, read_metrics, state_of
+    from rl.system.disk import read_json
 
     try:
         config, rows, state = read_json(run / CONFIG_FILE), read_metrics(run / METRICS), state_of(run)

@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from controller.commands.brief_work import CommandEndedError, finish
 from controller.commands.command import FAILED, Commands
 from controller.commands.output import CapturedOutput
+from controller.commands.processes import CommandEndedError, finish
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
 
 

@@ -1,8 +1,9 @@
-"""Ends a run on SIGINT, SIGTERM or SIGHUP, and with it every process that the run started, within a fixed time.
+"""Ends a command's work on SIGINT, SIGTERM or SIGHUP, and with it every process that it started, within a fixed time.
 
 A thread of its own consumes the signals; it is woken even while the main thread is inside native code. It cancels the
-run's task, which saves the last finished step and closes the meshes. If they are not closed by the deadline, it kills
-the processes that are left and ends this process. It knows nothing of Monarch and finds processes in the process table.
+work's task; a run then saves the last finished step and closes the meshes. If they are not closed by the deadline, it
+kills the processes that are left and ends this process. It knows nothing of Monarch and finds processes in the process
+table.
 """
 
 import asyncio
@@ -17,6 +18,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+from controller.commands.command import FAILED
+from controller.commands.output import CapturedOutput
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -176,3 +180,34 @@ class StopSignals:
             self._at_deadline()
         finally:
             os._exit(128 + self.received)
+
+
+class CommandEndedError(Exception):
+    """The work came to no result, and the user was told why; `status` is the exit status."""
+
+    def __init__(self, status: int) -> None:
+        """The exit status."""
+        super().__init__(status)
+        self.status = status
+
+
+def finish(work: Coroutine[Any, Any, T], output: CapturedOutput) -> T:
+    """The result of the work. SIGINT, SIGTERM and SIGHUP end it.
+
+    Raises `CommandEndedError` for a signal and for any error but a ValueError, which says what the user should change.
+    """
+    adopt_orphans()
+    with StopSignals(lambda: None) as stop:
+        try:
+            return stop.run(work)
+        except ValueError:
+            raise
+        except Exception as error:
+            print(f"error: {type(error).__name__}: {error}", file=output.errors)
+            raise CommandEndedError(FAILED) from error
+        except BaseException as error:
+            if stop.received is None:
+                raise
+            raise CommandEndedError(128 + stop.received) from error
+        finally:
+            end_descendants(grace_s=0.5)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rl.checks import check_known, did_you_mean, errors_of_user_code
-from rl.runs.secret_fields import hide_in_text, with_hidden_secrets
+from rl.secret_fields import hide_in_text, with_hidden_secrets
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -221,8 +221,7 @@ def _registry() -> "ConstructorRegistry":
         StructFieldSpec,
     )
 
-    from controller.hosts.host_groups import Hosts
-    from controller.hosts.host_options import METAVAR, parse_hosts
+    from controller.hosts.host_groups import METAVAR, Hosts, parse_hosts
 
     registry = ConstructorRegistry()
 

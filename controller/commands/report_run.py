@@ -25,11 +25,10 @@ def add_parser(commands: Commands) -> None:
 
 def report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the path of the page."""
-    from controller.commands.next_command import command_of
-    from controller.commands.resume import RECIPE_FILE, find_run
-    from controller.runs.run_tokenizer import decoder_of
-    from rl.runs.recording import RecordingError
-    from rl.runs.report.page import write_report
+    from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
+    from controller.runs.report.page import write_report
+    from controller.runs.report.samples import decoder_of
+    from rl.system.disk import RecordingError
 
     refuse(overrides)
     if options.to is not None and options.to.is_dir():

@@ -1,23 +1,47 @@
-"""The configuration of a resumed run: its own recipe, as it was, with the options that the run was started with.
+"""Configurations of runs that continue a recorded run: resumed, forked, or trained on its rollouts.
 
-`recipe.json` in a run's folder holds the recipe's source and the options, so later edits of the recipe change nothing.
-The resulting configuration is compared with `config.json`. New options may only change the steps still to come.
+    resume   the saved recipe + its options + new ones  = config.json, except for the steps still to come
+    fork     the saved recipe + its options + new ones, in a new folder that begins with a checkpoint of its parent
+    replay   a recipe with the rollouts of another run in place of its environment and its generator
+
+A fork's folder begins with what its parent had recorded up to that step, so its curves are whole. It holds the
+checkpoint itself: the trainers' parameters, optimizer state and random state, and the position in the data. Models of
+the hub are recorded by commit, so a resumed run has the same files.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from controller.commands.pinning import with_recorded_models
 from controller.commands.recipes import load_recipe, override
-from controller.commands.replay import replayed
-from controller.commands.trust import check_own, is_own, signed
-from rl.runs.comparison import ABSENT, differences
-from rl.runs.folder import CONFIG_FILE, LOOP_FILE, complete_checkpoints, read_json, to_json, write_json
-from rl.runs.schema import SCHEMA_VERSION, schema_version
-from rl.runs.secret_fields import hide_secrets
+from controller.commands.saved_recipe import RECIPE_FILE, check_own, saved_recipe, signed
+from controller.handles.offline import OfflineGeneratorConfig
+from controller.runs.comparison import ABSENT, differences
+from controller.runs.folder import (
+    CONFIG_FILE,
+    LOOP_FILE,
+    METRICS,
+    ROLLOUTS,
+    RunFolder,
+    began_at,
+    check_run_schema,
+    complete_checkpoints,
+    read_json,
+    to_json,
+    write_json,
+)
+from controller.runs.models import HubName, Tell, pinned, resolve_model
+from controller.runs.recording import RecordedEnv, recorded_files
+from generator.config import GeneratorConfig
+from rl.protocols import best_reward_of
+from rl.rollouts.tokenizer import load_tokenizer, text_of
+from rl.secret_fields import hide_secrets
+from rl.types import Group
 
-RECIPE_FILE = "recipe.json"
 CHANGEABLE = (
     "num_steps",
     "checkpoint_every",
@@ -31,32 +55,20 @@ CHANGEABLE = (
 """Fields that may be changed when a run is resumed."""
 
 
-def find_run(name: str, runs: Path) -> Path:
-    """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
-    for path in (Path(name), runs / name):
-        if (path / CONFIG_FILE).is_file():
-            return path
-    raise ValueError(f"there is no run {name}: neither {Path(name)} nor {runs / name} holds a {CONFIG_FILE}")
+PARENT_FILE = "parent.json"
 
 
-def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None) -> None:
-    """Saves the origin of a run's configuration: the recipe's source, its options and the recording it replays."""
-    recipe = {
-        "schema_version": SCHEMA_VERSION,
-        "file": file.absolute(),
-        "options": [options],
-        "replay": recording,
-        "source": file.read_text(encoding="utf-8"),
-    }
-    write_json(folder / RECIPE_FILE, signed(recipe), private=True)  # source and options may hold secrets
+_MODELS = ("model", "teacher")
+"""Fields of a loop's configuration that name models."""
 
 
-def add_options(folder: Path, options: Sequence[str], *, trust: bool = False) -> None:
-    """Appends the options that a run was resumed with to the saved ones. `trust` makes the recipe this user's own."""
-    recipe = saved_recipe(folder)
-    if options or trust:
-        added = {**recipe, "options": [*recipe["options"], *([options] if options else [])]}
-        write_json(folder / RECIPE_FILE, signed(added) if trust or is_own(recipe) else added, private=True)
+_NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
+
+
+_MAX_DIFFERENT = 0.1  # of them: decoders disagree on characters that were cut in two, for example
+
+
+_NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
 def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool = False) -> Any:
@@ -101,24 +113,6 @@ def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool =
     return resumed
 
 
-def saved_recipe(folder: Path) -> dict[str, Any]:
-    """What `save_recipe` wrote. Raises ValueError for a folder without it or of another schema version."""
-    file = folder / RECIPE_FILE
-    if not file.is_file():
-        raise ValueError(
-            f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
-            "on with RunFolder(path, config, resume=True)"
-        )
-    recipe: dict[str, Any] = read_json(file)
-    if (version := schema_version(recipe)) != SCHEMA_VERSION:
-        raise ValueError(
-            f"{folder} was written by another version of ownloop (schema {version}, this is {SCHEMA_VERSION}): modules "
-            "that its saved recipe imports have moved and fields were renamed, so it cannot be resumed; start a new "
-            "run, or resume it with the version that began it"
-        )
-    return recipe
-
-
 def _may_change(field: str) -> bool:
     """Whether a resumed run may have another value: a host may have other GPUs, whichever mesh names them."""
     return field in CHANGEABLE or field.rpartition(".")[2] == "gpus"
@@ -134,3 +128,138 @@ def _check_num_steps(folder: Path, config: Any) -> None:
 
 def _words(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{field} was {before!r} and is now {after!r}" for field, (before, after) in changed.items())
+
+
+def forked_configuration(parent: Path, options: Sequence[str], tell: Tell, *, trust: bool = False) -> Any:
+    """The configuration of the run in `parent`, with these options. Executes its saved recipe.
+
+    Raises ValueError for a recipe that no run of this user wrote, unless `trust` is set, and as `override` does.
+    """
+    recipe, name = saved_recipe(parent), f"ownloop run --fork {parent}"
+    if not trust:
+        check_own(recipe, parent / RECIPE_FILE)
+    config = load_recipe(Path(recipe["file"]), recipe["source"])
+    for earlier in recipe["options"]:
+        config = override(config, earlier, name)
+    config = with_pinned_models(override(with_recorded_models(config, parent), options, name), tell)
+    return replayed(config, Path(recipe["replay"])) if recipe.get("replay") else config
+
+
+def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, options: Sequence[str]) -> RunFolder:
+    """A new run's folder at `path` that holds `checkpoint` of the run in `parent`, and what was recorded until then.
+
+    Files that never change are linked where the disk allows it. Raises ValueError if `path` cannot be used, and for a
+    `num_steps` that the checkpoint has reached.
+    """
+    loop: dict[str, Any] = read_json(checkpoint / LOOP_FILE)
+    num_steps = getattr(config, "num_steps", None)
+    if num_steps is not None and num_steps <= loop["step"]:
+        raise ValueError(
+            f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
+        )
+    folder = RunFolder(path, config, began=began_at(parent))
+    lengths: dict[str, int] = loop["lengths"]
+    with (parent / METRICS).open("rb") as metrics:
+        folder.metrics_file.write_bytes(metrics.read(lengths.get(METRICS, 0)))
+    for kind, step, file in recorded_files(parent / ROLLOUTS):
+        if step <= lengths.get(f"{ROLLOUTS}/{kind}", -1):
+            folder.rollouts.mkdir(exist_ok=True)
+            _link(str(file), str(folder.rollouts / file.name))
+    recipe = saved_recipe(parent)
+    added = {**recipe, "options": [*recipe["options"], *([options] if options else [])]}
+    write_json(folder.path / RECIPE_FILE, signed(added), private=True)
+    write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
+    # The checkpoint comes last, and under its name only once it is whole.
+    folder.checkpoints.mkdir()
+    partial = folder.checkpoints / f".{checkpoint.name}"
+    shutil.copytree(checkpoint, partial, copy_function=_link)
+    partial.rename(folder.checkpoints / checkpoint.name)
+    folder.begin_again()
+    return folder
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for a file, or a copy of it on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def with_pinned_models(config: Any, tell: Tell) -> Any:
+    """The configuration with "ORG/NAME[@revision]" as "ORG/NAME@<commit>". Fetches those models.
+
+    Raises ValueError if one cannot be had.
+    """
+    names = _model_names(config)
+    return replace(config, **{field: pinned(name, tell) for field, name in names.items()}) if names else config
+
+
+def with_recorded_models(config: Any, folder: Path) -> Any:
+    """The configuration with the commits that the run in `folder` recorded, where they are of the same models."""
+    recorded = read_json(folder / CONFIG_FILE)
+    same: dict[str, str] = {}
+    for field, name in _model_names(config).items():
+        ours, theirs = HubName.parse(name), HubName.parse(str(recorded.get(field)))
+        if ours is not None and theirs is not None and theirs.is_pinned and ours.repository == theirs.repository:
+            same[field] = str(theirs)
+    return replace(config, **same) if same else config
+
+
+def _model_names(config: Any) -> dict[str, str]:
+    return {field: name for field in _MODELS if isinstance(name := getattr(config, field, None), str)}
+
+
+def recording_file(run: Path) -> Path:
+    """The rollouts in a run's folder. Any other path is taken for a recording itself.
+
+    Raises ValueError for a run of another schema.
+    """
+    if not run.is_dir() or recorded_files(run):
+        return run
+    check_run_schema(run)
+    return run / ROLLOUTS
+
+
+def replayed(config: Any, file: Path) -> Any:
+    """The configuration with the environment and the generator replaced by a recording.
+
+    Raises ValueError for a loop that samples no rollouts or several batches a step, for more steps than were recorded,
+    for a file that is not a recording, and for a recording of another tokenizer.
+    """
+    missing = [name for name in _NEEDED if not hasattr(config, name)]
+    if missing:
+        raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} has no {missing[0]}")
+    if hasattr(config, "tokens_per_step"):
+        raise ValueError(
+            f"--replay is for loops with one rollout batch a step; {type(config).__name__} gathers several"
+        )
+    env = RecordedEnv(file.absolute(), config.prompts_per_step, best_reward_of(config.env))
+    if config.num_steps > env.num_steps:
+        raise ValueError(f"num_steps is {config.num_steps}; the recording {file} has {env.num_steps} steps")
+    _check_tokenizer(file, env.groups(), resolve_model(config.model))
+    options = {field.name: getattr(config.generator, field.name) for field in fields(GeneratorConfig)}
+    return replace(config, env=env, generator=OfflineGeneratorConfig(**options))
+
+
+def _check_tokenizer(file: Path, groups: Iterable[Group], model: Path) -> None:
+    """Raises ValueError unless the model's tokenizer decodes the recorded tokens to the recorded text."""
+    tokenizer = load_tokenizer(model)
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    completions = list(islice((turn.completion for turn in turns if turn.completion.text.strip()), _NUM_CHECKED))
+    different: list[tuple[str, str]] = []
+    for completion in completions:
+        here = text_of(tokenizer, completion.tokens)
+        # The recorded text lacks a stop string, and decoders differ in leading blanks.
+        if not _without_blanks(here).startswith(_without_blanks(completion.text)):
+            different.append((completion.text, here))
+    if len(different) > _MAX_DIFFERENT * len(completions):
+        there, here = different[0]
+        raise ValueError(
+            f"the recording {file} is of another tokenizer than that of {model}: what was {there[:40]!r} is "
+            f"{here[:40]!r} to it"
+        )
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())

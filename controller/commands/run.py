@@ -18,7 +18,7 @@ from controller.commands.command import FAILED, USAGE, Commands, add_runs_option
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
-from rl.runs.secret_fields import hide_in_text
+from rl.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -63,11 +63,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with CapturedOutput() as output:
         config = configuration(options.recipe, overrides, "run")
         check_hardware(file, has_gpu=has_gpu_elsewhere(config))
-        from controller.commands.next_command import command_of
-        from controller.commands.pinning import with_pinned_models
-        from controller.commands.replay import recording_file, replayed
-        from controller.commands.resume import save_recipe
-        from rl.runs.folder import RunFolder
+        from controller.commands.resume import recording_file, replayed, with_pinned_models
+        from controller.commands.saved_recipe import command_of, save_recipe
+        from controller.runs.folder import RunFolder
 
         config = with_pinned_models(config, lambda text: print(text, file=output.errors))
         recording = recording_file(options.replay).absolute() if options.replay else None
@@ -94,10 +92,9 @@ def resume_or_fork(options: argparse.Namespace, overrides: Sequence[str]) -> int
 
 def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Begins a new run at a checkpoint of another. Returns the exit status."""
-    from controller.commands.fork import forked_configuration, forked_folder
-    from controller.commands.next_command import command_of
-    from controller.commands.resume import find_run, saved_recipe
-    from controller.runs.checkpoint_models import checkpoint_of
+    from controller.commands.resume import forked_configuration, forked_folder
+    from controller.commands.saved_recipe import command_of, find_run, saved_recipe
+    from controller.runs.checkpoints import checkpoint_of
 
     parent = find_run(options.fork, options.runs)
     checkpoint = checkpoint_of(parent, options.at)
@@ -121,10 +118,16 @@ def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Goes on with a run after its last checkpoint. Returns the exit status."""
-    from controller.commands.next_command import check_has_checkpoint, command_of
-    from controller.commands.resume import RECIPE_FILE, add_options, find_run, resumed_configuration, saved_recipe
-    from rl.runs.folder import CONFIG_FILE, RunFolder, read_json
-    from rl.runs.state import is_finished
+    from controller.commands.resume import resumed_configuration
+    from controller.commands.saved_recipe import (
+        RECIPE_FILE,
+        add_options,
+        check_has_checkpoint,
+        command_of,
+        find_run,
+        saved_recipe,
+    )
+    from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished, read_json
 
     path = find_run(options.resume, options.runs)
     check_has_checkpoint(path)
@@ -159,7 +162,7 @@ def _run_path(options: argparse.Namespace, config: Any) -> Path:
 
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
-    from controller.commands.model_card import add_model_card, name_of_data
+    from controller.commands.export_run import add_model_card, name_of_data
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
@@ -228,6 +231,6 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
 
 def _saved(folder: "RunFolder") -> str:
     """What the folder holds, and how to go on."""
-    from controller.commands.next_command import how_to_go_on
+    from controller.commands.saved_recipe import how_to_go_on
 
     return f"{folder.saved()}\n{how_to_go_on(folder.path)}"

@@ -64,7 +64,7 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
     from controller.processes.place import gpus_here
     from controller.server.config import ServeConfig
     from generator.config import GeneratorConfig
-    from rl.hardware import cpu_dtype
+    from rl.system.hardware import cpu_dtype
     from trainer.config import TrainerConfig
 
     dtype = "bfloat16" if gpus_here() else cpu_dtype()

@@ -34,8 +34,8 @@ def add_parser(commands: Commands) -> None:
 
 def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
-    from rl.runs.folder import to_json
-    from rl.runs.secret_fields import hide_secrets
+    from rl.secret_fields import hide_secrets
+    from rl.system.disk import to_json
 
     run = _run_folder(options.recipe, options.runs)
     with CapturedOutput() as output:
@@ -55,7 +55,7 @@ def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _run_folder(name: str, runs: Path) -> Path | None:
     """The run of this path or name, unless the name is a recipe's."""
-    from rl.runs.folder import CONFIG_FILE
+    from controller.runs.folder import CONFIG_FILE
 
     if (Path(name) / CONFIG_FILE).is_file():
         return Path(name)
@@ -69,23 +69,20 @@ def _run_folder(name: str, runs: Path) -> Path | None:
 
 
 def _last_rollouts(run: Path) -> "Iterator[tuple[str, Sequence[Group]]]":
-    """A heading and the groups of the last evaluation and of the last training step. Raises ValueError without any."""
-    from rl.rollouts.columns import read_groups
-    from rl.rollouts.json_lines import read_lines
-    from rl.runs.folder import EARLIER_ROLLOUTS, ROLLOUTS
-    from rl.runs.recording import recorded_files
+    """A heading and the groups of the last evaluation and of the last training step.
 
+    Raises ValueError without any, and for a run of another schema.
+    """
+    from controller.runs.folder import ROLLOUTS, check_run_schema
+    from controller.runs.recording import recorded_files
+    from rl.rollouts.columns import read_groups
+
+    check_run_schema(run)
     last = {kind: (step, file) for kind, step, file in recorded_files(run / ROLLOUTS)}
-    if last:
-        for kind, (step, file) in last.items():
-            yield _heading(kind, step, groups := read_groups(file), file), groups
-        return
-    earlier = run / EARLIER_ROLLOUTS
-    steps = read_lines(earlier) if earlier.is_file() else {}
-    if not steps:
+    if not last:
         raise ValueError(f"{run} has recorded no rollouts")
-    step = max(steps)
-    yield _heading("step", step, steps[step], earlier), steps[step]
+    for kind, (step, file) in last.items():
+        yield _heading(kind, step, groups := read_groups(file), file), groups
 
 
 def _heading(kind: str, step: int, groups: "Sequence[Group]", file: Path) -> str:

@@ -33,7 +33,7 @@ def add_parser(commands: Commands) -> None:
 
 def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Runs what is left to run and prints a table. Returns 1 if a run failed, and the run's status after a signal."""
-    from rl.runs.state import FINISHED, check_ended, state_of
+    from controller.runs.folder import FINISHED, check_ended, state_of
 
     combinations = combinations_of(overrides)
     for combination in combinations.values():
@@ -93,9 +93,8 @@ def _by_option(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _check_options(run: Path, combination: Sequence[str]) -> None:
     """Raises ValueError if a run that would be taken as it is, or resumed, was started with other options."""
-    from controller.commands.resume import RECIPE_FILE, saved_recipe
-    from rl.runs.folder import complete_checkpoints
-    from rl.runs.state import FINISHED, state_of
+    from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
+    from controller.runs.folder import FINISHED, complete_checkpoints, state_of
 
     stays = (run / RECIPE_FILE).is_file() and (complete_checkpoints(run / "checkpoints") or state_of(run) == FINISHED)
     if stays and _by_option(before := saved_recipe(run)["options"][0]) != _by_option(combination):
@@ -107,8 +106,7 @@ def _check_options(run: Path, combination: Sequence[str]) -> None:
 
 def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> int:
     """Starts a run or goes on with it, and waits for its end. Returns its exit status, negative after a signal."""
-    from rl.runs.folder import complete_checkpoints
-    from rl.runs.state import set_aside
+    from controller.runs.folder import complete_checkpoints, set_aside
 
     run = folder / name
     if complete_checkpoints(run / "checkpoints"):

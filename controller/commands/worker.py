@@ -90,8 +90,8 @@ def check_listens_here(address: Address) -> None:
 
 def _sent_certificates(stack: ExitStack) -> Path:
     """A folder with the certificates that were sent, which is removed with the worker."""
-    from controller.hosts.starting.worker_starts import unpack
-    from rl.owned_folder import OwnedFolder
+    from controller.hosts.certificates import unpack
+    from rl.system.disk import OwnedFolder
 
     folder = OwnedFolder("ownloop-certs-", in_memory=True)
     stack.callback(folder.remove)

@@ -74,8 +74,8 @@ class GeneratorHandle:
         `name` appears in log file names and errors. `gpus` are the GPUs of this host to use, one per rank; by default
         every rank sees all of them. `hosts` are other hosts to run on. `version_records` are the trainer's; a version
         that is not in them is looked up in the TorchStore that is named `store_name`; without one, nothing can be
-        pulled. `pulls_from` returns the meshes without which no version can be pulled. `shared_gpus` are those of a
-        colocated generator, which has their memory now.
+        pulled. `pulls_from` returns the meshes without which no version can be pulled. A colocated
+        generator shares `shared_gpus` with trainers, and has their memory now.
 
         Raises ValueError, before any process starts, if the model directory cannot be served.
         """
@@ -172,9 +172,9 @@ class GeneratorHandle:
     ) -> None:
         """Loads exactly this policy version; see `rl.protocols.Generator.pull_model_state_dict`.
 
-        Raises ValueError if this version cannot be pulled, naming those that can, and if it does not fit the model; the
-        weights in use then stay as they are. Raises `MeshError` if the generator's processes have died or hang, or
-        those of the trainer or the store.
+        Raises ValueError if this version cannot be pulled, naming the ones that can, and if it does not fit the model.
+        The weights in use then stay as they are. Raises `MeshError` if processes of the generator, the trainer or the
+        store have died or hang.
         """
         check_known("mode", mode, PULL_MODES)
         check_pull(policy, self.config, frozen=frozen)

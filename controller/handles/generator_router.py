@@ -277,7 +277,7 @@ class GeneratorRouter:
 
     async def _catch_up(self, replica: Replica) -> None:
         """Has a new generator pull what the other replicas have pulled, until it has all and no pull is in progress."""
-        from rl.weights.manifest import PublisherGoneError  # loads torch
+        from rl.weights.versions import PublisherGoneError  # loads torch
 
         pulled: dict[Policy, int | None] = {}
         while behind := [
@@ -302,11 +302,11 @@ class GeneratorRouter:
 
 
 class PolicyLocks:
-    """Iterating yields the policies whose lock is held. A server makes frozen versions for ever, so no lock is kept."""
+    """Iterating yields the policies whose lock is held. Locks are not kept: frozen versions have no end."""
 
     def __init__(self) -> None:
         self._locks: dict[Policy, asyncio.Lock] = {}
-        self._num_users: Counter[Policy] = Counter()  # those that hold the lock or wait for it
+        self._num_users: Counter[Policy] = Counter()  # holders of the lock, and tasks that wait for it
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(self._locks)

@@ -11,7 +11,7 @@ from rl.types import Completion, PullMode, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineGeneratorConfig(GeneratorConfig):
-    """Marks a run without a generator: no process is started, and pushed weights are pulled by nobody."""
+    """Marks a run without a generator: no process is started, and no process pulls the pushed weights."""
 
 
 class OfflineGenerator:
@@ -33,7 +33,7 @@ class OfflineGenerator:
         mode: PullMode = "drain",
         keep_prefix_cache: bool = False,
     ) -> None:
-        """Does nothing: nobody uses the weights."""
+        """Does nothing: the weights are not used."""
 
     async def drop_policy(self, policy: Policy) -> None:
         """Does nothing: there are no weights."""

@@ -54,7 +54,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """What it does for the model itself."""
+        """Its state for requests of the model itself."""
         if not self.up:
             return "down"
         return "pulling" if None in self.pulling else "outdated" if None in self.missing else "serving"
@@ -140,7 +140,7 @@ _NUM_REMEMBERED = 65_536  # blocks; 2 million tokens
 class PrefixAffinity:
     """The blocks of tokens that each replica has seen, each with all the tokens before it.
 
-    `weights` tells under which weights tokens were computed: a prefix under others is of no use.
+    `weights` names the weights under which tokens were computed: a prefix under others is of no use.
     """
 
     def __init__(self, num_replicas: int) -> None:

@@ -93,7 +93,7 @@ class RunFiles:
     async def _found(self, staging: Path) -> dict[tuple[str, Path, str], int]:
         """Host, folder and name of every file that was written, each once, with its size."""
         found: dict[tuple[str, Path, str], int] = {}
-        for folder in (staging, files.hidden(staging)):  # on other hosts than the first one nobody has renamed it
+        for folder in (staging, files.hidden(staging)):  # only the first host has renamed it
             for host in self._hosts:
                 known = {name for _, _, name in found}  # hosts may share a filesystem among themselves
                 sizes = await host.ask(files.sizes_below, folder)
@@ -140,7 +140,7 @@ class RunFiles:
                 folder.mkdir(parents=True, exist_ok=True)
                 token.touch()
             except OSError:
-                token = folder  # it can only be read: whoever has one of that name has this one
+                token = folder  # it can only be read: a folder of that name is this one
             try:
                 answers = await asyncio.gather(*(host.ask(files.has, token) for host in self._hosts))
             finally:

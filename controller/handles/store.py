@@ -55,7 +55,7 @@ class AsyncController(Controller):
 
     @endpoint
     async def keys(self, prefix: str | None = None) -> list[str]:
-        """All keys, or only those that begin with `prefix`."""
+        """All keys, or only the ones with this `prefix`."""
         return _method(Controller.keys)(self, prefix)
 
     @endpoint

@@ -4,7 +4,7 @@
     loop <-- output --- TrainerMesh.merge          <--- outputs of all ranks, or the error that caused a failure
 
 The handle checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results.
-Calls reach the ranks in the order in which they were issued, whatever their policy, so several may be in flight.
+Calls of all policies reach the ranks in the order in which they were issued, so several may be in flight.
 """
 
 import asyncio
@@ -245,7 +245,7 @@ class TrainerHandle:
             raise ValueError(f"adapter {self.policy!r} of {self.mesh.name!r} was dropped; `adapter` makes a new one")
 
     def _stop_collecting(self) -> None:
-        """Ends a collection. What it has not brought is not visible."""
+        """Ends a collection. Files that have not arrived are not visible."""
         collecting, self._collecting = self._collecting, None
         if collecting is not None and not collecting.cancel():
             collecting.exception()  # asyncio complains about exceptions that are never looked at

@@ -57,7 +57,7 @@ class TrainerMesh:
     """The GPUs that a colocated trainer shares with a generator."""
 
     def __post_init__(self) -> None:
-        """Has the mesh tell a rank's own error from those that it caused."""
+        """Has the mesh distinguish a rank's own error from the errors that it caused on other ranks."""
         self.mesh.calls.is_consequence = _is_consequence
 
     @classmethod
@@ -83,7 +83,7 @@ class TrainerMesh:
         Weights are pushed in `generator_dtype` over `transport` to the TorchStore named `store_name`; without both they
         cannot be. `name` is for log file names and errors. `gpus` are this host's, one per rank; by default all.
         `hosts` are other hosts to run on. `limits` is `check_model(config)`, if it is known already.
-        `shared_gpus` are those of a colocated trainer.
+        A colocated trainer shares `shared_gpus`.
 
         Raises ValueError, before any process starts, if the model cannot be trained, or not in this layout.
         """

@@ -1,7 +1,7 @@
 """The receiving processes of a run's generator hosts, each of which keeps the weights in the memory of its host.
 
 What they do is in `rl/weights/receiving_process.py`. Trainer ranks find them through their directory in the store, and
-call them directly; the controller starts them, replaces those that have died and keeps the directory.
+call them directly; the controller starts them, replaces the ones that have died and keeps the directory.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from controller.processes.mesh import Mesh
 from controller.processes.place import Place
-from rl.weights.manifest import WeightsError
 from rl.weights.receivers import RECEIVERS_KEY, Received, ReceivingHost, Transfer
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import WeightsError
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class WeightReceivers:
     """One receiving process on each generator host."""
 
     def __init__(self, log_dir: Path, hosts: Callable[[], Sequence[GeneratorHost]], store_name: str) -> None:
-        """Their output goes to `<log_dir>/weights-<host>-0.log`. `hosts` returns those that have generators now.
+        """Their output goes to `<log_dir>/weights-<host>-0.log`. `hosts` returns the hosts of generators now.
 
         Trainers find the processes in the TorchStore that is named `store_name`.
         """
@@ -155,12 +155,12 @@ class WeightReceivers:
 
     @property
     def lost(self) -> Sequence[Mesh]:
-        """The processes on lost hosts if no host is left, so that a push would reach nobody."""
+        """The processes on lost hosts if no host is left, so that a push would reach no generator."""
         hosts = self._hosts()
         return [each.mesh for each in self._running.values()] if hosts and all(h.is_lost() for h in hosts) else ()
 
     async def start(self) -> None:
-        """Starts a process on every host, and goes on replacing those that die. Raises `MeshError`."""
+        """Starts a process on every host, and replaces each one that dies. Raises `MeshError`."""
         await self.complete()
         self._looks = asyncio.create_task(self._look())
 
@@ -177,11 +177,11 @@ class WeightReceivers:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self.complete()
-            except Exception as error:  # the host may be about to be lost; a push says what it could not reach
+            except Exception as error:  # the host may be about to be lost; a push names the hosts that it did not reach
                 print(f"a receiving process could not be started: {error}", flush=True)
 
     async def complete(self) -> None:
-        """Starts the processes that are missing or have died, drops those of lost hosts, and writes the directory.
+        """Starts the processes that are missing or have died, drops the ones of lost hosts, and writes the directory.
 
         Raises `MeshError` if one cannot be started.
         """

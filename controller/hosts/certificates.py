@@ -1,13 +1,14 @@
 """Certificates for mutual TLS between a few hosts: a small authority of one's own, and a check of what a host has.
 
-    lab/ca.pem, ca.key                the authority; whoever has ca.key can let further hosts in
+    lab/ca.pem, ca.key                the authority; ca.key lets further hosts in
     lab/<host>/ca.pem, cert.pem, key.pem   what that host needs, and nothing else
 
-Every certificate of an authority has all rights: whoever holds one can run programs on every worker of that authority.
+Every certificate of an authority has all rights: its owner can run programs on every worker of that authority.
 """
 
 import datetime
 import ipaddress
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,3 +184,20 @@ def _write_key(file: Path, key: ec.EllipticCurvePrivateKey) -> None:
     file.touch(mode=0o600)
     pem = serialization.PrivateFormat.PKCS8
     file.write_bytes(key.private_bytes(serialization.Encoding.PEM, pem, serialization.NoEncryption()))
+
+
+def packed(own: Path) -> bytes:
+    """The files of a certificate's folder, for `ownloop worker --certs -`."""
+    return json.dumps({name: (own / name).read_text() for name in (CA, CERTIFICATE, KEY)}).encode()
+
+
+def unpack(data: bytes, folder: Path) -> None:
+    """Writes what `packed` returned into a folder. Raises ValueError if it is something else."""
+    try:
+        files = json.loads(data)
+        texts = {name: str(files[name]) for name in (CA, CERTIFICATE, KEY)}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("--certs - reads the certificates that a controller sends on standard input") from None
+    for name, text in texts.items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_text(text)

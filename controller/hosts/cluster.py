@@ -51,7 +51,7 @@ class Cluster:
 
     @classmethod
     async def connect(cls, hosts: Hosts) -> "Cluster":
-        """Starts an agent on every host, and checks that its versions are those of this process.
+        """Starts an agent on every host, and checks that its versions equal this process's.
 
         A host that answered an earlier launcher of this process, and does not now, is left out of its group, unless
         the group would be empty. Raises ValueError naming each host that cannot be used, and why.

@@ -4,8 +4,8 @@ An address is what users write: `n1:26600` or `tls://n1:26600`, or `tcp://n1:266
 ports, from the one that is written on, and listens on one of them. After a crash it takes the next, because a
 controller that knew it cannot attach to the same address again (Monarch 0.7 keeps closed channels).
 
-A lifeline is a connection over which nothing is sent. It tells a host's agent, or a worker that the controller itself
-started, that the controller still runs:
+A lifeline is a connection over which nothing is sent. As long as it exists, the controller runs. A host's agent
+holds one, and so does a worker that the controller itself started:
 
     controller                     host
     Lifeline  <--- connection ---  hold: on_end() when the connection ends
@@ -126,7 +126,7 @@ class Lifeline:
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
     def cut(self) -> None:
-        """Tells those that hold it to end everything. May be called again."""
+        """Closes it, so that each holder ends everything. May be called again."""
         for end in (self._server, *self._connections):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
@@ -221,7 +221,7 @@ def forwarded_env() -> Mapping[str, str]:
 
 
 def apply(settings: Mapping[str, str], *, override: bool = False) -> None:
-    """Sets variables for this process and those that it starts. Without `override`, what the user has set stays."""
+    """Sets variables for this process and its children. Without `override`, what the user has set stays."""
     for name, value in settings.items():
         if override or name not in os.environ:
             os.environ[name] = value

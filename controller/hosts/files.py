@@ -137,7 +137,7 @@ def removed_at_end(folder: Path) -> Generator[None]:
 
 
 def remove_unfinished() -> None:
-    """Removes what nobody will collect any more."""
+    """Removes the folders that will not be collected any more."""
     for folder in tuple(Unfinished.folders):
         remove(folder)
 

@@ -1,8 +1,8 @@
-"""`HostAgent`: the controller's hand on another host. It knows, watches and ends the processes that run there.
+"""`HostAgent`: acts for the controller on another host. It knows, watches and ends the processes that run there.
 
 Who talks to whom: the controller calls `beat` every second (see remote_host.py). The agent holds the controller's
 lifeline; when that ends, the agent ends every process that its controller has started on this host, and itself. So
-nothing outlives its controller, and a host that was cut off never goes on with old work.
+nothing outlives its controller, and a host that was cut off never continues old work.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from controller.hosts.files import remove_unfinished
 from controller.hosts.model_copies import ModelOffer, receive_model
 from controller.processes.place import gpus_here
 from controller.processes.rank_processes import RankProcesses
-from rl.owned_folder import OwnedFolder
-from rl.weights.host import available_memory_bytes, host_identity
+from rl.system.disk import OwnedFolder
+from rl.system.hardware import available_memory_bytes, host_identity
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ class HostFacts:
     """What a controller has to know of a host before it starts anything there."""
 
     identity: str
-    """`rl.weights.host.host_identity` of its processes."""
+    """`rl.system.hardware.host_identity` of its processes."""
     python: str
     versions: Mapping[str, str]
-    """By package: those that must be equal on all hosts, Python and the source of ownloop itself among them."""
+    """Versions by package, of all that must be equal on all hosts: Python and ownloop's own source are among them."""
     gpus: tuple[str, ...]
     """The names of its GPUs, as `CUDA_VISIBLE_DEVICES` has them."""
     gpu_kind: str
@@ -207,7 +207,7 @@ def network_variables(interface: str) -> Mapping[str, str]:
 
 
 def _source_hash() -> str:
-    """Tells checkouts of ownloop apart that have the same version."""
+    """A hash that differs between checkouts of ownloop which have the same version."""
     root, digest = Path(__file__).parent.parent.parent, hashlib.blake2b(digest_size=6)
     for folder in _FOLDERS:
         for file in sorted((root / folder).rglob("*.py")):

@@ -1,25 +1,34 @@
-"""`Hosts`: where the processes of a run may be, as a recipe or `--hosts` says it; and hosts whose workers run already.
+"""Where the processes of a run may be, as a recipe or `--hosts` says it, and how long a run keeps its hosts.
 
-    ownloop run grpo --hosts trainer=n1:26600,n2:26600 --hosts generator=n3:26600
-    hosts=WorkerHosts({"trainer": ("n1:26600", "n2:26600"), "generator": ("n3:26600",)})
+    --hosts trainer=n1:26600,n2:26600 generator=n3:26600       workers that run already: `WorkerHosts`
+    --hosts ssh trainer=n1,n2 generator=n3 port=26700
+    --hosts slurm trainer=4 generator=4 partition=gpu gpus_per_node=8
+    --hosts kubernetes trainer=2 generator=1 image=registry/ownloop:1
+    --hosts none
 
-A group has the name of a role. A role without a group of its own runs on the trainer's group if it is a trainer too (a
-reference, a critic, a teacher), and otherwise on the controller's host.
+The last means this host, in place of the hosts of a recipe or a resumed run. Another first word names an entry
+point of the group `ownloop.hosts`: a class with the methods of `Hosts`, an optional part. Options are its fields.
+
+A group of hosts has the name of a role. A role without a group of its own runs on the group of the trainer if it is one
+too (a reference, a critic, a teacher), and otherwise on the host of the controller.
 """
 
+import dataclasses
+import shlex
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from controller.hosts.connections import SETTINGS, Address, apply, certificates_folder, parse_address, tls_settings
-from rl.checks import check_above_zero
+from rl.checks import check_above_zero, did_you_mean
 
 Groups = Mapping[str, Sequence[Address]]
 Tell = Callable[[str], None]
-"""Is told, in a few words, what takes long."""
+"""Called with a short message during slow work."""
 
 
 class Allocation(Protocol):
@@ -34,7 +43,7 @@ class Allocation(Protocol):
         ...
 
     async def revived(self) -> Groups:
-        """The workers of each group; those that have ended are started again on the hosts that the run still has.
+        """The workers of each group. A worker that has ended is started again if the run still has its host.
 
         Does not raise for hosts that stay lost. Raises `HostsOverError` if the run has no hosts any more.
         """
@@ -65,13 +74,13 @@ class Hosts(Protocol):
         ...
 
     def allocation(self, tell: Tell) -> Allocation:
-        """A new allocation, which starts nothing yet. `tell` hears what it waits for."""
+        """A new allocation, which starts nothing yet. `tell` is called when it waits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHosts:
-    """Hosts on which `ownloop worker` was started by hand, or by whatever starts services there."""
+    """Hosts on which `ownloop worker` runs already: started by hand or as a service."""
 
     groups: Mapping[str, Sequence[str]]
     """The addresses of the workers, `HOST:PORT` or, without TLS, `tcp://HOST:PORT`, by the name of the role."""
@@ -211,10 +220,75 @@ def lease_of(hosts: Hosts) -> Lease:
 
 
 def teller() -> Tell:
-    """Tells the user of the run; prints where there is none."""
+    """Shows messages where the run shows its progress, or prints them if no run is under way."""
     kept = _KEPT.get()
     return _print if kept is None else kept.tell
 
 
 def _print(text: str) -> None:
     print(text, flush=True)
+
+
+METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE | none"
+_NONE = "none"
+_GROUP = "ownloop.hosts"
+
+
+def parse_hosts(words: Sequence[str]) -> Hosts | None:
+    """The hosts that the words of `--hosts` name; None is this one.
+
+    Raises ValueError as they do, for no word and for an unknown option.
+    """
+    if list(words) == [_NONE]:
+        return None
+    if words and "=" not in words[0]:
+        kinds = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
+        if words[0] not in kinds:
+            raise ValueError(f"--hosts {words[0]!r} is neither ROLE=HOST:PORT nor a way to start workers"
+                             f"{did_you_mean(words[0], (*kinds, _NONE))}")  # fmt: skip
+        return _with_options(kinds[words[0]].load(), words)
+    return parse_groups(words)
+
+
+def _with_options(kind: type[Any], words: Sequence[str]) -> Hosts:
+    """`kind` with the fields and roles that the words set."""
+    name, *rest = words
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "env"}
+    counts_hosts = fields.pop("groups").type == Mapping[str, int]
+    groups: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for word in rest:
+        key, equals, text = word.partition("=")
+        if not (key and equals and text) or key in groups or key in options:
+            raise ValueError(f"--hosts {name} {word!r}: write each role and each option once, as NAME=VALUE")
+        if key in fields:
+            options[key] = _value(f"--hosts {name} {key}", fields[key], text)
+        elif "did you mean" in (near := did_you_mean(key, fields)):
+            raise ValueError(f"--hosts {name} {key!r} is no option{near}")
+        else:
+            named = f"--hosts {name} {key}"
+            groups[key] = int(_number(named, text, int)) if counts_hosts else tuple(text.split(","))
+    if not groups:
+        raise ValueError(f"--hosts {name} names no role; write for example trainer=... generator=...")
+    needed = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in options]:
+        raise ValueError(f"--hosts {name} needs {missing[0]}=...")
+    return kind(groups, **options)
+
+
+def _value(name: str, field: "dataclasses.Field[Any]", text: str) -> Any:
+    """The value of a field that the text stands for."""
+    if field.type is bool:
+        if text not in ("yes", "no"):
+            raise ValueError(f"{name} is {text!r}; write yes or no")
+        return text == "yes"
+    if field.type in (int, float):
+        return _number(name, text, int if field.type is int else float)
+    return text if field.type is str else tuple(shlex.split(text))
+
+
+def _number(name: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is no number") from None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.hosts.files import removed_at_end
-from rl.model_files import all_files
+from rl.system.model_files import all_files
 
 _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32

@@ -150,10 +150,10 @@ _STACKS_S = 6.0
 
 
 class RemoteRanks(RankProcesses):
-    """The processes of one mesh. Its ranks are spread evenly over hosts, those of one host next to each other."""
+    """The processes of one mesh. Its ranks are spread evenly over hosts; the ranks of a host follow each other."""
 
     def __init__(self, mesh: str, hosts: Sequence[Host], pids: Sequence[int], log_files: tuple[Path, ...]) -> None:
-        """`pids` are those that the processes have on their hosts; `log_files` are the copies of their logs here."""
+        """`pids` are the ids of the processes on their hosts; `log_files` are the copies of their logs here."""
         super().__init__((), log_files)
         self.pids = tuple(pids)
         self.hosts = tuple(hosts)

@@ -1,8 +1,8 @@
 """`Host`: another host as the controller sees it: its agent, whether it still answers, and what it logs.
 
-Who waits: nobody. A task asks the agent for a sign of life every second. A host that gives none for `lost_after_s`, or
-whose worker has ended, is lost: `lost` says why, and stays. Meshes with ranks there find out within a second (see
-remote_ranks.py). The time for which a host has been silent is that in which the controller ran itself.
+No call waits for it: a task asks the agent for a sign of life every second. A host that gives none for `lost_after_s`,
+or whose worker has ended, is lost: `lost` says why, and stays. Meshes with ranks there find out within a second (see
+other_hosts.py). Only time in which the controller itself ran counts as silence of a host.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class Host:
         return self.worker.host
 
     async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:
-        """What a function of an importable module answers there. Raises what it raises, and `HostLostError`."""
+        """Calls a function of an importable module there. Raises its exceptions, and `HostLostError`."""
         return await self._answer(self.agent.ask.call_one(question, *args), within_s)
 
     async def receive_model(self, offer: ModelOffer, within_s: float) -> None:
@@ -159,7 +159,7 @@ class Host:
 
     def _begin_beat(self) -> asyncio.Task[tuple[Mapping[Path, int], Beat]]:
         beat = asyncio.create_task(self._beat())
-        # One that is under way when the host is given up fails, and asyncio would print that nobody asked why.
+        # One that is under way when the host is given up fails, and asyncio would print its exception.
         beat.add_done_callback(lambda done: done.cancelled() or done.exception())
         return beat
 

@@ -9,8 +9,8 @@ from controller.hosts.connections import own_address_towards
 from controller.hosts.host_groups import check_no_hosts_expected, prepare
 from controller.processes.place import GPUPool, gpus_here
 from generator.config import GeneratorConfig
+from rl.system.hardware import host_identity
 from rl.types import WeightTransport
-from rl.weights.host import host_identity
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load Monarch
@@ -46,11 +46,11 @@ class Assignment:
 
 @dataclass(slots=True)
 class _Shared:
-    """What launchers beside each other share."""
+    """What launchers share that run side by side."""
 
     cluster: "Cluster | None" = None
     gpus: GPUPool | None = None
-    """Those of this host."""
+    """The GPUs of this host."""
     generators: set[str] = field(default_factory=set[str])
     """The names of the generators."""
 
@@ -59,7 +59,7 @@ class Assignments:
     """The assignments of this host and, with a cluster, of others."""
 
     def __init__(self, beside: "Assignments | None" = None) -> None:
-        """With `beside`, the hosts and GPUs are those that another launcher has, too."""
+        """With `beside`, shares the hosts and GPUs of another launcher."""
         self._names: set[str] = set()
         self._hosts: _Shared = _Shared() if beside is None else beside._hosts
 

@@ -19,8 +19,8 @@ from controller.launching.assignments import Assignment, Assignments
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
-from rl.runs.timeline import report_progress
 from rl.startup import without_garbage_collection
+from rl.system.timeline import report_progress
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch
@@ -81,7 +81,7 @@ class Launcher:
         self._hosts = hosts
         self._assignments = Assignments(None if beside is None else beside._assignments)
         self._starts: list[asyncio.Task[Any]] = []
-        self._num_named = self._num_ready = 0  # trainers and generators: all, and those that have started
+        self._num_named = self._num_ready = 0  # trainers and generators: all, and started ones
         self._running: list[Stoppable] = []
         self._store_name = f"weights-{uuid.uuid4().hex}"
         self._store: asyncio.Task[WeightStore] | None = None
@@ -211,7 +211,7 @@ class Launcher:
         return handle
 
     def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
-        """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts those that die.
+        """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts a generator that dies.
 
         Their GPUs are `config.gpus`, by default the next free. With `config.lora`, the result is bound to the adapter
         "policy": see `BoundGenerator`.
@@ -266,7 +266,7 @@ class Launcher:
             return await start()
 
     def _begin(self, start: Coroutine[Any, Any, T], name: str = "") -> "asyncio.Task[T]":
-        """Begins a start. The user is told when one with a name has ended."""
+        """Begins a start. The end of a start with a name is shown to the user."""
         task = asyncio.create_task(start)
         self._starts.append(task)
         if name:

@@ -73,7 +73,7 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                 with clock("forward"):
                     latest = batch[-len(outputs[-1].logprobs) :]
                     kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
-                    if not update.skipped:  # a skipped step moved nothing, whatever the learning rate
+                    if not update.skipped:  # a skipped step moved nothing, at any learning rate
                         learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()

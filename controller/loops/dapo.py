@@ -24,7 +24,7 @@ class DAPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
     max_rounds: int = 4
-    """Times that a step samples prompts to replace groups without a signal. The step makes do with what it then has."""
+    """Times that a step samples prompts to replace groups without a signal. Then it uses the groups that it has."""
     overlong_cache: int = 0
     """Tokens before `sampling.max_tokens` over which a punishment grows to -1. With 0, completions that were cut off
     are not learned from."""

@@ -1,4 +1,4 @@
-"""GRPO with rollouts that run ahead: the generator goes on sampling while the trainer learns.
+"""GRPO with rollouts that run ahead: the generator continues to sample while the trainer learns.
 
 Copy this page to write your own loop. Producer: one task per group of rollouts, in a `RolloutQueue`, which says who
 waits for whom. Consumer: the loop below. It trains on finished groups and pushes the new weights, and the generator

@@ -1,4 +1,4 @@
-"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference: an advantage is the reward nobody expected.
+"""PPO (https://arxiv.org/abs/1707.06347) with a critic and a reference.
 
 Copy this page to write your own loop. `warmup_steps` are the policy's: time for the critic to learn what to expect.
 """

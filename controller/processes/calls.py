@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 
 from controller.processes.errors import DeadlineError, HostLostError, MeshError
 from controller.processes.rank_processes import RankProcesses
-from rl.deadlines import Deadlines
-from rl.runs.timeline import span
+from rl.system.deadlines import Deadlines
+from rl.system.timeline import span
 
 T = TypeVar("T")
 Wait = Literal["queued", "at once", "watched"]
@@ -44,7 +44,7 @@ class _Call:
     needs: "Callable[[], Sequence[Calls]]"
     asked: float
     abandoned: bool = False
-    """Whether nobody waits for it any more, and the ranks still execute it."""
+    """Whether its caller was cancelled, and the ranks still execute it."""
     waited_s: float = 0.0
     """Seconds that count against its deadline."""
     troubled_s: float = 0.0
@@ -82,7 +82,7 @@ class Calls:
         self.failure: MeshError | None = None
         """Why the mesh was killed."""
         self.is_consequence: Callable[[BaseException], bool] = is_connection_error
-        """Tells the errors that a rank raises because another rank failed."""
+        """Whether a rank raised an error because another rank failed."""
         self.grace_s = 5.0
         """Seconds within which all ranks raise their exceptions if they agreed to end a call."""
         self._failed: asyncio.Future[None] | None = None
@@ -101,9 +101,9 @@ class Calls:
     ) -> list[T]:
         """The answers to one call of each rank; the key None stands for a call of several ranks at a time.
 
-        `size` is any measure of the work in a call. A verb that `varies` takes very different times whatever came
-        before, so each of its calls has the deadline of a first one. `needs` returns the meshes without which these
-        ranks cannot answer now. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
+        `size` is any measure of the work in a call. The times of a verb that `varies` do not depend on
+        earlier ones, so each of its calls has the deadline of a first one. `needs` returns the meshes without which
+        these ranks cannot answer now. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
 
         Raises what the module's docstring says.
         """
@@ -282,7 +282,7 @@ class Calls:
         return ranked[0]
 
     def _who_waits(self, call: _Call) -> str:
-        # The oldest is what the ranks are busy with: later ones wait for it, or ask what it is doing.
+        # The ranks are busy with the oldest call: later ones wait for it, or ask about its state.
         oldest = next(iter(self._under_way), call)
         silent = [self.processes.name(rank) for rank in oldest.unanswered if rank is not None]
         waiting = f"; {', '.join(silent)} did not answer" if len(silent) > 1 else ""

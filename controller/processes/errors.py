@@ -77,4 +77,4 @@ class RequestTimeoutError(RuntimeError):
 
 
 class TrainingStoppedError(RuntimeError):
-    """The run could not go on, so the loop saved a checkpoint and ended; the message says why and where it is."""
+    """The run could not continue, so the loop saved a checkpoint and ended; the message says why and where it is."""

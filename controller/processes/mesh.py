@@ -1,6 +1,10 @@
 """One Monarch actor mesh: its processes, their environment and logs, how they fail and how they end.
 
 This is the only file that knows how Monarch runs processes. The handles that are built on a `Mesh` know its actors.
+
+    Mesh.spawn   processes with a RankProcess each -> their modules are imported -> one actor in each
+    Mesh.call    Rank (sends bytes) -> the ranks' endpoints; Calls waits for the answers, with a deadline
+    Mesh.stop    asks the processes to end, kills them half a second later
 """
 
 import asyncio
@@ -17,38 +21,39 @@ from typing import Any, TypeVar, cast
 # A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "2s")
 # On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
-# dies, they end at once, whatever these timeouts are.
+# dies, they end at once; these timeouts do not matter then.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
+import monarch._src.actor.proc_mesh as proc_mesh
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
+from monarch._src.actor.logging import LoggingManager
 from monarch.actor import Actor, ActorError
 
-from controller.processes._compat import forward_no_output
 from controller.processes.calls import Calls, ProcessDiedError, Wait
 from controller.processes.errors import DeadlineError
 from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
-from rl.deadlines import Deadlines
 from rl.startup import without_garbage_collection
+from rl.system.deadlines import Deadlines
 
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter with vLLM in it takes seconds to end
 _GONE_S = 2.0
-_KILLED_STOP_TIMEOUT_S = 1.0  # tells Monarch to forget processes that have been killed
-_DEATH_IS_TOLD_S = 2.0  # within which Monarch tells this process that another has died
+_KILLED_STOP_TIMEOUT_S = 1.0  # for Monarch to forget processes that have been killed
+_DEATH_IS_TOLD_S = 2.0  # within which Monarch reports a death to this process
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
     """Keeps the controller alive when a process dies. Without it Monarch ends the controller.
 
-    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it tells of processes that this
-    one killed too, and neither a terminal nor a notebook is the place for that.
+    Calls to the dead process raise `MeshError` instead. Monarch's report goes to a log: it also
+    names processes that this one killed, which would be noise in a terminal or a notebook.
     """
     _LastDeath.at = time.monotonic()
     if _LastDeath.log_file is None:
@@ -192,7 +197,7 @@ class Mesh:
 
     def rank(self, index: int) -> Any:
         """The actor of one rank, a `Rank`. Call its endpoints with `.call_one`."""
-        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees what it makes for it
+        if index not in self._ranks:  # slicing takes as long as a call, and Monarch never frees its slices
             self._ranks[index] = Rank(self.actor(index))
         return self._ranks[index]
 
@@ -285,3 +290,23 @@ async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
         raise error.exception from None
     except SupervisionError as error:
         raise ProcessDiedError(str(error)) from None
+
+
+class _NoForwarding(LoggingManager):
+    """Starts no actors that forward output, and has nothing to flush."""
+
+    async def init(self, proc_mesh: Any, stream_to_client: bool) -> None:
+        """Starts nothing. The output of a process goes to its log, which it opens itself."""
+
+    async def flush_async(self) -> None:
+        """Does nothing. Monarch calls this before it stops processes."""
+
+
+def forward_no_output() -> None:
+    """Keeps Monarch from starting actors that forward the output of processes. Calling it again does nothing.
+
+    It starts them although forwarding is off, asks each of them again and again whether it lives, and never frees what
+    it makes for the question: with three meshes 1 MB a minute if it asks every second. Remove when Monarch starts none,
+    or keeps nothing; `tests/e2e/test_mesh.py` measures what an idle mesh keeps.
+    """
+    proc_mesh.LoggingManager = _NoForwarding

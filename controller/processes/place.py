@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from controller.processes.rank_processes import RankProcesses
-from rl.hardware import is_cpu_build
+from rl.system.hardware import is_cpu_build
 
 _LOOPBACK = "127.0.0.1"
 
@@ -26,7 +26,7 @@ class OtherHost(Protocol):
         ...
 
     async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """What a function answers there. Raises what it raises, and `HostLostError`."""
+        """Calls a function there. Raises its exceptions, and `HostLostError`."""
         ...
 
 

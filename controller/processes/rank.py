@@ -1,6 +1,6 @@
 """`Rank`: the calls to one process's actor, whose answers come through a port that stays open.
 
-For each of its own calls, Monarch 0.7.0 opens a port for the answer and keeps about 1.1 KB in the caller for ever,
+For each of its own calls, Monarch 0.7.0 opens a port for the answer and never frees about 1.1 KB in the caller,
 which is 9 MB a minute in a run of short steps. A call here is a message that has no port of its own. Its answer comes
 through a port that the actor was given once, as an argument. Remove when Monarch's own calls keep nothing;
 `tests/e2e/test_mesh.py` measures what a call keeps.
@@ -42,7 +42,7 @@ class Answering(Actor):
 
     @endpoint(explicit_response_port=True)
     async def live(self, port: Port[None]) -> None:
-        """Never answers, so its caller is told by Monarch when the actor dies."""
+        """Never answers. Monarch ends the call with an error when the actor dies."""
 
     @endpoint
     async def answer_through_port(self, call_id: int, verb: str, arguments: bytes) -> None:
@@ -71,7 +71,7 @@ def answering(actor: type[Actor]) -> type[Actor]:
 async def _call(verb: str, method: Callable[..., Awaitable[Any]], arguments: bytes) -> Any:
     try:
         args, kwargs = pickle.loads(arguments)
-    except (Exception, SystemExit) as error:  # whatever the modules do that it imports
+    except (Exception, SystemExit) as error:  # unpickling imports modules, which may do anything
         raise ArgumentsError(
             f"{verb}: a process cannot read an argument of the call: {type(error).__name__}: {error}; what an argument "
             "needs must be in a module that the process finds, in the script's folder, the working directory or one of "
@@ -127,7 +127,7 @@ class Verb:
         return self.rank.call(self.name, args, kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Sends the call. Its result, or what it raises, is dropped."""
+        """Sends the call. Its result or exception is dropped."""
         self.rank.call(self.name, args, kwargs).cancel()
 
 
@@ -186,7 +186,7 @@ class Rank:
         while True:
             call_id, packed, error = await receiver.recv()
             answer = self._waiting.get(call_id)
-            if answer is None or answer.done():  # nobody waits for it any more
+            if answer is None or answer.done():  # its caller was cancelled
                 continue
             try:
                 content = pickle.loads(packed)
@@ -215,4 +215,4 @@ class Rank:
 
 def _fail(answer: "asyncio.Future[Any]", error: BaseException) -> None:
     answer.set_exception(error)
-    answer.exception()  # asyncio complains of errors that nobody has looked at, and nobody may await this call
+    answer.exception()  # asyncio complains of errors that are never looked at, and this call may not be awaited

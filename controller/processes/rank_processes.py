@@ -76,7 +76,7 @@ class RankProcesses:
         return stacks_text(await self.stacks_by_rank(ranks))
 
     async def stacks_by_rank(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The stacks of those of these ranks that have not ended."""
+        """The stacks of these ranks, without the ones that have ended."""
         alive = [rank for rank in ranks if rank < len(self.pids) and self._state(rank) is not None]
         return dict(zip(alive, await asyncio.gather(*(self._stack(rank) for rank in alive)), strict=True))
 
@@ -103,7 +103,7 @@ class RankProcesses:
                 log.write(f"[the controller] {text}\n")
 
     async def fetch_states(self) -> None:
-        """Brings states and logs up to date. Those of processes on this host always are."""
+        """Brings states and logs up to date. On this host they always are."""
 
     def log_tail(self, num_lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of every process's log."""
@@ -114,7 +114,7 @@ class RankProcesses:
         return "\n".join(["--- last lines of its log ---", *tails])
 
     def kill(self) -> bool:
-        """Kills every process that is still running, and what it started. Returns whether there was one."""
+        """Kills every process that is still running, with its children. Returns whether there was one."""
         found = False
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -136,7 +136,7 @@ class RankProcesses:
             await asyncio.sleep(0.02)
 
     def _state(self, rank: int) -> str | None:
-        """The state of a rank's process; None if it has ended, even if nobody has waited for it yet."""
+        """The state of a rank's process; None if it has ended, even as a zombie."""
         process = self._processes[rank]
         try:
             if process is None or process.ppid() != self._parent:  # its id may have been used again

@@ -1,4 +1,4 @@
-"""What a rank's process does before its actor is there: where its output goes, its signals, and what it imports."""
+"""What a rank's process does before its actor is there: it redirects its output, sets its signals, imports modules."""
 
 import ctypes
 import os
@@ -63,7 +63,7 @@ def module_folders() -> list[str]:
 
 
 async def prepare_ranks(processes: Any, address: str, port: int) -> None:
-    """Tells processes where rank 0 is, and ends their `RankProcess` actors, whose work this is the last of.
+    """Gives processes the address of rank 0, and ends their `RankProcess` actors, whose last work this is.
 
     Monarch would look at them again and again, and keep some memory each time.
     """

@@ -16,13 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from controller.hosts.host_groups import kept_allocations
+from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
+from controller.runs.folder import LOOP_FILE, complete_checkpoints
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.models import Tell, resolve_model
+from controller.runs.recording import write_rollouts
+from controller.runs.step_log import EQUAL_REWARDS, StepLog
+from rl.checks import check_empty_folder
 from rl.protocols import Trainer
 from rl.rollouts.columns import read_groups
-from rl.runs.folder import LOOP_FILE, read_json, write_json
-from rl.runs.recording import write_rollouts
+from rl.system.disk import read_json, write_json
 from rl.types import Group
 
 _MAX_SKIPS_IN_A_ROW = 3
@@ -47,19 +52,19 @@ class _FinishedStep:
 class Checkpoints:
     """One run's checkpoints. Each holds the state of all trainers.
 
-    checkpoints = Checkpoints(report, config, policy=trainer)
+    checkpoints = Checkpoints(step_log, config, policy=trainer)
     for step in range(await checkpoints.resume(), config.num_steps + 1):
         ...
         await checkpoints.after_step(step)
     """
 
-    def __init__(self, report: Report, config: LoopConfig, **trainers: Trainer) -> None:
+    def __init__(self, step_log: StepLog, config: LoopConfig, **trainers: Trainer) -> None:
         """Saves every `checkpoint_every` steps and keeps the newest `keep_checkpoints`.
 
         The oldest checkpoint is deleted before a new one is written, but never the only one.
         """
-        self._report = report
-        self._folder = report.folder
+        self._log = step_log
+        self._folder = step_log.folder
         self._every = config.checkpoint_every
         self._keep = config.keep_checkpoints
         self._trainers = trainers
@@ -82,22 +87,22 @@ class Checkpoints:
         complete = self._folder.complete_checkpoints()
         if not complete:
             self._folder.cut_back({})
-            self._report.phase("there is no checkpoint yet: starting again from step 1")
+            self._log.phase("there is no checkpoint yet: starting again from step 1")
             return 1
         path = complete[-1]
         loop: dict[str, Any] = read_json(path / LOOP_FILE)
         if set(loop["trainers"]) != set(self._trainers):
             ours, theirs = (", ".join(sorted(names)) for names in (self._trainers, loop["trainers"]))
             raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
-        self._report.phase(f"going on after step {loop['step']}")
+        self._log.phase(f"going on after step {loop['step']}")
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         if moved := self._folder.cut_back(loop["lengths"]):
-            self._report.phase(f"what was recorded after it is kept in {moved}")
-        self._report.resume()
+            self._log.phase(f"what was recorded after it is kept in {moved}")
+        self._log.resume()
         self._end_if_solved(loop["step"])
         # A run that was ended because of these counts may try as often again.
-        self._report.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
-        self._report.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
+        self._log.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
+        self._log.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
         self._prune(self._keep)
         groups = {name: read_groups(path / f"{name}.parquet") for name in loop["groups"]}
         self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
@@ -117,7 +122,7 @@ class Checkpoints:
         await self._folder.room()
         self._end_if_solved(step)
         why_stop = None if self.solved else self._why_stop(step)
-        last = step == self._report.total_steps or self.solved or why_stop is not None
+        last = step == self._log.total_steps or self.solved or why_stop is not None
         if why_stop is not None or (self._every and (last or step % self._every == 0)):
             await self._save(self._finished, asynchronous=why_stop is None)
         if why_stop is not None:
@@ -166,7 +171,7 @@ class Checkpoints:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a run that was stopped by SIGHUP has no terminal
-            self._report.note(text)
+            self._log.note(text)
 
     async def _save_unless_changed(self, finished: _FinishedStep) -> str | None:
         """Saves a step unless it is saved already. Returns why that is too late, if it is."""
@@ -225,25 +230,25 @@ class Checkpoints:
     @property
     def solved(self) -> bool:
         """Whether the run is over because its policy gets the best reward for every problem."""
-        return self._report.solved_at is not None
+        return self._log.solved_at is not None
 
     def _end_if_solved(self, step: int) -> None:
-        if self._report.solved_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
-            self._report.solved_at = step
-            self._report.note(
+        if self._log.solved_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
+            self._log.solved_at = step
+            self._log.note(
                 f"solved at step {step}: every reward of the last {_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW} steps was "
-                f"{self._report.best_reward:g}, the best there is"
+                f"{self._log.best_reward:g}, the best there is"
             )
 
     def _why_stop(self, step: int) -> str | None:
         """Why the run is to be ended after this step, as a sentence; None if it goes on."""
-        if self._report.skipped_in_a_row >= _MAX_SKIPS_IN_A_ROW:
+        if self._log.skipped_in_a_row >= _MAX_SKIPS_IN_A_ROW:
             return (
                 f"The gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters "
                 "are as they were before. A lower learning rate or a smaller grad_clip_norm may help."
             )
-        if self._report.without_signal_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
-            why = self._report.why_without_signal
+        if self._log.without_signal_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
+            why = self._log.why_without_signal
             return (
                 f"{_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW} steps in a row, up to step {step}, had nothing to learn from: "
                 f"{why}.{_ADVICE if why == EQUAL_REWARDS else ''}"
@@ -259,3 +264,39 @@ def _are_groups(value: Any) -> bool:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a path was made by `Checkpoints`, hidden or not."""
     return path.is_dir() and path.name.lstrip(".").startswith("step-")
+
+
+_POLICY = "policy"
+
+
+def checkpoint_of(run: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the newest. Raises ValueError, naming the steps that have one, if there is none."""
+    complete = {_step_of(path): path for path in complete_checkpoints(run / "checkpoints")}
+    if not complete:
+        raise ValueError(f"{run} has no complete checkpoint")
+    if step is None:
+        return complete[max(complete)]
+    if step not in complete:
+        raise ValueError(f"{run} has no checkpoint of step {step}; it has those of {', '.join(map(str, complete))}")
+    return complete[step]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return read_json(checkpoint / LOOP_FILE)["step"]
+
+
+async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell) -> None:
+    """Writes the policy of a checkpoint to `directory`. `config` is the configuration of its run.
+
+    Starts the run's trainer, on its hosts if it has some, which loads the checkpoint. Raises ValueError if `directory`
+    holds something, and for a checkpoint without a policy.
+    """
+    check_empty_folder(directory)
+    if not (checkpoint / _POLICY).is_dir():
+        raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
+    model = resolve_model(config.model, tell)
+    async with kept_allocations(tell), Launcher(log_dir, getattr(config, "hosts", None)) as launcher:
+        # With its generator's configuration the trainer exports in that dtype, as at the run's end.
+        trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
+        await trainer.load_checkpoint(checkpoint / _POLICY)
+        await trainer.export_hf(directory)

@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from rl.cache import cache_directory
+from rl.system.disk import cache_directory
 
 
 def locked_python(lock: Path) -> Path:

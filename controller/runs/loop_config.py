@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
+from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages.group_relative import ADVANTAGES, Rewards
 from rl.checks import check_above_zero, check_at_least, check_known
@@ -14,8 +16,6 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
-from rl.runs.folder import RunFolder
-from rl.runs.loggers.table import check_loggers
 from rl.types import MAX_RUN_SEED, AdamParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
@@ -59,14 +59,15 @@ class LoopConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
     on_failure: OnFailure = "restart"
-    """What happens when a trainer or the weight store dies or hangs: "restart" starts the processes again and goes on
-    after the newest checkpoint; "stop" ends the run. A generator that dies is replaced in either case."""
+    """What happens when a trainer or the weight store dies or hangs: "restart" starts the processes again and
+    continues after the newest checkpoint; "stop" ends the run. A generator that dies is replaced in either case."""
     max_restarts: int = 3
     """Most restarts within `restart_window_minutes`; one more failure ends the run."""
     restart_window_minutes: float = 60.0
     """The time in which `max_restarts` are counted."""
     log: tuple[str, ...] = ()
-    """Where metrics and samples go beside the run's folder: "tensorboard", "wandb", "trackio". See `docs/report.md`."""
+    """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio". See
+    `docs/report.md`."""
     hosts: Hosts | None = None
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
     `slurm ...`, `kubernetes ...`. None: this host. See `docs/hosts.md`."""

@@ -60,7 +60,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ParityReport:
+class Parity:
     """The result of `measure_parity`."""
 
     mismatches: tuple[Mismatch, ...]
@@ -87,7 +87,7 @@ class ParityReport:
         return "\n".join([*lines, self.explanation])
 
 
-async def recipe_parity(config: Any, tell: Tell) -> ParityReport:
+async def recipe_parity(config: Any, tell: Tell) -> Parity:
     """Measures parity with the model, trainer, generator, sampling and environment of a loop's configuration.
 
     `tell` hears what takes long. Raises ValueError if the recipe has no trainer or no generator, and as
@@ -119,11 +119,11 @@ async def measure_parity(
     sampling: SamplingParams,
     log_dir: Path,
     hosts: Hosts | None = None,
-) -> ParityReport:
+) -> Parity:
     """Starts trainer and generator, samples answers to the prompts and compares.
 
     `models` are the directories of the trainer's and the generator's model, `hosts` where they run. Raises ValueError
-    for a prompt that leaves no room in the context, and whatever the two raise as they start.
+    for a prompt that leaves no room in the context, and what trainer and generator raise as they start.
     """
     # The generator scores an answer by sampling one more token, for which most contexts have room of their own.
     room = generator.max_model_len - max(map(len, prompts)) - 1 + room_to_score(replace(generator, model=models[1]))
@@ -150,7 +150,7 @@ async def measure_parity(
     explanation = " ".join(
         [*compare_tokenizers(*models), explain(means, found.stepped.mean, adapter=trainer.lora is not None)]
     )
-    return ParityReport(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
+    return Parity(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
 
 
 @dataclass(frozen=True, slots=True)

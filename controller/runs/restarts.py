@@ -16,8 +16,8 @@ from typing import Any
 from controller.hosts.host_groups import kept_allocations, run_hosts
 from controller.processes.errors import MeshError
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import Loop
-from rl.runs.folder import RunFolder
 
 
 async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:

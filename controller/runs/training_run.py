@@ -1,24 +1,28 @@
 """A run as its loop sees it: one object for the clock, the metrics, the console and the checkpoints.
 
-A loop says when a step begins and what came of it. `Run` measures the time, writes the run's folder, tells the user,
-and saves and restores checkpoints. It knows nothing of the algorithm.
+A loop says when a step begins and what came of it. `Run` measures the time, writes the run's folder, shows the
+user its state, and saves and restores checkpoints. It knows nothing of the algorithm.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from controller.processes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
-from controller.runs.steps import Steps
+from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
-from rl.runs.folder import RunFolder
-from rl.runs.timeline import report_progress
+from rl.startup import without_walking_what_exists
+from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 
@@ -39,7 +43,7 @@ class Run:
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
         best_reward = best_reward_of(getattr(config, "env", None))
-        self._report = Report(folder, console, config.num_steps, best_reward=best_reward, log=config.log, config=config)
+        self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log, config=config)
         self._config = config
         self._checkpoints: Checkpoints | None = None
         self._step = 0
@@ -48,17 +52,17 @@ class Run:
     @property
     def log_dir(self) -> Path:
         """Where processes log."""
-        return self._report.folder.logs
+        return self._log.folder.logs
 
     @property
     def began(self) -> datetime:
         """When the run began, also of a resumed one: the date that a chat template sees."""
-        return self._report.folder.began
+        return self._log.folder.began
 
     @property
     def model_dir(self) -> Path:
         """Where the trained model goes, in Hugging Face's format."""
-        return self._report.folder.path / "model"
+        return self._log.folder.path / "model"
 
     @property
     def restored(self) -> Mapping[str, Any]:
@@ -71,18 +75,18 @@ class Run:
         return 0 if self._checkpoints is None else self._checkpoints.last_step
 
     def phase(self, text: str) -> None:
-        """Tells the user what is going on while there is no step to show."""
-        self._report.phase(text)
+        """Shows the user what the run is doing while there is no step to show."""
+        self._log.phase(text)
 
     def counted(self, text: str, parts: Sequence[int]) -> Iterator[int]:
-        """The parts of some work, one after the other. Tells the user how many are done."""
+        """The parts of some work, one after the other. Shows the user how many are done."""
         self.phase(text)
         for num_done, part in enumerate(parts):
             report_progress(text, num_done, len(parts))
             yield part
         report_progress(text, len(parts), len(parts))
 
-    def steps(self, **trainers: Trainer) -> Steps:
+    def steps(self, **trainers: Trainer) -> "Steps":
         """The steps still to do, as a block: `async with run.steps(policy=trainer) as steps: for step in steps: ...`.
 
         Entering the block restores the newest checkpoint into these trainers; `checkpoint_if_due` saves the same ones,
@@ -90,7 +94,7 @@ class Run:
         the loop's task is cancelled, leaving the block saves the last finished step: the trainers must live until then.
         Entering raises ValueError for a checkpoint of another model or of other trainers.
         """
-        self._checkpoints = Checkpoints(self._report, self._config, **trainers)
+        self._checkpoints = Checkpoints(self._log, self._config, **trainers)
         return Steps(self._checkpoints, self._config.num_steps)
 
     def begin_step(self, step: int) -> PhaseClock:
@@ -111,17 +115,17 @@ class Run:
 
         `metrics` are the loop's own. They replace metrics of the same name.
         """
-        self._report.step(self._step, self._clock, groups, batch, output, update, metrics)
+        self._log.step(self._step, self._clock, groups, batch, output, update, metrics)
 
     def end_step_without_update(self, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS) -> None:
         """Records a step that had nothing to learn from, and why."""
-        self._report.step_without_signal(self._step, self._clock, groups, why)
+        self._log.step_without_signal(self._step, self._clock, groups, why)
 
     async def checkpoint_if_due(self, **values: Any) -> None:
         """Saves a checkpoint if the configuration asks for one after this step.
 
-        `values` (JSON types, and lists of groups) are whatever else the loop needs to go on; a resumed run finds them
-        in `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full, and
+        `values` (JSON types, and lists of groups) are what else the loop needs to continue; a resumed run finds them in
+        `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full, and
         `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
@@ -129,12 +133,53 @@ class Run:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after `step` steps. An evaluation without problems is ignored."""
-        self._report.evaluation(step, evaluation)
+        self._log.evaluation(step, evaluation)
 
     def log_measurements(self, step: int, **measurements: Measurement) -> None:
         """Records measurements on held-out data after `step` steps, by name, the most telling first."""
-        self._report.measurements(step, measurements)
+        self._log.measurements(step, measurements)
 
     def finish(self) -> None:
         """Draws the curves and prints samples and the sentence that says what the run achieved."""
-        self._report.finish()
+        self._log.finish()
+
+
+class Steps:
+    """The steps that a run has still to do, as the block around a loop. Made by `Run.steps`.
+
+    Entering the block restores the newest checkpoint. Leaving it waits until the last checkpoint is on disk. If the run
+    was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task), or a process failed, leaving the block saves the
+    last finished step, provided that the trainers still have its parameters.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
+        """`num_steps` is the last step of the run."""
+        self._checkpoints = checkpoints
+        self._num_steps = num_steps
+        self._exempted = contextlib.ExitStack()
+        self.remaining = range(1, num_steps + 1)
+        """The steps to do, if the run does not end early; known once the block is entered."""
+
+    async def __aenter__(self) -> Self:
+        first = await self._checkpoints.resume()
+        self.remaining = range(first, first if self._checkpoints.solved else self._num_steps + 1)
+        self._exempted.enter_context(without_walking_what_exists())  # by now all processes have started
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exempted.close()
+        if isinstance(error, asyncio.CancelledError):
+            await self._checkpoints.save_last_step()
+        elif isinstance(error, MeshError):
+            await self._checkpoints.save_after_failure()
+        elif error is None:
+            await self._checkpoints.finish()
+
+    def __iter__(self) -> Iterator[int]:
+        """Ends after the last step, and earlier once the run is solved."""
+        for step in self.remaining:
+            if self._checkpoints.solved:
+                return
+            yield step

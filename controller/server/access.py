@@ -125,7 +125,7 @@ async def _discard(receive: Receive, most_bytes: int) -> None:
 
 
 class _Rate:
-    """Allows so many requests per second; those of two seconds may come at once."""
+    """Allows so many requests per second; the requests of two seconds may come at once."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -179,7 +179,7 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
-    """The body if it is a JSON object, whatever its header says it is; otherwise an empty dictionary."""
+    """The body if it is a JSON object, with any content type; otherwise an empty dictionary."""
     try:
         body = json.loads(await request.body())
     except (ValueError, RecursionError):  # protobuf, which its handler checks, or a mistake, which it refuses

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 _KEEP_S = 60.0
 """How long a result stays after it was fetched for the first time. A client that lost it asks again within 45 s."""
 _KEEP_UNFETCHED_S = 1800.0
-"""How long a result stays that nobody asks for. A client asks all the time."""
+"""How long a result stays that no client asks for. A client asks all the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class PendingAnswer:
 
     @property
     def is_old(self) -> bool:
-        """Whether nobody will ask for the result any more."""
+        """Whether no client will ask for the result any more."""
         now = self._now()
         if self._fetched_at is not None:
             return self._fetched_at < now - _KEEP_S
@@ -130,7 +130,7 @@ class Answers:
         return self._by_id.get(request_id)
 
     def sweep(self) -> None:
-        """Forgets results that were fetched a while ago, and those that nobody asks for."""
+        """Forgets results that were fetched a while ago, and results that no client asks for."""
         for pending in [pending for pending in self._by_id.values() if pending.is_old]:
             self._forget(pending.id)
 
@@ -185,7 +185,7 @@ GAP_S = 300.0
 
 @contextlib.contextmanager
 def errors_logged() -> Generator[None]:
-    """Within the block, an exception is written to the log, and what comes after the block goes on."""
+    """Within the block, an exception is written to the log, and the code after the block continues."""
     try:
         yield
     except Exception:

@@ -192,7 +192,7 @@ async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
 
 
 async def cancel_future(body: CancelledRequest, door: Door) -> dict[str, Any]:
-    """Stops to sample for a request whose result nobody waits for."""
+    """Stops to sample for a request whose client has given up."""
     door.samplers.cancel(body.request_id)
     return {}
 

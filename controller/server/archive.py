@@ -16,8 +16,8 @@ from tinker import types
 from controller.launching.launcher import Launcher
 from controller.server.database import DATABASE, CheckpointRow, Database, expiry, now
 from rl.checks import check_empty_folder
-from rl.hf_config import read_config
 from rl.lora import LoRAConfig
+from rl.system.hf_config import read_config
 from trainer.config import TrainerConfig
 
 EXPORTED = "external_weights"

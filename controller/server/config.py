@@ -22,7 +22,7 @@ class Limits:
     batch_tokens: int = 2**22
     """Most tokens of one `forward_backward` request."""
     requests_per_s: float = 2000.0
-    """Requests per second; those of two seconds may come at once."""
+    """Requests per second; the requests of two seconds may come at once."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -61,7 +61,7 @@ class ServeConfig:
     """For OpenAI's endpoints: vLLM's parser that finds tool calls in a completion, such as hermes. With several models,
     MODEL=PARSER chooses it for one of them."""
     reasoning_parser: tuple[str, ...] = ()
-    """For OpenAI's endpoints: vLLM's parser that tells reasoning from the answer, such as qwen3. With several models,
+    """For OpenAI's endpoints: vLLM's parser that separates reasoning and answer, such as qwen3. With several models,
     MODEL=PARSER chooses it for one of them."""
     max_rank: int = 32
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""

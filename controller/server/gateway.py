@@ -51,7 +51,7 @@ class Gateway:
     def __init__(
         self, models: Iterable[ServedModel], folder: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`folder` is the server's, for its database and checkpoints. `say` is told who trains what.
+        """`folder` is the server's, for its database and checkpoints. `say` prints who trains what.
 
         Raises ValueError if two models have a name in common.
         """
@@ -83,7 +83,7 @@ class Gateway:
         return session
 
     def session(self, session_id: str) -> ClientSession:
-        """A session that has not ended. Raises HTTPException 410, which tells the client to stop, for any other."""
+        """A session that has not ended. Raises HTTPException 410, at which the client stops, for any other."""
         session = self.sessions.get(session_id)
         if session is None:
             raise HTTPException(410, f"session {session_id} has ended, or is not of this server; make a ServiceClient")
@@ -113,7 +113,7 @@ class Gateway:
         self.answers.forget_owner(session_id)
 
     async def sweep(self) -> None:
-        """Ends silent sessions, forgets fetched results and deletes expired checkpoints, for ever."""
+        """Ends silent sessions, forgets fetched results and deletes expired checkpoints, again and again."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             limit = asyncio.get_running_loop().time() - SESSION_S

@@ -35,7 +35,7 @@ class User:
 
 
 EVERYONE = User(name="", is_operator=True)
-"""Whoever reaches a server that asks for no keys."""
+"""The user of every request to a server that asks for no keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ downloads = APIRouter()
 
 
 class Signatures:
-    """Makes and checks the signatures of addresses. Those of another server, or of the one before, do not count."""
+    """Makes and checks the signatures of addresses. A server's signatures end with it."""
 
     def __init__(self) -> None:
         """With a secret of its own."""
@@ -241,7 +241,7 @@ async def external_weights_urls(
 async def download(
     run_id: str, name: str, relative: str, expires: int, signature: str, request: Request
 ) -> FileResponse:
-    """One file, to whoever has its address."""
+    """One file, to any client that has its address."""
     signatures: Signatures = request.app.state.signatures
     signatures.check(f"{DOWNLOADS}{run_id}/{name}/{relative}", expires, signature)
     gateway: Gateway = request.app.state.gateway

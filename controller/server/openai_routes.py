@@ -68,7 +68,7 @@ async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: Us
     except MeshError as error:
         return failure(503, str(error))
     if reply is None:
-        return failure(499, "the client has gone")  # nobody reads it
+        return failure(499, "the client has gone")  # this is not read
     assert isinstance(reply, OpenAIReply)
     if not isinstance(reply.body, str):
         return StreamingResponse(_events(answering), reply.status, media_type="text/event-stream")

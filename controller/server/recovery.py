@@ -50,7 +50,7 @@ class RestartingTrainer:
     def __init__(
         self, running: Base, start: Callable[[], Awaitable[Base]], limit: RestartLimit, say: Callable[[str], None]
     ) -> None:
-        """`start` starts another one after the running one has died. `say` is told."""
+        """`start` starts another one after the running one has died. `say` prints that."""
         self.running = running
         self._start = start
         self._limit = limit
@@ -312,7 +312,7 @@ class Snapshots:
         return await self._publish(trainer, pull)
 
     async def _publish(self, trainer: Trainer, pull: Callable[[int], Awaitable[Policy]]) -> Policy:
-        """Pushes and pulls; once more if a process died meanwhile, because what it pushed is gone with a trainer."""
+        """Pushes and pulls; once more if a process died meanwhile, because pushed weights are lost with a trainer."""
         for is_last in (False, True):
             version = await trainer.push_model_state_dict()
             try:
@@ -348,7 +348,7 @@ class Snapshots:
             ) from None
         finally:
             self._running[policy] -= 1
-            self._running += Counter()  # forgets those that are 0
+            self._running += Counter()  # forgets zeros
 
     async def drop(self, policy: Policy) -> None:
         """Gives a policy up, if it is kept."""

@@ -38,7 +38,7 @@ class Sampler:
     base_model: str
     """The name by which the client asked for the model."""
     policy: Policy
-    """What it samples from; None is the base model."""
+    """The policy to sample from; None is the base model."""
     path: str | None
     """The checkpoint that it was made of, if it was one."""
 

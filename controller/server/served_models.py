@@ -92,7 +92,7 @@ class ServedModels:
         return tuple(self._by_name)
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name. Raises ValueError, naming those that there are, for any other."""
+        """The model of this name. Raises ValueError, naming all models, for any other."""
         if Path(name).is_absolute():
             name = str(Path(name))  # without a slash at its end
         if name not in self._by_name:
@@ -201,7 +201,7 @@ class OneVersion(Snapshots):
 
     async def _make_room(self) -> None:
         for policy in list(self._kept):
-            del self._kept[policy]  # later requests of it fail, and those that run finish
+            del self._kept[policy]  # later requests of it fail, and running ones finish
             while self._running[policy] > 0:
                 await asyncio.sleep(_POLL_S)
 

@@ -31,10 +31,10 @@ from controller.server.status import log
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl import protocols
-from rl.hf_config import inspect_model
 from rl.lora import LoRAConfig
 from rl.protocols import Trainer
 from rl.startup import without_walking_what_exists
+from rl.system.hf_config import inspect_model
 
 LOG_BYTES = 64 * 2**20
 """The size at which another file of request lines is begun."""
@@ -48,7 +48,7 @@ _ADAPTERS_AT_ONCE = 8
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
-    """Serves until it is cancelled. `say` is told where, and who trains what.
+    """Serves until it is cancelled. `say` prints where, and who trains what.
 
     `models` are the directories by the names after `--model`. Raises ValueError if the address or the folder is taken,
     and for what trainer and generator refuse, before any process starts.

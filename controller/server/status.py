@@ -123,7 +123,7 @@ def _memory() -> dict[str, Any]:
 
 
 async def _gpus() -> list[dict[str, Any]]:
-    """Memory and load of every GPU, as nvidia-smi tells them."""
+    """Memory and load of every GPU, from nvidia-smi."""
     if not Path("/proc/driver/nvidia/version").exists() or (command := shutil.which("nvidia-smi")) is None:
         return []
     query = ["--query-gpu=name,memory.used,memory.total,utilization.gpu", "--format=csv,noheader,nounits"]
@@ -187,7 +187,7 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     def watch(scope: Scope, status: int, took_s: float) -> None:
-        # The route's pattern: paths hold ids, and a series per id would grow for ever.
+        # The route's pattern: paths hold ids, and a series per id would grow without end.
         route = getattr(scope.get("route"), "path", "unknown")
         requests.labels(route, str(status)).inc()
         seconds.labels(route).observe(took_s)
@@ -200,7 +200,7 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
 
 
 class _Watched:
-    """An ASGI middleware that tells of every request when it has ended.
+    """An ASGI middleware that reports every request when it has ended.
 
     Starlette's own `middleware("http")` starts a task and a stream for each request, which takes as long as the rest.
     """

@@ -89,7 +89,7 @@ def read_batch(request: messages.ForwardBackwardRequest) -> TrainingBatch:
 def encode_output(batch: TrainingBatch, logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
     """A `ForwardBackwardOutput` with the log-probs of every datum, in the shape of its targets.
 
-    Metrics get the name of their reduction, by which the client merges those of one call's requests.
+    Metrics get the name of their reduction, by which the client merges the metrics of one call's requests.
     """
     output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     remaining = iter(logprobs)
@@ -164,7 +164,7 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
-    """[N] the leading tokens whose term and gradient are 0 whatever the model says, such as those of a prompt.
+    """[N] the leading tokens whose term and gradient are always 0, such as the tokens of a prompt.
 
     The trainer computes what a group's datums begin with once if it only has to be reported.
     """

@@ -26,7 +26,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 
 from generator.cpu.weight_packing import patch_packing
 from generator.options import CPU_KERNELS
-from rl.hardware import has_amx
+from rl.system.hardware import has_amx
 
 
 def patch_cpu() -> None:

@@ -21,7 +21,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 _PACKS = "ownloop_packs_weight"
 _LINE_BYTES = 64

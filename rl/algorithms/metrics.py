@@ -11,7 +11,7 @@ from rl.advantages.group_relative import has_signal
 from rl.data.batching import merge_metrics
 from rl.losses.base import RESERVED_METRICS
 from rl.losses.shared import MAX_LOG_RATIO
-from rl.runs.timeline import CONTROLLER, span
+from rl.system.timeline import CONTROLLER, span
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 Array = NDArray[np.float32]

@@ -27,7 +27,7 @@ from rl.data.supervised import text_to_datum
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
-from rl.runs.folder import write_json
+from rl.system.disk import write_json
 from rl.types import Datum
 
 Array = NDArray[np.float64]

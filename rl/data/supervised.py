@@ -11,7 +11,7 @@ from rl.data.sources import Example
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
-from rl.runs.timeline import report_progress
+from rl.system.timeline import report_progress
 from rl.types import Datum
 
 TrainOn = Literal["completion", "all"]

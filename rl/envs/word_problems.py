@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl.cache import cache_directory
 from rl.data.streams import content_id
+from rl.system.disk import cache_directory
 
 _NAMES = "Ada Ben Chen Dana Eli Fay Gus Hana Ivan Jo Kim Leo Mia Nora Omar Pia".split()
 _THINGS = "apples books coins pens stamps shells cards beads".split()

@@ -11,7 +11,7 @@ from rl.protocols import Generator, Problem
 from rl.rollouts.episodes import rollout_groups
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.rollouts.rendering import Renderer
-from rl.runs.timeline import report_progress
+from rl.system.timeline import report_progress
 from rl.types import Group, SamplingParams
 
 _NUM_RESAMPLES = 10_000

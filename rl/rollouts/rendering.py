@@ -16,9 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl.hf_config import end_token_ids, read_config
 from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
+from rl.system.hf_config import end_token_ids, read_config
 from rl.types import REASONING
 
 # Stands for an answer in a rendered chat. A template that changes answers changes this: it has both cases, digits, a

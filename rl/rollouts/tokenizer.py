@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rl.hf_config import read_config
 from rl.startup import without_garbage_collection
+from rl.system.hf_config import read_config
 from rl.types import REASONING
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -25,13 +25,13 @@ from typing import NamedTuple, Self
 
 import torch
 
-from rl.weights import gpu_copies
-from rl.weights.checksums import BufferChecksums
+from rl.system.hardware import available_memory_bytes
+from rl.weights import copies as gpu_copies
 from rl.weights.gpu_sharing import GPUPart
-from rl.weights.host import available_memory_bytes
-from rl.weights.manifest import (
+from rl.weights.versions import (
     HEADER_BYTES,
     LIVING_VERSIONS,
+    BufferChecksums,
     Manifest,
     PublisherGoneError,
     TensorSpec,

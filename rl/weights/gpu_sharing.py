@@ -1,19 +1,22 @@
 """Memory of a GPU that other processes of the host open: CUDA IPC.
 
 A process opens memory of any GPU that its own can reach, also of one that `CUDA_VISIBLE_DEVICES` hides from it, and
-addresses it as if it lay on its own GPU.
+addresses it as if it lay on its own GPU. Containers may forbid it, so it is tried once:
+`python -m rl.weights.gpu_sharing HANDLE DEVICE` opens memory of a GPU from a process of its own. It exits with 0 if it
+reads the pattern there, and says why not otherwise.
 """
 
 import ctypes
 import os
+import subprocess
+import sys
 from importlib import import_module
 from itertools import permutations
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rl.weights.gpu_probe import PATTERN, why_not_opened
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -177,3 +180,43 @@ def _tensor(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory of a GPU as a tensor that does not own it (uint8 [N])."""
     construct: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
     return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer, device, num_bytes))
+
+
+PATTERN = bytes(range(1, 9))
+"""What the memory begins with."""
+
+_TIMEOUT_S = 60.0
+
+
+def why_not_opened(handle: bytes, device: int) -> str:
+    """Why another process cannot open this memory on a GPU of the same number; empty if it can."""
+    command = [sys.executable, "-m", "rl.weights.gpu_sharing", handle.hex(), str(device)]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"another process did not open memory of the GPU within {_TIMEOUT_S:g} s"
+    if probe.returncode == 0:
+        return ""
+    return f"another process cannot open memory of the GPU: {probe.stderr.strip().rpartition(chr(10))[2]}"
+
+
+def main(handle: str, device: str) -> None:
+    """Exits with what went wrong, if anything."""
+    cuda: Any = import_module("cuda.bindings.runtime")
+    cuda.cudaSetDevice(int(device))
+    shared = cuda.cudaIpcMemHandle_t()
+    data = bytes.fromhex(handle)
+    ctypes.memmove(shared.getPtr(), data, len(data))
+    status, pointer = cuda.cudaIpcOpenMemHandle(shared, cuda.cudaIpcMemLazyEnablePeerAccess)
+    found = ctypes.create_string_buffer(len(PATTERN))
+    if status == cuda.cudaError_t.cudaSuccess:
+        to_host = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        (status,) = cuda.cudaMemcpy(ctypes.addressof(found), pointer, len(PATTERN), to_host)
+    if status != cuda.cudaError_t.cudaSuccess:
+        raise SystemExit(status.name)
+    if found.raw != PATTERN:
+        raise SystemExit(f"it found {found.raw.hex()} there and not {PATTERN.hex()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 LINK_TIMEOUT_S = 20.0
 """The usual `LinkAddress.timeout_s`: an interruption of ten seconds is survived."""

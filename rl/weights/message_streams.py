@@ -10,8 +10,8 @@ import torch
 
 from rl.weights.buffer import WeightBuffer
 from rl.weights.links import Link, LinkError, Pending, wait
-from rl.weights.manifest import Manifest
 from rl.weights.messages import Message, Part, as_bytes, part_views
+from rl.weights.versions import Manifest
 
 _IN_FLIGHT = 8  # so that a link has work while the next message is put in its place, on a busy host too
 _CAST_AHEAD = 3  # gloo sends in the calling thread, so another one casts the next messages meanwhile

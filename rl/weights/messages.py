@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl.weights.manifest import Manifest
+from rl.weights.versions import Manifest
 
 MESSAGE_BYTES = 2 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""

@@ -15,18 +15,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.checksums import add_up, element_sum
-from rl.weights.host import host_identity
 from rl.weights.links import Link, LinkAddress, connect, rank_link
-from rl.weights.manifest import Manifest, UnknownVersionError, VersionRecord, WeightsError, buffer_size
 from rl.weights.message_streams import room_to_send, send_messages
 from rl.weights.messages import Message, Part, plan_messages, shard_part
 from rl.weights.network_push import PushDirector
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.transport import Shard
-from rl.weights.version_index import Store, VersionIndex
+from rl.weights.versions import (
+    Manifest,
+    Store,
+    UnknownVersionError,
+    VersionIndex,
+    VersionRecord,
+    WeightsError,
+    add_up,
+    buffer_size,
+    element_sum,
+)
 
 T = TypeVar("T")
 

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 
+from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation
-from rl.weights.host import host_identity
 from rl.weights.links import LinkAddress, rank_link, resolve
-from rl.weights.manifest import LIVING_VERSIONS, VersionRecord, WeightsError, buffer_size
 from rl.weights.messages import Part
 from rl.weights.receivers import Directory, Received, ReceivingHost, Transfer, encode_shards
-from rl.weights.version_index import VersionIndex
+from rl.weights.versions import LIVING_VERSIONS, VersionIndex, VersionRecord, WeightsError, buffer_size
 
 _MAX_TRANSFERS = 2  # of one push
 ALIVE_S = 5.0  # for an answer that costs no work

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from typing import Protocol, TypeVar
 
 from rl.weights.buffer import BufferLocation
 from rl.weights.links import LinkAddress
-from rl.weights.manifest import VersionRecord, WeightsError
 from rl.weights.messages import Part
-from rl.weights.version_index import Store, is_missing
+from rl.weights.versions import Store, VersionRecord, WeightsError, is_missing
 
 T = TypeVar("T")
 

@@ -10,14 +10,13 @@ import threading
 
 import torch
 
+from rl.system.hardware import available_memory_bytes
 from rl.weights.buffer import BufferLocation, WeightBuffer, short_of_memory
-from rl.weights.checksums import element_sum
-from rl.weights.host import available_memory_bytes
 from rl.weights.links import LINK_TIMEOUT_S, Link, LinkAddress, Rendezvous, connect
-from rl.weights.manifest import Manifest, VersionRecord, WeightsError, corrupted
 from rl.weights.message_streams import Progress, receive_messages, room_to_send, send_messages
 from rl.weights.messages import Part, plan_messages
 from rl.weights.receivers import Received, Transfer, decode_shards
+from rl.weights.versions import Manifest, VersionRecord, WeightsError, corrupted, element_sum
 
 
 class ReceivingProcess:

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl.weights import gpu_copies
+from rl.system.hardware import host_identity
+from rl.weights import copies as gpu_copies
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.copy_threads import Workers
-from rl.weights.host import host_identity
-from rl.weights.manifest import LIVING_VERSIONS, Manifest, TensorSpec, VersionRecord, WeightsError
+from rl.weights.copies import Workers
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
 from rl.weights.transport import Shard
-from rl.weights.version_index import Store, VersionIndex
+from rl.weights.versions import LIVING_VERSIONS, Manifest, Store, TensorSpec, VersionIndex, VersionRecord, WeightsError
 
 
 class SharedMemory:

@@ -14,11 +14,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl.weights.checksums import add_up, element_sum
-from rl.weights.manifest import Manifest, TensorSpec, VersionRecord, WeightsError, corrupted
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
 from rl.weights.transport import Feed, Shard
-from rl.weights.version_index import Store, VersionIndex
+from rl.weights.versions import (
+    Manifest,
+    Store,
+    TensorSpec,
+    VersionIndex,
+    VersionRecord,
+    WeightsError,
+    add_up,
+    corrupted,
+    element_sum,
+)
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # they load torch
 
     import torch
 
-    from rl.weights.manifest import Manifest, TensorSpec, VersionRecord
-    from rl.weights.version_index import Store, VersionIndex
+    from rl.weights.versions import Manifest, Store, TensorSpec, VersionIndex, VersionRecord
 
 TRANSPORTS: Mapping[str, str] = {
     "gpu_memory": "rl.weights.gpu_memory:GPUMemory",

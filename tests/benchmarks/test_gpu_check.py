@@ -88,7 +88,7 @@ def test_the_table_is_there_after_every_check(tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_gpu_test_is_in_a_file_that_is_run() -> None:
-    assert "tests/rl/weights/test_gpu_copies.py" in checks.gpu_test_files()
+    assert "tests/rl/weights/test_copies.py" in checks.gpu_test_files()
 
 
 def test_the_page_names_the_machine_and_every_outcome() -> None:

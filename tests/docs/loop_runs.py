@@ -8,8 +8,8 @@ from typing import Any
 
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from rl.envs.even_words import EvenWords
-from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 
 LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.runs.comparison import is_timing
-from rl.runs.folder import read_metrics
+from controller.runs.comparison import is_timing
+from controller.runs.folder import read_metrics
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rl.weights.buffer import BufferLocation, WeightBuffer
-from rl.weights.manifest import UnknownVersionError, WeightsError
-from rl.weights.registry import living_versions
+from rl.weights.versions import UnknownVersionError, WeightsError, living_versions
 from trainer.push import WeightPublisher
 
 NUM_TENSORS = 6
@@ -33,7 +32,7 @@ def value(version: int, index: int) -> float:
 
 
 class StoreClient:
-    """`rl.weights.version_index.Store` over a socket to `serve_store`."""
+    """`rl.weights.versions.Store` over a socket to `serve_store`."""
 
     def __init__(self, address: str) -> None:
         deadline = time.monotonic() + 30  # of a store that is killed before it listens

@@ -14,7 +14,7 @@ import pytest
 
 from controller.processes.errors import DeadlineError, MeshError
 from controller.processes.mesh import Mesh
-from rl.deadlines import Deadlines
+from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 from tests.waiting import has_ended, wait_for_ends, wait_for_line
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 CONTROLLER = """
 import asyncio, pathlib, sys
 from controller.processes.mesh import Mesh
-from rl.deadlines import Deadlines
+from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 
 async def main():

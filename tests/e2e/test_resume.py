@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.runs.folder import complete_checkpoints
+from controller.runs.folder import complete_checkpoints
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, process_of, wait, wait_for_step
 from tests.waiting import wait_for_end, wait_until
 

@@ -1,6 +1,7 @@
 """Random adapters, published without a TorchStore, and the merged model that each of them stands for."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from generator.engine import GenerationEngine
 from rl.lora import LoRAConfig, module_name, tensor_name
 from rl.types import Completion
+from tests.generator.running import no_steps
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
@@ -44,9 +46,11 @@ async def pull_adapter(
 ) -> None:
     store = FakeStore()
     publisher = WeightPublisher(dtype, policy=name, lora=config, store=store)
-    record = await publisher.publish(version, adapter.items())
+    with no_steps():
+        record = await publisher.publish(version, adapter.items())
     assert record is not None
-    await engine.update_weights(record, store, **options)
+    with no_steps() if options.get("mode") == "inflight" else nullcontext():
+        await engine.update_weights(record, store, **options)
 
 
 def merged(directory: Path, adapter: Adapter, config: LoRAConfig = WHOLE) -> Any:

@@ -1,6 +1,7 @@
 """Versions of tiny weights, published without a TorchStore, and engines that take them in."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
-from rl.weights.registry import find_record
+from rl.weights.versions import find_record
+from tests.generator.running import no_steps
 from tests.stores import FakeStore
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
@@ -22,7 +24,8 @@ async def greedy(engine: GenerationEngine, sampling: SamplingParams = GREEDY) ->
 
 
 async def pull(engine: GenerationEngine, store: FakeStore, version: int, **options: Any) -> None:
-    await engine.update_weights(await find_record(store, version), store, **options)
+    with no_steps() if options.get("mode") == "inflight" else nullcontext():
+        await engine.update_weights(await find_record(store, version), store, **options)
 
 
 def moved(directory: Path, seed: int) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from typing import Any
 
 import pytest
@@ -18,9 +18,23 @@ from tests.waiting import LIMIT_S, until
 def run_paced(main: Coroutine[Any, Any, None]) -> None:
     """Runs a test. No engine takes a step before the test's event loop has come round once more.
 
-    So a test that acts while requests run is never too late, however slow or busy the host is.
+    So a test that acts while requests run is never too late, however slow or busy the host is. The loop of a test that
+    awaits a thread comes round too: `no_steps` holds the engines then.
     """
     asyncio.run(_paced(main))
+
+
+_HELD = threading.Event()
+
+
+@contextlib.contextmanager
+def no_steps() -> Generator[None]:
+    """Within the block, engines of `run_paced` carry out commands and sample nothing."""
+    _HELD.set()
+    try:
+        yield
+    finally:
+        _HELD.clear()
 
 
 async def _paced(main: Coroutine[Any, Any, None]) -> None:
@@ -32,7 +46,7 @@ async def _paced(main: Coroutine[Any, Any, None]) -> None:
             loop.call_soon_threadsafe(came_round.set)
         while not over.is_set() and not came_round.wait(0.01):
             pass
-        return step(engine)
+        return [] if _HELD.is_set() else step(engine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLMEngine, "step", step_after_loop)

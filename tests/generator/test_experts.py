@@ -11,8 +11,7 @@ import torch
 
 from generator.config import LoRALimits
 from rl.lora import LoRAConfig
-from rl.weights.manifest import WeightsError, WeightsMismatchError
-from rl.weights.registry import find_record
+from rl.weights.versions import WeightsError, WeightsMismatchError, find_record
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull

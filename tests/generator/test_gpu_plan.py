@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from generator.pull import CopyPlan, CopyRecorder
-from rl.weights import gpu_copies
+from rl.system.hardware import host_identity
+from rl.weights import copies as gpu_copies
 from rl.weights.buffer import WeightBuffer
-from rl.weights.copy_threads import Workers
-from rl.weights.host import host_identity
-from rl.weights.manifest import VersionRecord, buffer_size, build_manifest, manifest_checksum
+from rl.weights.copies import Workers
+from rl.weights.versions import VersionRecord, buffer_size, build_manifest, manifest_checksum
 
 pytestmark = pytest.mark.vllm
 

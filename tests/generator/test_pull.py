@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 
 from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
-from rl.weights.manifest import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError
 from rl.weights.receiving_process import ReceivingProcess
-from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS
+from rl.weights.versions import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError, find_record
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.running import run_paced, started

@@ -2,8 +2,7 @@
 
 import pytest
 
-from controller.hosts.host_groups import Hosts, WorkerHosts
-from controller.hosts.host_options import parse_hosts
+from controller.hosts.host_groups import Hosts, WorkerHosts, parse_hosts
 from controller.hosts.starting.ssh_hosts import SshHosts
 
 

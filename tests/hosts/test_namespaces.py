@@ -18,7 +18,7 @@ with socket.create_server(("0.0.0.0", 700)) as server:
         server.accept()[0].close()
 """
 ASK = "import socket, sys; socket.create_connection(('h1', 700), timeout=float(sys.argv[1]))"
-WHO = "import socket; from rl.weights.host import host_identity; print(socket.gethostname(), host_identity())"
+WHO = "import socket; from rl.system.hardware import host_identity; print(socket.gethostname(), host_identity())"
 
 
 def test_hosts_are_apart_and_a_cut_is_silent(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from controller.hosts.other_hosts import RemoteRanks
 from controller.hosts.remote_host import Host, HostError
 from controller.processes.calls import Calls, ProcessDiedError
 from controller.processes.errors import HostLostError, MeshError
-from rl.deadlines import Deadlines
+from rl.system.deadlines import Deadlines
 from tests.hosts.fake_hosts import fake_host, listener
 from tests.waiting import VirtualLoop, run_virtual
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.runs.folder import read_metrics
+from controller.runs.folder import read_metrics
 from tests.e2e.cli_runs import ROOT, metric_rows, model_hash
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 from tests.waiting import LIMIT_S

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.runs.folder import read_metrics
+from controller.runs.folder import read_metrics
 from tests.e2e.cli_runs import ROOT, metric_rows, model_hash
 from tests.hosts.namespaces import Hosts
 from tests.hosts.started_hosts import HOSTS, PAGES, command_line, environment, hosts_of_pages, run_options

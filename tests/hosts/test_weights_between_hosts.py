@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.weights.manifest import UnknownVersionError, WeightsError
+from rl.weights.versions import UnknownVersionError, WeightsError
 from tests.generator.served_models import served_llama
 from tests.hosts.namespaces import Hosts, hosts_on_one_machine
 from tests.hosts.weight_processes import Process

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from rl.weights.host import host_identity
-from rl.weights.manifest import VersionRecord
+from rl.system.hardware import host_identity
 from rl.weights.network import NetworkReceiver
 from rl.weights.receivers import RECEIVERS_KEY, ReceivingHost
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import VersionRecord
 from tests.rl.weights.receiving_hosts import RemoteControl, answer_calls
 from tests.stores import FakeStore
 from tests.waiting import wait_until

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl.hardware import cpu_thread_env
+from rl.system.hardware import cpu_thread_env
 
 _PUSHES = """
 import asyncio, os, threading, torch

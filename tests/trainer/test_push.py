@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.weights.manifest import INDEX_KEY, WeightsError
-from rl.weights.registry import living_versions
+from rl.weights.versions import INDEX_KEY, WeightsError, living_versions
 from tests.stores import FakeStore, living, read_buffer
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher

@@ -11,10 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl.lora import LoRAConfig, tensor_name
-from rl.weights.checksums import element_sum
-from rl.weights.manifest import INDEX_KEY, UnknownVersionError, VersionRecord
-from rl.weights.registry import find_record
 from rl.weights.shared_memory import SharedMemoryReceiver
+from rl.weights.versions import INDEX_KEY, UnknownVersionError, VersionRecord, element_sum, find_record
 from tests.stores import FakeStore, read_buffer
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher

@@ -143,7 +143,7 @@ class Engine(ABC):
 
         Returns this rank's part: log-probs, or a critic's values, per datum in the order given, and metrics summed over
         this rank's datums. The metrics `memory_peak_bytes_max`, measured by `memory`, and `seconds_engine_max` are
-        those of this call; `model_flops`, which may be missing, is what `rl.model_flops` counts for these datums. If
+        those of this call; `model_flops`, which may be missing, is what `ModelFlops` counts for these datums. If
         any rank raises, the accumulated gradient is as it was before the call. Datums that score nothing have a loss
         of 0 and a gradient of zeros, which an optimizer step accepts.
         """

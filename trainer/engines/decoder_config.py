@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.hf_config import read_config, rope_parameters
+from rl.system.hf_config import read_config, rope_parameters
 
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 

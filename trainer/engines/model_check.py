@@ -11,8 +11,8 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from rl.checks import how_to_install
-from rl.hf_config import is_tied, read_config, read_config_file
-from rl.model_files import check_head
+from rl.system.hf_config import is_tied, read_config, read_config_file
+from rl.system.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engine_table import all_engines, find_engine

@@ -64,7 +64,7 @@ class KubernetesHosts(WithRunCertificates):
     port: int = DEFAULT_PORT
     """The first of the ten ports of each worker."""
     tls: bool = True
-    """False leaves TLS out: whoever reaches a pod can then run any program in it."""
+    """False leaves TLS out: any process that reaches a pod can then run any program in it."""
     start_within_s: float = 600.0
     """Seconds that the workers have to start, once all pods have a node: for pulling the image."""
     lost_after_s: float = 20.0

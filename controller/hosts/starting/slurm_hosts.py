@@ -49,7 +49,7 @@ class SlurmHosts(WithRunCertificates):
     python: str = ""
     """The interpreter of the workers; empty for the controller's. What they start has the controller's in any case."""
     tls: bool = True
-    """False leaves TLS out: whoever reaches a worker's port can then run any program as your user."""
+    """False leaves TLS out: any process that reaches a worker's port can then run any program as your user."""
     start_within_s: float = 120.0
     """Seconds that the workers have to start, once the job runs. It waits in the queue for any time."""
     lost_after_s: float = 20.0
@@ -178,7 +178,7 @@ def batch_script(folder: Path, num_nodes: int, options: Sequence[str]) -> str:
         "--ntasks-per-node=1",
         f"--output={folder / OUTPUT}",
         "--no-requeue",  # the workers of a job that began again would wait for another controller
-        "--no-kill",  # the run goes on without a node that fails
+        "--no-kill",  # the run continues without a node that fails
     ]
     lines = [f"#SBATCH {option}" for option in (*own, *options)]
     step = shlex.join(step_command(folder, num_nodes))

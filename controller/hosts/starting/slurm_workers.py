@@ -41,7 +41,7 @@ from controller.hosts.starting.worker_starts import (
     worker_command,
 )
 from controller.processes.errors import HostsOverError
-from rl.cache import cache_directory
+from rl.system.disk import cache_directory
 
 _END_S = 3.0
 

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from controller.hosts.certificates import packed
 from controller.hosts.connections import DEFAULT_PORT, Address, Lifeline, own_address_towards, parse_address
 from controller.hosts.host_groups import Allocation, Groups, Tell
 from controller.hosts.starting.worker_starts import (
     WithRunCertificates,
     WorkerOutput,
     environment,
-    packed,
     until_it_accepts,
     worker_certificates,
     worker_command,
@@ -33,7 +33,7 @@ from rl.checks import check_above_zero
 
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:[A-Za-z0-9][\w.-]*|[0-9a-fA-F:]+)")
 _END_S = 3.0
-# A terminal's password prompt would wait for ever, and a host that went away would look as if it ran.
+# A terminal's password prompt would never end, and a host that went away would look as if it ran.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
 
@@ -54,7 +54,7 @@ class SshHosts(WithRunCertificates):
     ssh: Sequence[str] = ("ssh",)
     """The program and its own options, such as ("ssh", "-J", "gate")."""
     tls: bool = True
-    """False leaves TLS out: whoever reaches a worker's port can then run any program as your user."""
+    """False leaves TLS out: any process that reaches a worker's port can then run any program as your user."""
     start_within_s: float = 60.0
     """Seconds that a worker has to start."""
     lost_after_s: float = 20.0
@@ -98,7 +98,7 @@ class _SshWorkers:
             raise unexpected[0]
         if problems and is_first:
             raise ValueError("\n".join(map(str, problems)))
-        for error in problems:  # the host was lost, and the run can go on without it
+        for error in problems:  # the host was lost, and the run can continue without it
             self._tell(str(error))
         return {
             name: tuple(self._running[host].address for host in group) for name, group in self._hosts.groups.items()

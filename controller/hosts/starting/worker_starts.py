@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
-import json
 import re
 import shlex
 import shutil
@@ -22,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controller.hosts.certificates import CA, CERTIFICATE, KEY, make_certificates
+from controller.hosts.certificates import make_certificates
 from controller.hosts.connections import Address, accepts, forwarded_env, is_loopback, parse_address
-from rl.owned_folder import OwnedFolder
+from rl.system.disk import OwnedFolder
 
 _LISTENING = re.compile(r"listening on (?P<address>\S+://\S+) \(process \d+\)")
 _ENDED = re.compile(r"worker on (?P<node>\S+) ended with status (?P<status>\d+)")
@@ -106,7 +105,7 @@ _LAST_CHARACTERS = 2000
 async def output_of(command: Sequence[str], text: str = "", within_s: float = 30.0) -> str:
     """What a program prints, given `text` on its standard input.
 
-    Raises ValueError, with what it said, if it fails, if it takes too long, and if there is no such program.
+    Raises ValueError, with its output, if it fails, if it takes too long, and if there is no such program.
     """
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no program {command[0]!r} here; it is needed for these hosts")
@@ -125,9 +124,6 @@ async def output_of(command: Sequence[str], text: str = "", within_s: float = 30
         said = (errors or output).decode(errors="replace").strip()[-_LAST_CHARACTERS:]
         raise ValueError(f"`{shlex.join(command)}` ended with status {process.returncode}: {said or 'it said nothing'}")
     return output.decode(errors="replace")
-
-
-_FILES = (CA, CERTIFICATE, KEY)
 
 
 class WithRunCertificates:
@@ -160,23 +156,6 @@ def controller_certificates() -> Path:
 def worker_certificates(host: str) -> Path:
     """The folder with the certificate of a worker on this host, as the controller calls it."""
     return _made(host, "workers")
-
-
-def packed(own: Path) -> bytes:
-    """The files of a certificate's folder, for `ownloop worker --certs -`."""
-    return json.dumps({name: (own / name).read_text() for name in _FILES}).encode()
-
-
-def unpack(data: bytes, folder: Path) -> None:
-    """Writes what `packed` returned into a folder. Raises ValueError if it is something else."""
-    try:
-        files = json.loads(data)
-        texts = {name: str(files[name]) for name in _FILES}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError("--certs - reads the certificates that a controller sends on standard input") from None
-    for name, text in texts.items():
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_text(text)
 
 
 @functools.cache

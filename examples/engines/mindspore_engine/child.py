@@ -71,7 +71,7 @@ class Child:
         except OSError:
             self._lost("ended")
         except BaseException:
-            self.close()  # a reply that nobody has read would answer the next call
+            self.close()  # a reply that was not read would answer the next call
             raise
 
     def close(self) -> None:
@@ -96,9 +96,7 @@ class Child:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
         log = self._log.read().decode(errors="replace")
         self.close()
-        raise ChildError(
-            f"the child {how}; exit status: {self._process.returncode}; the end of what it printed:\n{log}"
-        )
+        raise ChildError(f"the child {how}; exit status: {self._process.returncode}; the end of its output:\n{log}")
 
 
 def serve(functions: Mapping[str, Callable[..., Any]]) -> None:

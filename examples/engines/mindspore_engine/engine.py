@@ -24,9 +24,8 @@ from examples.engines.mindspore_engine.layout_check import check_layout
 from examples.engines.mindspore_engine.messages import AdamStep, Moments
 from examples.engines.mindspore_engine.start import mindspore_python, start_mindspore
 from rl.data.packing import PackedRow, pack_row
-from rl.hf_config import read_config
 from rl.losses import Loss
-from rl.model_flops import ModelFlops
+from rl.system.hf_config import ModelFlops, read_config
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from controller.commands import brief_work
+from controller.commands import processes
 from controller.commands.recipes import configuration
-from controller.commands.resume import save_recipe
+from controller.commands.saved_recipe import save_recipe
 from controller.runs.console import Console
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from tests.docs.in_process import launch_in_process
 
 RECIPE = '''"""Any machine: a random model says even words."""
@@ -36,8 +36,8 @@ def recipe():
 def in_this_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Commands start no processes, and leave those of the tests alone. The working directory is `folder`."""
     launch_in_process(monkeypatch, folder / "cache")
-    monkeypatch.setattr(brief_work, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(brief_work, "end_descendants", lambda **_: None)
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(processes, "end_descendants", lambda **_: None)
     monkeypatch.chdir(folder)
     (folder / "mine.py").write_text(RECIPE)
 

@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 
 from controller.commands import cli
-from controller.commands.compare import comparison
-from controller.commands.compare_seeds import configurations_of
-from rl.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
-from tests.controller.commands.old_runs import old_run
+from controller.commands.compare import comparison, configurations_of
+from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 
 
 def _run(path: Path, seed: int, *rewards: float) -> Path:
@@ -40,20 +38,6 @@ def test_runs_that_are_the_same_but_for_their_speed(tmp_path: Path) -> None:
     run, again = _run(tmp_path / "a", 0, 0.1, 0.25), _run(tmp_path / "b", 0, 0.1, 0.25)
     assert [*comparison(run, again)][-1] == "All metrics of the 2 steps that both have are the same, timings aside."
     assert [*comparison(run, _run(tmp_path / "c", 0))][-1] == "The runs have no step in common."
-
-
-def test_an_old_run_is_compared_under_the_names_of_today(tmp_path: Path) -> None:
-    config = {"seed": 1, "num_eval": 4, "group_size": 2, "generator": {"on_failure": "retry"}}
-    new = RunFolder(tmp_path / "new", config)
-    new.log_metrics({"step": 0.0, "eval_reward": 0.25, "eval_reward_low": 0.0, "eval_reward_high": 0.5})
-    for step, mismatch in ((1.0, 0.125), (2.0, 0.25)):
-        row = {"step": step, "reward_mean": 0.5, "logprob_mismatch_mean": mismatch, "staleness_max": 1.0}
-        new.log_metrics(row)
-    lines = list(comparison(old_run(tmp_path / "old"), new.path))
-    assert lines[2] == "seed: 0 in A, 1 in B"
-    assert lines[3].split() == ["step", "reward_mean", "A", "B", "eval_reward", "A", "B"]
-    assert lines[4].split() == ["0", "-", "-", "0.25", "0.25"]
-    assert lines[-1].startswith("The runs first differ at step 2: logprob_mismatch_mean 0.125 and 0.25.")
 
 
 def _evaluated(path: Path, seed: int, *rewards: float, rate: float = 1e-5, steps: int = 10) -> str:

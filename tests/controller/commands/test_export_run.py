@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from controller.commands.cli import main
-from controller.commands.model_card import add_model_card
-from rl.runs.folder import RunFolder, read_metrics
-from rl.runs.state import state_of
+from controller.commands.export_run import add_model_card
+from controller.runs.folder import RunFolder, read_metrics, state_of
 from tests.controller.commands.finished_runs import finished_run, in_this_process
 from tests.controller.commands.test_run import refused
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.fork import forked_configuration, forked_folder
-from controller.commands.resume import resumed_configuration
-from controller.runs.checkpoint_models import checkpoint_of
-from rl.runs.recording import recorded_files
+from controller.commands.resume import forked_configuration, forked_folder, resumed_configuration
+from controller.runs.checkpoints import checkpoint_of
+from controller.runs.recording import recorded_files
 from tests.controller.commands.finished_runs import finished_run, in_this_process, to_the_end
 from tests.controller.commands.test_run import contents, refused
 from tests.e2e.cli_runs import metric_rows, model_hash

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.model_card import add_model_card
-from controller.commands.next_command import command_of, how_to_go_on
+from controller.commands.export_run import add_model_card
 from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
-from controller.commands.resume import add_options, find_run, resumed_configuration, save_recipe
-from rl.runs.folder import RunFolder, write_json
-from rl.runs.report.page import write_report
-from tests.controller.commands.old_runs import old_run
+from controller.commands.resume import resumed_configuration
+from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
+from controller.runs.folder import RunFolder, write_json
+from controller.runs.report.page import write_report
 from tests.controller.commands.test_cli import ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")
@@ -113,7 +112,7 @@ def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
 
 SOWN = """
 from dataclasses import dataclass, field
-from rl.runs.secret_fields import Secret
+from rl.secret_fields import Secret
 from tests.controller.commands.toy_recipe import ToyConfig
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +183,15 @@ def test_a_run_of_a_script_says_how_to_go_on(tmp_path: Path) -> None:
         resumed_configuration(run, [])
 
 
-def test_a_run_from_before_the_renaming_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    old_run(tmp_path / "runs" / "a")
+def test_a_run_of_another_schema_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a" / "logs").mkdir(parents=True)
+    for name, value in (("config", {}), ("recipe", {"file": "mine.py", "schema_version": 3})):
+        (tmp_path / "runs" / "a" / f"{name}.json").write_text(json.dumps(value))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.json*")}
     result = ownloop(tmp_path, "run", "--resume", "a")
     assert result.returncode == 2
     assert result.stderr == (
-        "error: runs/a was written by another version of ownloop (schema 1, this is 3): modules that its saved recipe "
-        "imports have moved and fields were renamed, so it cannot be resumed; start a new run, or resume it with the "
-        "version that began it\n"
+        "error: runs/a is a run of schema 3, and this version of ownloop reads runs of schema 4; use the version that "
+        "began it, or start a new run\n"
     )
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json*")} == before

@@ -7,8 +7,8 @@ import pytest
 
 from controller.commands.cli import main
 from controller.commands.recipes import find_recipe, load_recipe
-from controller.commands.resume import save_recipe
-from rl.runs.folder import RunFolder
+from controller.commands.saved_recipe import save_recipe
+from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import RECIPE, add_checkpoint, ownloop
 
 REFUSING = """
@@ -189,7 +189,7 @@ def test_a_damaged_file_of_a_run_is_named(
     assert refused(capfd, "report", "a", "--to", ".").startswith("error: --to is ., a folder")
     assert "missing/x.png: No such file" in refused_after(capfd, "compare", "a", "b", "--plot", "missing/x.png")
     for damage in (b"\0\n", b"[1]\n", b"{\n", b"\xff\n"):
-        Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
+        Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1, "schema_version": 4}\n' + damage)
         assert "error: runs/a/metrics.jsonl, line 2, is damaged: " in refused_after(capfd, "compare", "a", "b")
         Path("runs/c/config.json").write_bytes(damage)
         main_prints = listed(capfd)

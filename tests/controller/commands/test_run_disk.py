@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.runs.folder import read_metrics
 from rl.rollouts.columns import read_groups
-from rl.runs.folder import read_metrics
 from tests.controller.commands.test_cli import ROOT, command, ownloop
 from tests.waiting import wait_for_end, wait_until
 

@@ -4,8 +4,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from controller.commands.run_models import model_of
-from rl.runs.folder import RunFolder
+from controller.commands.eval_run import model_of
+from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import add_checkpoint
 
 

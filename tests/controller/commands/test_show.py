@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from controller.commands.show import show
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from rl.types import Group
-from tests.controller.commands.old_runs import old_run
 from tests.rl.fakes import completion, single_turn
 
 
@@ -38,12 +37,6 @@ def test_the_last_evaluation_and_the_last_step_are_shown(tmp_path: Path, capfd: 
     assert _show(str(folder.path), Path("elsewhere"), capfd) == text
     with pytest.raises(ValueError, match="unexpected argument --num-steps"):
         _show("mine", tmp_path / "runs", capfd, "--num-steps", "3")
-
-
-def test_a_run_of_an_earlier_version_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text = _show(str(old_run(tmp_path / "old")), tmp_path, capfd)
-    assert "step 2: 2 rollouts of 1 problems, mean reward 0.500" in text
-    assert "w10 w11" in text
 
 
 def test_a_run_without_rollouts_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.sweep import combinations_of, sweep
-from rl.runs.folder import RunFolder
+from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
 from tests.waiting import wait_for_end, wait_until

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controller.commands.recipes import load_recipe
-from controller.commands.resume import add_options, resumed_configuration, save_recipe
-from controller.commands.trust import key_file
-from rl.runs.folder import RunFolder, write_json
+from controller.commands.resume import resumed_configuration
+from controller.commands.saved_recipe import add_options, key_file, save_recipe
+from controller.runs.folder import RunFolder, write_json
 from tests.controller.commands.test_cli import add_checkpoint, ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")

@@ -6,7 +6,7 @@ import pytest
 
 from controller.handles.generator_router import GeneratorRouter
 from rl.lora import Policy
-from rl.weights.manifest import PublisherGoneError
+from rl.weights.versions import PublisherGoneError
 from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle
 from tests.waiting import until
 

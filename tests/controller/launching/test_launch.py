@@ -14,7 +14,7 @@ from controller.handles.trainer_mesh import TrainerMesh
 from controller.launching.launcher import Launcher, launch
 from controller.processes.errors import MeshError
 from generator.config import GeneratorConfig
-from rl.runs.timeline import show_progress_with
+from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.handles.fake_ranks import FakeMesh, trainer_of
 from trainer.config import TrainerConfig

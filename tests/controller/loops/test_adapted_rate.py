@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl.runs.folder import read_metrics
+from controller.runs.folder import read_metrics
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 

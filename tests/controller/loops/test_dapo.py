@@ -11,11 +11,11 @@ import pytest
 
 from controller.loops import dapo
 from controller.loops.dapo import DAPOConfig
+from controller.runs.comparison import is_timing
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
-from rl.runs.comparison import is_timing
-from rl.runs.folder import RunFolder
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
 

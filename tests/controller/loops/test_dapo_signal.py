@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from controller.runs.folder import read_metrics
+from controller.runs.recording import RecordedEnv, read_recording
 from rl.advantages.group_relative import has_signal
 from rl.algorithms.shaping import unshaped
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
-from rl.rollouts.recorded import RecordedEnv, read_recording
-from rl.runs.folder import read_metrics
 from rl.types import SamplingParams
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop

@@ -14,10 +14,10 @@ from configs import grpo_smollm2_cpu
 from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
-from rl.runs.folder import RunFolder
 from rl.tiny_models import SERVABLE, tiny_qwen2
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig

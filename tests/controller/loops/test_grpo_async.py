@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from controller.commands.replay import replayed
+from controller.commands.resume import replayed
 from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.processes.errors import TrainingStoppedError
+from controller.runs.comparison import is_timing
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder, read_metrics
 from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
-from rl.runs.comparison import is_timing
-from rl.runs.folder import RunFolder, read_metrics
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.runs.folder import read_metrics
+from controller.runs.folder import read_metrics
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 

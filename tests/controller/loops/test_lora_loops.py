@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from controller.commands.replay import replayed
+from controller.commands.resume import replayed
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.dapo import DAPOConfig
 from controller.loops.distill import DistillConfig
@@ -22,15 +22,15 @@ from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.loops.ppo import PPOConfig
 from controller.loops.sft import SFTConfig
-from controller.runs.checkpoint_models import checkpoint_of, export_checkpoint
+from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
 from generator.config import GeneratorConfig
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.sources import JsonlExamples, JsonlPreferences
 from rl.envs.even_words import EvenWords
 from rl.lora import LoRAConfig
-from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

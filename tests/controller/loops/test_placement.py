@@ -13,9 +13,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from controller.loops import accumulate
 from controller.loops.accumulate import AccumulateConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
-from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

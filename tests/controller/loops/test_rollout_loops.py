@@ -18,7 +18,9 @@ from controller.loops.accumulate import AccumulateConfig
 from controller.loops.distill import DistillConfig
 from controller.loops.ppo import PPOConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import RolloutLoopConfig
+from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from rl.advantages.group_relative import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
@@ -26,8 +28,6 @@ from rl.data.supervised import text_to_datum
 from rl.envs.even_words import EvenWords
 from rl.losses.reduction import token_mean
 from rl.rollouts.episodes import group_to_data
-from rl.rollouts.recorded import read_recording
-from rl.runs.folder import RunFolder
 from rl.schedules import adapted_to_kl
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import AdamParams, Group, SamplingParams

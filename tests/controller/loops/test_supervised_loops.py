@@ -16,8 +16,8 @@ from controller.loops import dpo, sft
 from controller.loops.dpo import DPOConfig
 from controller.loops.sft import SFTConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from rl.data.sources import JsonlExamples, JsonlPreferences, Preference, Preferences
-from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 

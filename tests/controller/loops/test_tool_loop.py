@@ -14,10 +14,10 @@ pytest.importorskip("math_verify", reason="math-verify is not installed")
 from configs.calculator_qwen3_gpu import recipe
 from controller.loops import grpo
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
+from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from rl.envs.math_problems import MathProblems
-from rl.rollouts.recorded import read_recording
-from rl.runs.folder import RunFolder
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

@@ -13,7 +13,7 @@ import pytest
 from controller.processes.calls import Calls, ProcessDiedError
 from controller.processes.errors import DeadlineError, MeshError
 from controller.processes.rank_processes import RankProcesses
-from rl.deadlines import Deadlines
+from rl.system.deadlines import Deadlines
 from tests.waiting import run_virtual
 
 LOGS = (Path("/nowhere/0.log"), Path("/nowhere/1.log"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl.runs.folder import complete_checkpoints, read_metrics
+from controller.runs.folder import complete_checkpoints, read_metrics
 from tests.docs.in_process import InProcessTrainer
 
 KILLS = ("optim_step", "save_checkpoint")

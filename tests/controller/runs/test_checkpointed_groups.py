@@ -11,11 +11,11 @@ import pytest
 
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import Report
+from controller.runs.step_log import StepLog
 from rl.protocols import Trainer
-from rl.runs.folder import RunFolder
-from rl.runs.recording import RecordingError
+from rl.system.disk import RecordingError
 from rl.types import Group
 from tests.controller.runs.test_checkpoints import FileTrainer
 from tests.rl.fakes import completion, single_turn
@@ -36,8 +36,8 @@ def _groups(step: int, text: str = "ab") -> list[Group]:
 
 def _checkpoints(path: Path, *, resume: bool = False) -> tuple[Checkpoints, RunFolder, FileTrainer]:
     folder, trainer = RunFolder(path, CONFIG, resume=resume), FileTrainer()
-    report = Report(folder, Console(io.StringIO()), CONFIG.num_steps)
-    return Checkpoints(report, CONFIG, policy=cast(Trainer, trainer)), folder, trainer
+    step_log = StepLog(folder, Console(io.StringIO()), CONFIG.num_steps)
+    return Checkpoints(step_log, CONFIG, policy=cast(Trainer, trainer)), folder, trainer
 
 
 def test_groups_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from controller.processes.errors import TrainingStoppedError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from controller.runs.report import EQUAL_REWARDS, Report
+from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Trainer
-from rl.runs.folder import RunFolder
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 
@@ -53,9 +53,9 @@ class FileTrainer:
 
 def _checkpoints(
     path: Path, *, resume: bool, every: int = 2, keep: int = 2, total: int = 9, **trainers: FileTrainer
-) -> tuple[Checkpoints, Report, io.StringIO]:
+) -> tuple[Checkpoints, StepLog, io.StringIO]:
     stream = io.StringIO()
-    report = Report(RunFolder(path, {}, resume=resume), Console(stream), total)
+    step_log = StepLog(RunFolder(path, {}, resume=resume), Console(stream), total)
     config = LoopConfig(
         model="",
         trainer=TrainerConfig(),
@@ -64,7 +64,7 @@ def _checkpoints(
         checkpoint_every=every,
         keep_checkpoints=keep,
     )
-    return Checkpoints(report, config, **cast(dict[str, Trainer], trainers)), report, stream
+    return Checkpoints(step_log, config, **cast(dict[str, Trainer], trainers)), step_log, stream
 
 
 async def _train(checkpoints: Checkpoints, folder: RunFolder, trainer: FileTrainer, steps: range) -> None:
@@ -80,38 +80,38 @@ def _names(folder: RunFolder) -> list[str]:
 
 def test_a_run_goes_on_behind_its_last_complete_checkpoint(tmp_path: Path) -> None:
     trainer = FileTrainer()
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, policy=trainer)
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, policy=trainer)
 
     assert asyncio.run(checkpoints.resume()) == 1
-    asyncio.run(_train(checkpoints, report.folder, trainer, range(1, 6)))
-    assert _names(report.folder) == ["step-00002"]  # that of step 4 is still being written when the process dies
-    del checkpoints, report
+    asyncio.run(_train(checkpoints, step_log.folder, trainer, range(1, 6)))
+    assert _names(step_log.folder) == ["step-00002"]  # that of step 4 is still being written when the process dies
+    del checkpoints, step_log
 
     resumed = FileTrainer()
-    checkpoints, report, stream = _checkpoints(tmp_path / "a", resume=True, policy=resumed)
+    checkpoints, step_log, stream = _checkpoints(tmp_path / "a", resume=True, policy=resumed)
     assert asyncio.run(checkpoints.resume()) == 3
     assert resumed.value == 2
     assert checkpoints.values == {"rate": 0.2}
-    assert [row["step"] for row in report.folder.metrics()] == [1, 2]
+    assert [row["step"] for row in step_log.folder.metrics()] == [1, 2]
     assert "going on after step 2" in stream.getvalue()
-    assert [path.name for path in report.folder.checkpoints.iterdir()] == ["step-00002"]
+    assert [path.name for path in step_log.folder.checkpoints.iterdir()] == ["step-00002"]
 
-    asyncio.run(_train(checkpoints, report.folder, resumed, range(3, 10)))
-    assert [row["step"] for row in report.folder.metrics()] == list(range(1, 10))
+    asyncio.run(_train(checkpoints, step_log.folder, resumed, range(3, 10)))
+    assert [row["step"] for row in step_log.folder.metrics()] == list(range(1, 10))
     asyncio.run(checkpoints.finish())
-    assert _names(report.folder) == ["step-00008", "step-00009"]  # the last step's is saved whatever its number
+    assert _names(step_log.folder) == ["step-00008", "step-00009"]  # the last step's is saved whatever its number
 
 
 def test_a_checkpoint_is_whole_only_with_all_its_trainers(tmp_path: Path) -> None:
     policy, critic = FileTrainer(), FileTrainer()
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, policy=policy, critic=critic)
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, policy=policy, critic=critic)
 
-    asyncio.run(_train(checkpoints, report.folder, policy, range(1, 5)))
+    asyncio.run(_train(checkpoints, step_log.folder, policy, range(1, 5)))
     asyncio.run(policy.wait_for_checkpoint())
-    assert _names(report.folder) == ["step-00002"]
+    assert _names(step_log.folder) == ["step-00002"]
     asyncio.run(critic.wait_for_checkpoint())
-    assert _names(report.folder) == ["step-00002", "step-00004"]
-    del checkpoints, report
+    assert _names(step_log.folder) == ["step-00002", "step-00004"]
+    del checkpoints, step_log
     checkpoints, _, _ = _checkpoints(tmp_path / "a", resume=True, policy=policy)
     with pytest.raises(ValueError, match="is of the trainers critic, policy; this loop has policy"):
         asyncio.run(checkpoints.resume())
@@ -120,45 +120,45 @@ def test_a_checkpoint_is_whole_only_with_all_its_trainers(tmp_path: Path) -> Non
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_there_is_always_a_checkpoint_and_never_too_many(keep: int, tmp_path: Path) -> None:
     trainer = FileTrainer()
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, every=1, keep=keep, policy=trainer)
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, every=1, keep=keep, policy=trainer)
 
     async def watched() -> None:
         for step in range(1, 9):
-            await _train(checkpoints, report.folder, trainer, range(step, step + 1))
-            present = [path for path in report.folder.checkpoints.iterdir() if path.is_dir()]
+            await _train(checkpoints, step_log.folder, trainer, range(step, step + 1))
+            present = [path for path in step_log.folder.checkpoints.iterdir() if path.is_dir()]
             assert len(present) <= max(keep, 2)
-            assert step == 1 or report.folder.complete_checkpoints()
+            assert step == 1 or step_log.folder.complete_checkpoints()
 
     asyncio.run(watched())
-    asyncio.run(_train(checkpoints, report.folder, trainer, range(9, 10)))
+    asyncio.run(_train(checkpoints, step_log.folder, trainer, range(9, 10)))
     asyncio.run(checkpoints.finish())
-    assert len(_names(report.folder)) == keep
+    assert len(_names(step_log.folder)) == keep
 
 
 def test_without_a_checkpoint_a_run_begins_again_and_says_so(tmp_path: Path) -> None:
-    _, report, _ = _checkpoints(tmp_path / "a", resume=False, policy=FileTrainer())
-    report.folder.log_metrics({"step": 1.0})
-    del report
-    checkpoints, report, stream = _checkpoints(tmp_path / "a", resume=True, policy=FileTrainer())
+    _, step_log, _ = _checkpoints(tmp_path / "a", resume=False, policy=FileTrainer())
+    step_log.folder.log_metrics({"step": 1.0})
+    del step_log
+    checkpoints, step_log, stream = _checkpoints(tmp_path / "a", resume=True, policy=FileTrainer())
     assert asyncio.run(checkpoints.resume()) == 1
     assert "no checkpoint yet: starting again from step 1" in stream.getvalue()
-    assert report.folder.metrics() == []
+    assert step_log.folder.metrics() == []
 
 
 def test_none_are_saved_unless_asked_for(tmp_path: Path) -> None:
     trainer = FileTrainer()
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, every=0, policy=trainer)
-    asyncio.run(_train(checkpoints, report.folder, trainer, range(1, 10)))
-    assert not report.folder.checkpoints.exists()
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, every=0, policy=trainer)
+    asyncio.run(_train(checkpoints, step_log.folder, trainer, range(1, 10)))
+    assert not step_log.folder.checkpoints.exists()
 
 
 def test_a_file_that_was_shortened_is_refused(tmp_path: Path) -> None:
     trainer = FileTrainer()
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, total=2, policy=trainer)
-    asyncio.run(_train(checkpoints, report.folder, trainer, range(1, 3)))
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, total=2, policy=trainer)
+    asyncio.run(_train(checkpoints, step_log.folder, trainer, range(1, 3)))
     asyncio.run(checkpoints.finish())
-    report.folder.metrics_file.write_text('{"step": 1}\n')
-    del checkpoints, report
+    step_log.folder.metrics_file.write_text('{"step": 1}\n')
+    del checkpoints, step_log
     checkpoints, _, _ = _checkpoints(tmp_path / "a", resume=True, policy=trainer)
     with pytest.raises(ValueError, match=r"metrics\.jsonl has 12 bytes; it had \d+ when the last checkpoint"):
         asyncio.run(checkpoints.resume())
@@ -173,11 +173,11 @@ def test_a_file_that_was_shortened_is_refused(tmp_path: Path) -> None:
 )
 def test_a_run_that_gets_nowhere_is_saved_and_ended(counter: str, limit: int, message: str, tmp_path: Path) -> None:
     trainer = FileTrainer(value=7)
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, every=0, policy=trainer)
-    setattr(report, counter, limit - 1)
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, every=0, policy=trainer)
+    setattr(step_log, counter, limit - 1)
     asyncio.run(checkpoints.after_step(4))
-    assert not report.folder.checkpoints.exists()
-    setattr(report, counter, limit)
+    assert not step_log.folder.checkpoints.exists()
+    setattr(step_log, counter, limit)
     with pytest.raises(TrainingStoppedError, match=message):
         asyncio.run(checkpoints.after_step(5))
     assert (tmp_path / "a" / "checkpoints" / "step-00005" / "policy" / "value").read_text() == "7"
@@ -194,60 +194,60 @@ def test_why_nothing_was_learned_decides_what_is_advised(tmp_path: Path) -> None
             r"every example was longer than max_tokens\. The",
         ),
     ):
-        checkpoints, report, _ = _checkpoints(tmp_path / name, resume=False, every=0, policy=FileTrainer())
+        checkpoints, step_log, _ = _checkpoints(tmp_path / name, resume=False, every=0, policy=FileTrainer())
         for step in range(1, 11):
-            report.step_without_signal(step, PhaseClock(), why=why)
+            step_log.step_without_signal(step, PhaseClock(), why=why)
         with pytest.raises(TrainingStoppedError, match=told):
             asyncio.run(checkpoints.after_step(10))
 
 
 def test_steps_without_signal_are_counted_in_a_row(tmp_path: Path) -> None:
-    _, report, stream = _checkpoints(tmp_path / "a", resume=False, policy=FileTrainer())
+    _, step_log, stream = _checkpoints(tmp_path / "a", resume=False, policy=FileTrainer())
     for step in (1, 2):
-        report.step_without_signal(step, PhaseClock(), [])
-    assert report.without_signal_in_a_row == 2
+        step_log.step_without_signal(step, PhaseClock(), [])
+    assert step_log.without_signal_in_a_row == 2
     assert "step 2 made no update" in stream.getvalue()
 
 
-def _step(report: Report, step: int, *, skipped: bool) -> None:
+def _step(step_log: StepLog, step: int, *, skipped: bool) -> None:
     clock = PhaseClock()
     with clock("optim_step"):
         tokens = np.array([1])
     batch = [Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})]
     output = ForwardBackwardOutput(logprobs=(), entropy=None, metrics={"loss": 1.0, "num_loss_tokens": 1.0})
     update = OptimStepOutput(grad_norm=1.0, learning_rate=0.1, policy_version=step, skipped=skipped)
-    report.step(step, clock, (), batch, output, update)
+    step_log.step(step, clock, (), batch, output, update)
 
 
 def test_what_is_counted_in_a_row_goes_on_with_the_run(tmp_path: Path) -> None:
     """Killed after two skipped steps and seven without signal, a run is ended by three more of those."""
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=False, every=10, total=99, policy=FileTrainer())
-    _step(report, 1, skipped=False)
-    _step(report, 2, skipped=True)
-    _step(report, 3, skipped=True)
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=False, every=10, total=99, policy=FileTrainer())
+    _step(step_log, 1, skipped=False)
+    _step(step_log, 2, skipped=True)
+    _step(step_log, 3, skipped=True)
     for step in range(4, 11):
-        report.step_without_signal(step, PhaseClock())
-    report.folder.log_metrics({"step": 10.0, "eval_reward": 0.5})
+        step_log.step_without_signal(step, PhaseClock())
+    step_log.folder.log_metrics({"step": 10.0, "eval_reward": 0.5})
     asyncio.run(checkpoints.after_step(10))
-    report.step_without_signal(11, PhaseClock())  # later than the checkpoint: the resumed run does it again
+    step_log.step_without_signal(11, PhaseClock())  # later than the checkpoint: the resumed run does it again
     asyncio.run(checkpoints.after_step(20))  # makes that checkpoint whole
-    del checkpoints, report
+    del checkpoints, step_log
 
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=True, every=10, total=99, policy=FileTrainer())
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=True, every=10, total=99, policy=FileTrainer())
     assert asyncio.run(checkpoints.resume()) == 11
-    assert (report.skipped_in_a_row, report.without_signal_in_a_row) == (2, 7)
+    assert (step_log.skipped_in_a_row, step_log.without_signal_in_a_row) == (2, 7)
     for step in (11, 12):
-        report.step_without_signal(step, PhaseClock())
+        step_log.step_without_signal(step, PhaseClock())
         asyncio.run(checkpoints.after_step(step))
-    report.step_without_signal(13, PhaseClock())
+    step_log.step_without_signal(13, PhaseClock())
     with pytest.raises(TrainingStoppedError, match="10 steps in a row, up to step 13"):
         asyncio.run(checkpoints.after_step(13))
-    del checkpoints, report
+    del checkpoints, step_log
     gc.collect()  # the error's traceback knows the folder, which only one run may have
 
-    checkpoints, report, _ = _checkpoints(tmp_path / "a", resume=True, every=0, total=99, policy=FileTrainer())
+    checkpoints, step_log, _ = _checkpoints(tmp_path / "a", resume=True, every=0, total=99, policy=FileTrainer())
     assert asyncio.run(checkpoints.resume()) == 14
-    assert (report.skipped_in_a_row, report.without_signal_in_a_row) == (2, 0)  # ten more before it ends again
+    assert (step_log.skipped_in_a_row, step_log.without_signal_in_a_row) == (2, 0)  # ten more before it ends again
 
 
 @pytest.mark.parametrize(("every", "keep", "name"), [(-1, 2, "checkpoint_every"), (1, 0, "keep_checkpoints")])

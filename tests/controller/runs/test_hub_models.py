@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.hub_models import HubName
-from rl.hf_config import inspect_model
-from rl.model_files import INDEX_FILE
+from controller.runs.models import HubName
+from rl.system.hf_config import inspect_model
+from rl.system.model_files import INDEX_FILE
 from rl.tiny_models import tiny_llama
 from tests.controller.runs.hub import Hub, running_hub
 from tests.waiting import LIMIT_S, wait_for_end

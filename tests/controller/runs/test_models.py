@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.runs import models
 from controller.runs.models import resolve_model
-from rl.cache import cache_directory
-from rl.hf_config import inspect_model
+from rl.system.disk import cache_directory
+from rl.system.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
 from tests.waiting import wait_for_end, wait_for_line
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from controller.runs.comparison import is_timing
+from controller.runs.folder import complete_checkpoints, read_metrics
 from rl.envs.even_words import EvenWords
 from rl.lora import LoRAConfig
 from rl.rollouts.columns import read_groups
-from rl.runs.comparison import is_timing
-from rl.runs.folder import complete_checkpoints, read_metrics
 from tests.controller.runs.killed_runs import KILLS, killed_after
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop

@@ -13,14 +13,14 @@ import torch
 from controller.handles.offline import OfflineGenerator
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
+from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
 from generator.config import GeneratorConfig
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
-from rl.rollouts.recorded import RecordedEnv
-from rl.runs.folder import RunFolder
 from rl.tiny_models import tiny_llama
 from rl.types import MAX_RUN_SEED, Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.commands import brief_work, cli
+from controller.commands import cli, processes
 from controller.launching.launcher import Launcher
 from rl.lora import LoRAConfig
 from rl.types import AdamParams, Datum
@@ -304,8 +304,8 @@ def test_a_trained_tool_call_is_found_whole_and_in_a_stream(url: str) -> None:
 def test_an_adapter_goes_on_in_a_script_of_ours_and_back_and_can_be_exported(
     served: Served, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(brief_work, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(brief_work, "end_descendants", lambda **_: None)  # those of other tests
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(processes, "end_descendants", lambda **_: None)  # those of other tests
     service = tinker.ServiceClient(base_url=served.url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=3, train_unembed=False).result()
 

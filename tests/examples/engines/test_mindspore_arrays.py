@@ -14,8 +14,8 @@ from examples.engines.mindspore_engine.layout_check import check_layout
 from examples.engines.mindspore_engine.row import ROW
 from examples.engines.mindspore_engine.start import PYTHON
 from rl.data.packing import Document, pack_row
-from rl.hf_config import read_config
 from rl.lora import LoRAConfig
+from rl.system.hf_config import read_config
 from rl.tiny_models import tiny_critic, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.rl.data.row_definition import attended
 from trainer.config import TrainerConfig

@@ -20,12 +20,12 @@ from torch import Tensor
 from controller.loops import sft
 from controller.loops.sft import SFTConfig
 from controller.runs.console import Console
+from controller.runs.folder import RunFolder
 from examples.engines.mindspore_engine.child import ChildError
 from examples.engines.mindspore_engine.engine import MindSporeEngine
 from examples.engines.mindspore_engine.start import mindspore_python
 from rl.data.sources import JsonlExamples
 from rl.losses import LossInputs, get_loss
-from rl.runs.folder import RunFolder
 from rl.tiny_models import critic_batch, random_batch, tiny_critic, tiny_llama, tiny_qwen2, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine

@@ -21,8 +21,8 @@ from torch import nn
 from generator.config import LoRALimits
 from generator.cpu.patches import patch_cpu
 from generator.engine import GenerationEngine
-from rl.hardware import cpu_features
 from rl.lora import LoRAConfig
+from rl.system.hardware import cpu_features
 from rl.types import Completion, SamplingParams
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory

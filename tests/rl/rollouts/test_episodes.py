@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.runs.folder import RunFolder
 from rl.advantages.group_relative import ADVANTAGES, group_mean
 from rl.data.batching import validate_batch
 from rl.data.packing import pack_row
@@ -22,7 +23,6 @@ from rl.rollouts.episodes import (
     with_tokens,
 )
 from rl.rollouts.rendering import Renderer
-from rl.runs.folder import RunFolder
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 from tests.rl.recordings import recorded_rows

@@ -15,7 +15,7 @@ from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, eval_sampling, evaluate
 from rl.rollouts.rendering import Renderer
-from rl.runs.timeline import show_progress_with
+from rl.system.timeline import show_progress_with
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from rl.weights.gpu_sharing import GPUPart
-from rl.weights.manifest import WeightsError
+from rl.weights.versions import WeightsError
 
 
 class HostSharing:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.weights.manifest import VersionRecord
+from rl.weights.versions import VersionRecord
 from tests.rl.weights.receiving_hosts import read_at
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher

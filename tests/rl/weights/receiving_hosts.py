@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl.weights.host import host_identity
-from rl.weights.manifest import VersionRecord, WeightsError
+from rl.system.hardware import host_identity
 from rl.weights.network import NetworkReceiver
 from rl.weights.receivers import RECEIVERS_KEY, Control, Received, ReceivingHost, Transfer
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import VersionRecord, WeightsError
 from tests.stores import FakeStore
 from tests.waiting import join
 from trainer.engines.contract.plain_ranks import preloaded_forkserver

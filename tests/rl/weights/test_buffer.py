@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl.system.hardware import available_memory_bytes, host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
-from rl.weights.host import available_memory_bytes, host_identity
-from rl.weights.manifest import (
+from rl.weights.versions import (
     Manifest,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
     buffer_size,
     build_manifest,
+    find_version,
     manifest_checksum,
 )
-from rl.weights.registry import find_version
 from tests.waiting import LIMIT_S, wait_for_line
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])

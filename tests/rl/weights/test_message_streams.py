@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl.weights.links import Link
-from rl.weights.manifest import build_manifest
 from rl.weights.message_streams import room_to_send, send_messages
 from rl.weights.messages import Message, Part
+from rl.weights.versions import build_manifest
 
 ROWS = 40
 MANIFEST = build_manifest([("rows", (ROWS, 64), torch.bfloat16)])

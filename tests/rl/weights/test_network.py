@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from rl.system.hardware import host_identity
 from rl.weights import receiving_process
 from rl.weights.buffer import WeightBuffer
-from rl.weights.host import host_identity
 from rl.weights.links import Link
-from rl.weights.manifest import Manifest, UnknownVersionError, WeightsError, build_manifest
 from rl.weights.messages import MESSAGE_BYTES, Part, plan_messages
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import Manifest, UnknownVersionError, WeightsError, build_manifest
 from tests.rl.weights.pushes import assert_read, publisher_to, push, weights
 from tests.rl.weights.receiving_hosts import (
     host_entry,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from rl.system.hardware import host_identity
 from rl.weights.buffer import WeightBuffer
-from rl.weights.host import host_identity
 from rl.weights.links import Link
-from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError
 from rl.weights.receivers import RECEIVERS_KEY, Transfer
 from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.versions import UnknownVersionError, VersionRecord, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push
 from tests.rl.weights.receiving_hosts import (
     RemoteControl,

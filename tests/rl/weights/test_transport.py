@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from rl.weights.host import host_identity
-from rl.weights.manifest import UnknownVersionError, VersionRecord, WeightsError, build_manifest, manifest_checksum
+from rl.system.hardware import host_identity
 from rl.weights.receiving_process import ReceivingProcess
-from rl.weights.registry import find_record
 from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
-from rl.weights.version_index import VersionIndex
+from rl.weights.versions import (
+    UnknownVersionError,
+    VersionIndex,
+    VersionRecord,
+    WeightsError,
+    build_manifest,
+    find_record,
+    manifest_checksum,
+)
 from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore, living

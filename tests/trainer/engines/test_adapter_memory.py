@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl.hardware import hand_back_memory
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
+from rl.system.hardware import hand_back_memory
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
 from trainer.config import TrainerConfig

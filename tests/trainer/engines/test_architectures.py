@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import StableLmConfig, StableLmForCausalLM
 
-from rl.hf_config import PROVEN_ARCHITECTURES
 from rl.losses import get_loss
-from rl.model_files import stored_shapes
+from rl.system.hf_config import PROVEN_ARCHITECTURES
+from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, random_batch, save_tiny
 from rl.types import AdamParams
 from tests.architectures import MODELS

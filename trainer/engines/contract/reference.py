@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
 from rl.weights.buffer import WeightBuffer
-from rl.weights.registry import living_versions
+from rl.weights.versions import living_versions
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import relative_error
 from trainer.push import WeightPublisher

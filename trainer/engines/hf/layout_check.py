@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from rl.hf_config import PROVEN_ARCHITECTURES, longest_context
+from rl.system.hf_config import PROVEN_ARCHITECTURES, longest_context
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
 from trainer.engines.model_check import ModelLimits

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.model_files import stored_shapes
+from rl.system.model_files import stored_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds

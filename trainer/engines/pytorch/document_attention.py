@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from rl.data.packing import Document
-from rl.hardware import has_fast_bfloat16
+from rl.system.hardware import has_fast_bfloat16
 from trainer.engines.pytorch.block_attention import AttentionPlan, block_attention, plan_attention
 
 # Above this many tokens PyTorch's kernel takes less time for a document without suffixes.

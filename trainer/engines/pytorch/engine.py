@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl.data.packing import PackedRow, pack_row
 from rl.losses import Loss
-from rl.model_flops import ModelFlops
+from rl.system.hf_config import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from rl.weights.ranks import own_rank
 from trainer.config import TrainerConfig

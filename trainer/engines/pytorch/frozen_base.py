@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig, check_adapter_name, tensor_name
 from rl.losses import Loss
-from rl.model_files import weight_files
+from rl.system.model_files import weight_files
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory

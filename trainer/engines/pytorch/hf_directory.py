@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from rl.hf_config import read_config_file
 from rl.lora import LoRAConfig, adapted_modules
-from rl.model_files import other_files, weight_files
+from rl.system.hf_config import read_config_file
+from rl.system.model_files import other_files, weight_files
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0

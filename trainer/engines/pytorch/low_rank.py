@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES, LoRAConfig, tensor_name
-from rl.weights.host import available_memory_bytes
+from rl.system.hardware import available_memory_bytes
 
 # A parameter, its gradient and its two moments, in float32.
 _BYTES_PER_PARAMETER = 16

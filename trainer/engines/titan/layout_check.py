@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from rl.hardware import sees_gpu
+from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
 from trainer.engines.model_check import ModelLimits

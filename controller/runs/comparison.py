@@ -1,0 +1,171 @@
+"""Two runs, step by step: where their configurations and their metrics differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from rl.rollouts.evaluation import Interval
+
+ABSENT = "(absent)"
+"""Stands for the value of a field that one configuration lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A metric of one step that differs between two runs."""
+
+    step: int
+    name: str
+    values: tuple[float, float]
+    """The metric in each run; NaN if the run does not have it."""
+
+    @property
+    def relative(self) -> float:
+        """|a - b| divided by the larger of |a| and |b|; infinite unless both are finite."""
+        a, b = self.values
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return math.inf
+        return abs(a - b) / max(abs(a), abs(b))
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric depends on the machine and the moment, so that equal runs differ in it."""
+    return name in ("time", "mfu") or name.startswith(("seconds_", "memory_")) or name.endswith("_per_s")
+
+
+def by_step(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Step -> all metrics logged for it."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in rows:
+        steps.setdefault(int(row["step"]), {}).update(row)
+    return steps
+
+
+def metric_differences(
+    ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]
+) -> list[Difference]:
+    """The metrics, other than timings, that differ in the common steps, by step and in the order logged."""
+    found: list[Difference] = []
+    for step in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[step], theirs[step]
+        for name in [*a, *(name for name in b if name not in a)]:
+            values = (a.get(name, math.nan), b.get(name, math.nan))
+            both_nan = name in a and name in b and all(map(math.isnan, values))
+            if not is_timing(name) and values[0] != values[1] and not both_nan:
+                found.append(Difference(step=step, name=name, values=values))
+    return found
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> the two values, for all fields in which two configurations (in JSON types) differ."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*old, *(key for key in new if key not in old)]:
+            found |= differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{prefix}.{key}" if prefix else key)
+        return found
+    return {} if before == after else {prefix: (before, after)}
+
+
+_NOT_COMPARED = ("seed", "log")
+"""Fields in which runs of one configuration may differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalReward:
+    """What a run achieved."""
+
+    run: str
+    seed: Any
+    step: int
+    """The steps before its last evaluation."""
+    reward: float
+    """Mean reward on held-out problems in that evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Runs that differ in their seeds only."""
+
+    name: str
+    runs: tuple[FinalReward, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The final rewards, by run."""
+        return [run.reward for run in self.runs]
+
+
+def same_configuration(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations (in JSON types) differ in their seeds at most."""
+    return not named_differences(one, other)
+
+
+def named_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> the two values, without the fields in which runs of one configuration may differ."""
+    found = differences(one, other)
+    return {field: pair for field, pair in found.items() if field.partition(".")[0] not in _NOT_COMPARED}
+
+
+def final_reward(run: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> FinalReward:
+    """The last evaluation in a run's metrics. Raises ValueError for a run without one."""
+    evaluations = [row for row in rows if math.isfinite(row.get("eval_reward", math.nan))]
+    if not evaluations:
+        raise ValueError(f"{run} has no evaluation of the held-out reward yet; there is nothing to compare")
+    last = evaluations[-1]
+    return FinalReward(
+        run=run, seed=config.get("seed", ABSENT), step=int(last["step"]), reward=float(last["eval_reward"])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardDifference:
+    """How much better the runs of one configuration ended than those of another."""
+
+    interval: Interval
+    """The difference of the means with its 95 % interval."""
+    p_value: float
+    """The probability of a difference at least as large if there were none."""
+
+
+def welch(better: Sequence[float], worse: Sequence[float]) -> RewardDifference:
+    """Mean of the first minus mean of the second. Raises ValueError unless both have at least two values.
+
+    Where neither varies, the interval has no width, and the p-value is 0, or 1 without a difference.
+    """
+    if min(len(better), len(worse)) < 2:
+        raise ValueError(f"a test over seeds needs two runs on each side; there are {len(better)} and {len(worse)}")
+    a, b = np.asarray(better, dtype=np.float64), np.asarray(worse, dtype=np.float64)
+    mean = float(a.mean() - b.mean())
+    parts = float(a.var(ddof=1) / len(a)), float(b.var(ddof=1) / len(b))
+    error = math.sqrt(sum(parts))
+    if error == 0:
+        return RewardDifference(interval=Interval(mean=mean, low=mean, high=mean), p_value=float(mean == 0))
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))
+    reach = t_quantile(0.975, freedom) * error
+    return RewardDifference(
+        interval=Interval(mean=mean, low=mean - reach, high=mean + reach),
+        p_value=2 * _t_tail(abs(mean) / error, freedom),
+    )
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """The value below which a t-distributed variable lies with this probability, above 0.5."""
+    low, high = 0.0, 1.0
+    while _t_tail(high, freedom) > 1 - probability:
+        high *= 2
+    for _ in range(80):  # halves the interval until float64 has no number in between
+        middle = (low + high) / 2
+        low, high = (low, middle) if _t_tail(middle, freedom) < 1 - probability else (middle, high)
+    return high
+
+
+def _t_tail(value: float, freedom: float) -> float:
+    """The probability that a t-distributed variable is above a value of at least 0."""
+    import mpmath
+
+    share = freedom / (freedom + value**2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True)) / 2

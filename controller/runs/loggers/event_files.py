@@ -1,0 +1,58 @@
+"""TensorBoard: event files in the run's folder `tensorboard/`, without importing torch or TensorFlow."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from controller.runs.loggers import SAMPLE_COLUMNS, sample_table
+from rl.types import Group
+
+
+class EventFiles:
+    """Writes scalars under their metrics' names, and samples as text. A resumed run adds a file."""
+
+    requires = "tensorboard"
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        """`run` is the run's folder, and `config` its configuration without secrets."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # Protobuf makes these classes when the modules are loaded, so that no checker knows them.
+        self._event: Any = getattr(event_pb2, "Event")  # noqa: B009
+        self._summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
+        self._text = text_pb
+        self._writer = EventFileWriter(str(run / "tensorboard"))
+        rows = "\n".join(f"| {name} | `{value}` |" for name, value in config.items())
+        self._write(0, text_pb("config", f"| field | value |\n|---|---|\n{rows}"))
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """See `Logger`. TensorBoard draws a value that is not finite as a gap."""
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if name != "step" and not math.isinf(value)
+        ]
+        self._write(int(metrics["step"]), self._summary(value=values))
+
+    def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
+        """See `Logger`."""
+        lines = [" | ".join(_cell(value) for value in row) for row in (SAMPLE_COLUMNS, *sample_table(groups))]
+        table = "\n".join([f"| {lines[0]} |", "|---|---|---|", *(f"| {line} |" for line in lines[1:])])
+        self._write(step, self._text(f"samples/{split}", table))
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._writer.close()
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()  # otherwise a running run is shown two minutes late
+
+
+def _cell(value: object) -> str:
+    """One cell of a Markdown table."""
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

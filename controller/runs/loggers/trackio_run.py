@@ -1,0 +1,45 @@
+"""trackio: a dashboard in a local database, shown by `trackio show`. TRACKIO_DIR says where it is kept."""
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from controller.runs.loggers import SAMPLE_COLUMNS, run_id, sample_table
+from rl.types import Group
+
+
+class TrackioRun:
+    """Logs metrics by their steps, and the samples of evaluations as tables."""
+
+    requires = "trackio"
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        """`run` is the run's folder, and `config` its configuration without secrets."""
+        trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it
+        self._table: Any = trackio.Table
+        self._run: Any = trackio.init(
+            project="ownloop",
+            name=f"{run.name}-{run_id(run)}",  # trackio knows runs by their names
+            config=dict(config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """See `Logger`. Its database holds finite values only."""
+        finite = {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
+        self._run.log(finite, step=int(metrics["step"]))
+
+    def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
+        """See `Logger`."""
+        if split != "train":
+            table = self._table(columns=[*SAMPLE_COLUMNS], data=[[*row] for row in sample_table(groups)])
+            self._run.log({f"samples/{split}": table}, step=step)
+
+    def close(self) -> None:
+        """See `Logger`."""
+        self._run.finish()

@@ -1,0 +1,132 @@
+"""The plot of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from controller.runs.comparison import t_quantile
+
+_TRAIN = "#4477aa"  # from Paul Tol's "bright" scheme, which is safe for colour-blind readers
+_EVAL = "#cc3311"
+
+
+def plot_curve(
+    metrics: Sequence[Mapping[str, float]],
+    file: Path,
+    title: str,
+    *,
+    name: str = "reward",
+    training: str = "reward_mean",
+) -> None:
+    """Draws one metric over the steps of a run as a PNG; `metrics` are the rows that `read_metrics` returns.
+
+    The metric `training` of each step is a dot, with a moving average; `eval_<name>` is drawn with its 95 % interval.
+    A row may hold either or both.
+    """
+    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    trained = columns(metrics, "step", training)
+    if trained.size:
+        steps, mean = trained
+        window = max(1, min(len(steps) // 4, 5))
+        alpha = 0.45 if window > 1 else 1.0
+        axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
+        if window > 1:
+            label = f"training, mean of {window} steps"
+            axes.plot(steps, _moving_average(mean, window), "-", color=_TRAIN, linewidth=1.8, label=label)
+    eval_data = columns(metrics, "step", *(f"eval_{name}{end}" for end in ("", "_low", "_high")))
+    if eval_data.size:
+        steps, mean, low, high = eval_data
+        axes.errorbar(
+            steps,
+            mean,
+            yerr=np.clip([mean - low, high - mean], 0, None),
+            fmt="s-",
+            color=_EVAL,
+            markersize=5,
+            linewidth=1.2,
+            capsize=3,
+            label="held-out, 95 % interval",
+            zorder=3,
+        )
+    style(axes, title, name.replace("_", " "))
+    if trained.size or eval_data.size:
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    canvas.print_png(str(file))
+
+
+def style(axes: Axes, title: str, label: str) -> None:
+    """Labels the axes and removes frame lines."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
+    """[len(names), rows]: the columns `names` of the rows in which all of them are finite."""
+    rows = [
+        [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
+    ]
+    return np.array(rows, dtype=np.float64).T
+
+
+def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """[N] mean of the `window` values around each value; near the ends, of fewer values."""
+    kernel = np.ones(window)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")
+
+
+# Paul Tol's "bright" scheme, which is safe for colour-blind readers.
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+def plot_comparison(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], file: Path) -> None:
+    """Draws a PNG. `curves` are the metrics of each run (`read_metrics`), by configuration.
+
+    Each run's held-out reward is a thin line. The mean of a configuration with several runs is a thick one, with its
+    95 % interval over runs (Student's t) at the steps at which all of them were evaluated.
+    """
+    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, runs) in enumerate(curves.items()):
+        _draw(axes, f"{name} (n = {len(runs)})", runs, _COLOURS[number % len(_COLOURS)])
+    style(axes, "held-out reward", "reward")
+    axes.legend(frameon=False, fontsize=8, loc="best")
+    canvas.print_png(str(file))
+
+
+def _draw(axes: Axes, label: str, runs: Sequence[Sequence[Mapping[str, float]]], colour: str) -> None:
+    """Draws the runs of one configuration."""
+    found = [columns(rows, "step", "eval_reward") for rows in runs]
+    evaluated = [dict(zip(*run.tolist(), strict=True)) for run in found if run.size]
+    several = len(evaluated) > 1
+    for number, run in enumerate(evaluated):
+        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5} if several else {"linewidth": 2.0, "label": label}
+        axes.plot(
+            [*run], [*run.values()], "-" if several else "s-", color=colour, markersize=4, zorder=2 + number, **look
+        )
+    if not several:
+        return
+    steps = sorted(set.intersection(*(set(run) for run in evaluated)))
+    if not steps:  # the runs were evaluated at different steps
+        axes.plot([], [], "-", color=colour, label=label)
+        return
+    rewards = np.array([[run[step] for step in steps] for run in evaluated])  # [runs, steps]
+    mean = rewards.mean(axis=0)
+    reach = t_quantile(0.975, len(evaluated) - 1) * rewards.std(axis=0, ddof=1) / np.sqrt(len(evaluated))
+    axes.fill_between(steps, mean - reach, mean + reach, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(steps, mean, "s-", color=colour, linewidth=2.0, markersize=4, label=label, zorder=9)

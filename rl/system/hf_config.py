@@ -1,0 +1,332 @@
+"""What a Hugging Face model directory holds, read without loading the model. The one reader of `config.json`.
+
+Looks at `config.json`, the headers of the safetensors files and the names of the tokenizer's files, so that a wrong
+directory is reported in milliseconds, before any process starts. Reads no weights and does not import transformers.
+
+`ModelFlops` counts the floating-point operations of the model's matrix products, after PaLM
+(https://arxiv.org/abs/2204.02311), appendix B: two for each weight and token, and the products of attention. Counted is
+what the result needs: causal pairs of positions only, a shared prefix once, the output layer at scored positions only.
+What an engine computes twice to save memory does not count.
+"""
+
+import ast
+import functools
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
+from rl.types import Head
+
+if TYPE_CHECKING:
+    from rl.data.packing import PackedRow
+
+PROVEN_ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Architectures for which tests compare trainer and generator after a pull."""
+
+_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+"""How transformers names the classes of language models."""
+
+_STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+"""Sizes without which a file describes no model, although transformers has values for them."""
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+"""Sizes that `ModelFlops` needs."""
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The shape of a causal language model, by the names of its `config.json`."""
+
+    path: Path
+    architecture: str
+    """A class of transformers, often one of `PROVEN_ARCHITECTURES`."""
+    max_context: int
+    """Tokens that prompt and completion may have together."""
+    vocab_size: int
+    tied: bool
+    """Whether the output layer is the embedding matrix."""
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+    weight_files: tuple[Path, ...]
+    """The safetensors files, in the order of their names."""
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
+    return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The settings of a model directory, as transformers understands its `config.json`.
+
+    Absent keys have the values of the family's configuration class, except sizes that every file states. Rotary
+    embeddings are in `rope_parameters` only. Raises ValueError as `read_config_file`, and for null where transformers
+    takes none.
+    """
+    stated = read_config_file(path)
+    fields = dict(config_fields(str(stated.get("model_type") or "")))
+    if "num_local_experts" in stated and "num_experts" in fields:  # two spellings in Qwen3-MoE; this one goes first
+        fields["num_local_experts"] = fields["num_experts"]
+    for key, field in fields.items():
+        if key in stated and stated[key] is None and not field.optional:
+            accepted = "" if key in _STATED else f", or leave it out for {field.default!r}"
+            raise ValueError(f"model directory {path}: {key} is null in config.json; give a value{accepted}")
+    defaults = {key: field.default for key, field in fields.items() if key not in _STATED and key not in stated}
+    if "num_local_experts" in stated:
+        defaults.pop("num_experts", None)
+    settings = {key: value for key, value in {**defaults, **stated}.items() if key not in _ROPE}
+    if settings.get("quantization_config", True) is None:
+        del settings["quantization_config"]
+    if settings.get("num_key_value_heads", 0) is None:
+        settings["num_key_value_heads"] = settings.get("num_attention_heads")
+    rope = rope_parameters(stated)
+    return {**settings, "rope_parameters": rope} if rope or "rope_parameters" in fields else settings
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of rotary embeddings under the names of transformers 5, of a config in any spelling.
+
+    `rope_scaling` goes before `rope_parameters`, whose base is then not used either, as in transformers'
+    `RotaryEmbeddingConfigMixin`. Gemma 3 has a set for each of two kinds of layers, and `rope_scaling` changes the one
+    for full attention.
+    """
+    new: Mapping[str, Any] = config.get("rope_parameters") or {}
+    old: Mapping[str, Any] = config.get("rope_scaling") or {}
+    if str(config.get("model_type")) == "gemma3_text":
+        full = {**(new.get("full_attention") or {}), **old}
+        return {**new, "full_attention": full} if full else dict(new)
+    rope = dict(old or new)
+    if config.get("rope_theta") is not None:
+        rope.setdefault("rope_theta", config["rope_theta"])
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    return rope
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """A key of a family's configuration, as transformers declares it."""
+
+    default: Any
+    optional: bool
+    """Whether it may be null."""
+
+
+@functools.cache
+def config_fields(model_type: str) -> Mapping[str, ConfigField]:
+    """The keys that transformers' configuration class of a model type declares with a constant; empty for others.
+
+    The class is read as source: importing transformers takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    name = model_type.replace("-", "_").removesuffix("_text")
+    if spec is None or spec.origin is None or not name.isidentifier():
+        return {}
+    file = Path(spec.origin).parent / "models" / name / f"configuration_{name}.py"
+    tree = ast.parse(file.read_text(encoding="utf-8") if file.is_file() else "")
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        plain = [each for each in node.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)]
+        if any(ast.unparse(each.targets[0]) == "model_type" and each.value.value == model_type for each in plain):  # pyright: ignore[reportAttributeAccessIssue]
+            return dict(_fields(node))
+    return {}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ConfigField]]:
+    """The fields of a class whose defaults are constants, or products of constants."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+            factors = [each.value.left, each.value.right] if isinstance(each.value, ast.BinOp) else [each.value]
+            if all(isinstance(factor, ast.Constant) for factor in factors):
+                values = [ast.literal_eval(factor) for factor in factors]
+                default = values[0] if len(values) == 1 else math.prod(values)
+                yield each.target.id, ConfigField(default, optional="None" in ast.unparse(each.annotation))
+
+
+def inspect_model(path: Path) -> ModelInfo:
+    """Checks that `path` is a complete model directory that ownloop can train, and describes the model.
+
+    Raises ValueError naming the directory, what is wrong with it and what is accepted.
+    """
+    if not path.is_dir():
+        raise ValueError(f"model directory {path} does not exist or is not a directory")
+    config = read_config(path)
+    architecture = _architecture(path, config)
+    files = weight_files(path)
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+        raise ValueError(f"model directory {path} has no tokenizer; tokenizer.json or tokenizer.model is needed")
+    check_head(path, tied=is_tied(config))
+    num_attention_heads = _positive(path, config, "num_attention_heads")
+    return ModelInfo(
+        path=path,
+        architecture=architecture,
+        max_context=min(_positive(path, config, "max_position_embeddings"), longest_context(config)),
+        vocab_size=_positive(path, config, "vocab_size"),
+        tied=is_tied(config),
+        hidden_size=_positive(path, config, "hidden_size"),
+        num_layers=_positive(path, config, "num_hidden_layers"),
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
+        eos_token_ids=end_token_ids(path, config),
+        weight_files=files,
+    )
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the output layer is the embedding matrix, by the settings that `read_config` returns."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def longest_context(config: Mapping[str, Any]) -> int:
+    """The longest sequence whose log-probs trainer and generator agree on, in tokens.
+
+    That is the model's context, and with rotary scaling that depends on a sequence's length ("longrope" of Phi 3 and 4,
+    "dynamic") the context before scaling. Beyond it, vLLM scales every sequence and transformers only long ones.
+    """
+    # A model that states no limit takes sequences as long as fit into memory.
+    longest: int = config.get("max_position_embeddings") or config.get("n_positions") or 1 << 20
+    rope = rope_parameters(config)
+    if rope.get("rope_type") not in ("longrope", "su", "dynamic"):
+        return longest
+    name = "original_max_position_embeddings"
+    return min(longest, rope.get(name) or config.get(name) or longest)
+
+
+def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens at which a generator stops; `config` is what the model directory's `config.json` holds.
+
+    Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter.
+    """
+    generation = path / "generation_config.json"
+    value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def check_architecture(path: Path) -> None:
+    """Raises ValueError, as `inspect_model` does, if `config.json` is of no model that ownloop can train.
+
+    Looks at nothing else: the weights may still have to be fetched.
+    """
+    _architecture(path, read_config(path))
+
+
+def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
+    """Reads a JSON object. Raises ValueError with the message `missing` if there is no such file."""
+    if not file.is_file():
+        raise ValueError(missing)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a JSON {type(value).__name__}; an object is needed")
+    return cast("dict[str, Any]", value)
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """The first architecture of a language model that the config names. Whether it fits, trainer and generator know."""
+    named: list[str] = config.get("architectures") or []
+    language_models = [name for name in named if name.endswith(_LM_SUFFIXES)]
+    if not language_models:
+        raise ValueError(
+            f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
+            f"model; proven are {', '.join(PROVEN_ARCHITECTURES)}"
+        )
+    if config.get("quantization_config") is not None:
+        raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
+    if named_file := config.get("transformers_weights"):  # vLLM does not look at it
+        raise ValueError(
+            f"model directory {path}: transformers_weights is {named_file!r} in config.json; leave it out and name the "
+            f"weights {SINGLE_FILE}, or {INDEX_FILE} and what it names"
+        )
+    return language_models[0]
+
+
+def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Reads an integer that must be above 0."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """Operations of one forward pass over packed rows."""
+
+    per_token: float
+    """Of all layers, without attention's products of queries, keys and values."""
+    per_scored: float
+    """Of the output layer, for one scored position."""
+    per_pair: float
+    """Of attention in all layers, for a position and another that it attends to."""
+    frozen: bool = False
+    """Whether only an adapter is trained, so that the weights need no gradient."""
+
+    @classmethod
+    def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
+        """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON.
+
+        An architecture that names its sizes in its own way, as GPT-2 does, counts 0, and its runs report no `mfu`.
+        """
+        config = read_config(model)
+        if any(config.get(name) is None for name in _SIZES):
+            return cls(per_token=0.0, per_scored=0.0, per_pair=0.0, frozen=frozen)
+        hidden, heads, layers = (config[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        head_size = config.get("head_dim") or hidden // heads
+        key_value_heads = config.get("num_key_value_heads") or heads
+        attention = 2 * hidden * head_size * (heads + key_value_heads)
+        return cls(
+            per_token=2.0 * layers * (attention + _feed_forward(config)),
+            per_scored=2.0 * hidden * (config["vocab_size"] if head == "lm" else 1),
+            per_pair=4.0 * layers * heads * head_size,
+            frozen=frozen,
+        )
+
+    def forward(self, row: "PackedRow") -> float:
+        """Operations of a forward pass over the row."""
+        return self._linear(row) + self._attention(row)
+
+    def training(self, row: "PackedRow") -> float:
+        """Operations of a forward and a backward pass over the row. An adapter's few do not count."""
+        return (2 if self.frozen else 3) * self._linear(row) + 3 * self._attention(row)
+
+    def _linear(self, row: "PackedRow") -> float:
+        return self.per_token * len(row.tokens) + self.per_scored * len(row.scored)
+
+    def _attention(self, row: "PackedRow") -> float:
+        return self.per_pair * float(row.positions.sum() + len(row.positions))  # a token attends to all before it
+
+
+def _feed_forward(config: Mapping[str, Any]) -> int:
+    """Weights of a layer's feed-forward network that a token is multiplied with."""
+    hidden: int = config["hidden_size"]
+    experts_per_token: int | None = config.get("num_experts_per_tok")
+    if experts_per_token is None:
+        return 3 * hidden * config["intermediate_size"]
+    num_experts: int = config.get("num_local_experts") or config["num_experts"]
+    return experts_per_token * 3 * hidden * config["moe_intermediate_size"] + hidden * num_experts

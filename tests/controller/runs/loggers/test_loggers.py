@@ -1,0 +1,233 @@
+"""Loggers, with the real packages, each read back with the package's own reader."""
+
+import importlib
+import importlib.util
+import json
+import math
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.runs.folder import RunFolder
+from controller.runs.loggers import RunLoggers, check_loggers
+from rl.types import Group
+from tests.controller.commands.test_cli import ownloop
+from tests.rl.fakes import completion, single_turn
+from tests.waiting import wait_until
+
+METRICS = [
+    {"step": 0.0, "eval_reward": 0.25},
+    {"step": 1.0, "reward_mean": 0.5, "loss": math.nan},
+    {"step": 2.0, "reward_mean": 0.75, "loss": 0.125},
+]
+
+
+def needs(package: str) -> Any:
+    """A test is skipped where an extra is not installed."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs the extra {package!r}, which is not installed")
+
+
+def group(answer: str) -> Group:
+    """One rollout."""
+    return Group(problem_id="p", prompt="what | is it", rollouts=(single_turn((1,), completion(answer), reward=0.5),))
+
+
+def log(name: str, folder: RunFolder, metrics: Sequence[dict[str, float]] = METRICS) -> None:
+    """Logs as a run does, and closes the logger."""
+    warnings: list[str] = []
+    loggers = RunLoggers([name], folder, {"seed": 3, "api_key": "sk-1"}, warnings.append)
+    for row in metrics:
+        loggers.log_metrics(row)
+        loggers.log_rollouts(int(row["step"]), [group("an answer")], split="eval" if "eval_reward" in row else "train")
+    loggers.close()
+    folder.flush()
+    assert warnings == []
+
+
+@needs("tensorboard")
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path / "a", {})
+    log("tensorboard", folder)
+    read: Any = EventAccumulator(str(folder.path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("reward_mean")] == [(1, 0.5), (2, 0.75)]
+    assert [(event.step, event.value) for event in read.Scalars("eval_reward")] == [(0, 0.25)]
+    assert math.isnan(read.Scalars("loss")[0].value)
+    assert set(read.Tags()["tensors"]) == {"config", "samples/eval", "samples/train"}
+    (text,) = read.Tensors("samples/eval")
+    assert "| what \\| is it | an answer | 0.5 |" in text.tensor_proto.string_val[0].decode()
+    assert "sk-1" not in str(read.Tensors("config"))
+    assert len(folder.metrics()) == 3, "the files are always written"
+
+
+def blocks_of(file: Path) -> Iterator[bytes]:
+    """The records of a W&B file: LevelDB's log format (https://github.com/google/leveldb, doc/log_format.md)."""
+    data, place, record = file.read_bytes(), 7, b""  # after W&B's own header
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left  # the rest of a block is too short for a header
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def wandb_records(run: Path) -> list[dict[str, Any]]:
+    """What an offline run wrote, of every time it was begun."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: list[dict[str, Any]] = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in blocks_of(file):
+            record: Any = getattr(wandb_internal_pb2, "Record")()  # noqa: B009
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                found.append({"id": record.run.run_id, "name": record.run.display_name})
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+                found.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+    return found
+
+
+@needs("wandb")
+@pytest.mark.slow  # W&B's service is a process of its own, which one time in ten answers too late on a busy host
+def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = RunFolder(tmp_path / "a", {})
+    log("wandb", folder)
+    second = int(time.time())
+    wait_until(lambda: time.time() > second + 1, "the next second, after which W&B names its folders")
+    log("wandb", folder, [{"step": 3.0, "reward_mean": 1.0}])
+    records = wandb_records(folder.path)
+    runs = {(record["id"], record["name"]) for record in records if "id" in record}
+    assert runs == {((folder.path / "dashboard_id").read_text(), "a")}
+    rewards = [(record["step"], record["reward_mean"]) for record in records if "reward_mean" in record]
+    assert rewards == [(1, 0.5), (2, 0.75), (3, 1.0)]
+    (shown,) = [record for record in records if "samples/eval._type" in record]
+    assert (shown["samples/eval._type"], shown["samples/eval.nrows"], shown["step"]) == ("table-file", 1, 0)
+    (file,) = folder.path.glob("wandb/*/files/media/table/samples/*.json")
+    assert json.loads(file.read_text())["data"] == [["what | is it", "an answer", 0.5]]
+
+
+@needs("wandb")
+def test_wandb_without_a_login_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    folder = RunFolder(tmp_path / "a", {})
+    with pytest.raises(ValueError, match="there is no login: set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE"):
+        RunLoggers(["wandb"], folder, {}, print)
+
+
+@needs("trackio")
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    for module in ("trackio.utils", "trackio.sqlite_storage", "trackio.media.utils", "trackio.media.media"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    monkeypatch.setattr("trackio.sqlite_storage.MEDIA_DIR", tmp_path / "trackio" / "media", raising=False)
+    folder = RunFolder(tmp_path / "a", {})
+    log("trackio", folder)
+    (name,) = database.get_runs("ownloop")
+    assert name == f"a-{(folder.path / 'dashboard_id').read_text()}"
+    rows: Any = database.get_logs("ownloop", name)
+    rewards = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
+    assert rewards == [(1, 0.5), (2, 0.75)]
+
+
+CRASHING = """
+from dataclasses import dataclass
+from controller.runs.loggers import RunLoggers
+
+@dataclass(frozen=True, kw_only=True)
+class CrashingConfig:
+    seed: int = 0
+    def loop(self):
+        return train
+
+async def train(config, folder, console):
+    log = RunLoggers(["wandb", "tensorboard"], folder, config, console.warn)
+    log.log_metrics({"step": 1.0, "reward_mean": 0.5})
+    raise RuntimeError("boom")
+
+def recipe():
+    return CrashingConfig()
+"""
+
+
+@pytest.mark.slow  # for the same reason
+@needs("wandb")
+@needs("tensorboard")
+def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "mine.py").write_text(CRASHING)
+    result = ownloop(tmp_path, "run", "mine.py", "--name", "a")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: RuntimeError: boom")
+    # W&B's own exit handler may say that its service was gone before it.
+    assert "RuntimeError" not in result.stderr.removeprefix("error: RuntimeError: boom")
+    assert "/controller/runs/loggers/" not in result.stderr
+    run = tmp_path / "runs" / "a"
+    assert [record["reward_mean"] for record in wandb_records(run) if "reward_mean" in record] == [0.5]
+
+
+FAILING = """
+class Failing:
+    requires = "json"
+
+    def __init__(self, run, config):
+        self.rows = 0
+
+    def log_metrics(self, metrics):
+        self.rows += 1
+        if self.rows == 2:
+            raise ConnectionError("no answer")
+
+    def log_rollouts(self, step, groups, *, split="train"): ...
+
+    def close(self): ...
+"""
+
+
+def test_a_logger_of_an_installed_package_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine-1.0.dist-info").mkdir()
+    (tmp_path / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (tmp_path / "mine-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ownloop.loggers]\ngone = failing_logger:Failing\n"
+    )
+    (tmp_path / "failing_logger.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder, warnings = RunFolder(tmp_path / "a", {}), list[str]()
+    check_loggers(["gone"])
+    loggers = RunLoggers(["gone"], folder, {}, warnings.append)
+    for row in METRICS:
+        loggers.log_metrics(row)
+    loggers.close()
+    assert warnings == ["gone is left out from now on: ConnectionError: no answer"]
+    assert len(folder.metrics()) == 3
+
+
+def test_no_module_imports_a_logger() -> None:
+    root = Path(__file__).parents[4]
+    for file in (
+        file for package in ("rl", "controller", "trainer", "generator") for file in (root / package).rglob("*.py")
+    ):
+        assert not re.search(r"loggers(\.| import )(event_files|wandb_run|trackio_run)", file.read_text()), file
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"the package wandb is not installed: .* install -e '\.\[wandb\]'"):
+        check_loggers(["wandb"])
+    with pytest.raises(ValueError, match="log is 'wandbb', which is not known; did you mean 'wandb'"):
+        check_loggers(["wandbb"])

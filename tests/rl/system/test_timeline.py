@@ -1,0 +1,110 @@
+"""The timeline of a run, in Chrome's trace format."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.algorithms.metrics import PhaseClock
+from rl.system.timeline import Timeline, read_timeline, span
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())
+
+
+def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+
+    async def call(process: str, until: asyncio.Barrier) -> None:
+        with span(process, "generate"):
+            await until.wait()
+
+    async def loop() -> None:
+        timeline = Timeline(file)
+        timeline.activate()
+        clock = PhaseClock()
+        with clock("generate"):
+            all_run = asyncio.Barrier(3)
+            await asyncio.gather(*(call(process, all_run) for process in ("generator", "generator", "trainer")))
+        with clock("pull"):
+            await call("generator", asyncio.Barrier(1))
+        timeline.write()
+
+    began = time.time()
+    asyncio.run(loop())
+    ended = time.time()
+    for event in _events(file):
+        assert event["ph"] in ("X", "M")
+        assert {"name", "pid", "tid"} <= event.keys()
+    spans = {(process, name, lane): (begin, end) for process, name, lane, begin, end in read_timeline(file)}
+    assert {(p, n) for p, n, _ in spans} == {("controller", "generate"), ("controller", "pull")} | {
+        (process, "generate") for process in ("generator", "trainer")
+    }
+    lanes = [lane for process, _, lane, *_ in read_timeline(file) if process == "generator"]
+    assert sorted(lanes) == [0, 0, 1], "two overlap; the third has the first lane again"
+    begin, end = spans["controller", "generate", 0]
+    assert began <= begin <= end <= ended + 0.001  # its clock is not quite the one of `ended`
+
+
+def test_nothing_is_recorded_outside_a_run() -> None:
+    with span("trainer", "forward"):
+        pass
+
+
+def test_the_file_is_whole_after_every_write_and_survives_a_kill(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    for number in range(3):
+        timeline = Timeline(file)  # as in a run that is resumed
+        for name in ("a", "b"):
+            with timeline.record("trainer", f"{name}{number}"):
+                pass
+            timeline.write()
+            timeline.write()
+    names = [f"{name}{number}" for number in range(3) for name in ("a", "b")]
+    assert [name for _, name, *_ in read_timeline(file)] == names
+    file.write_text(file.read_text().partition('b2"')[0])  # killed while it wrote
+    assert read_timeline(file) == []
+    with Timeline(file).record("generator", "lost"):
+        pass
+    timeline = Timeline(file)
+    with timeline.record("generator", "last"):
+        pass
+    timeline.write()
+    assert [name for _, name, *_ in read_timeline(file)] == [*names[:-1], "last"]
+
+
+def test_a_span_that_fails_is_recorded_and_its_lane_is_free_again(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    for _ in range(2):
+        with pytest.raises(RuntimeError), timeline.record("trainer", "forward"):
+            raise RuntimeError
+    timeline.write()
+    assert [lane for _, _, lane, *_ in read_timeline(timeline.file)] == [0, 0]
+
+
+def test_very_many_calls_do_not_fill_the_disk(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", max_calls=5)
+    for _ in range(9):
+        with timeline.record("generator", "generate"), timeline.record("controller", "generate"):
+            pass
+    timeline.write()
+    processes = [process for process, *_ in read_timeline(timeline.file)]
+    assert (processes.count("generator"), processes.count("controller")) == (5, 9)
+
+
+def test_only_the_end_of_a_long_timeline_is_read(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    for number in range(100):
+        with timeline.record("trainer", f"call {number}"):
+            pass
+        if number % 5 == 0:
+            timeline.write()
+    timeline.write()
+    names = [name for process, name, *_ in read_timeline(timeline.file, 2000) if process == "trainer"]
+    assert 5 < len(names) < 20
+    assert names == [f"call {number}" for number in range(100)][-len(names) :]
+    assert len({event["name"] for event in json.loads(timeline.file.read_text()) if event["ph"] == "X"}) == 100
