@@ -38,14 +38,14 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 328,
-    "core files": 286,
-    "core lines": 38_460,
-    "files under 70 lines with one importer": 15,
-    "files that a loop's page reaches": 127,
+    "product files": 296,
+    "core files": 254,
+    "core lines": 38_230,
+    "files under 70 lines with one importer": 3,
+    "files that a loop's page reaches": 120,
     "definitions of forward_backward": 13,
     "project imports of README's loop": 3,
-    "imports of optional parts by the core": 6,
+    "imports of optional parts by the core": 5,
     "imports from a room above": 1,
 }
 MAX_FUNCTION_LINES = 50

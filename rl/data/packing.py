@@ -6,7 +6,7 @@ add up in the prefix. Completions that begin alike share these tokens in the sam
 completions are a tree. The results are the same, for a fraction of the tokens. Different prompts begin alike too, with
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
-Legend: T tokens of a datum, L tokens of the row, S scored positions (those of non-zero weight, counted per datum),
+Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
 P different pairs of a token of the row and a target among them.
 """
 
@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.data.prefixes import Ints, common_opening, group_by_prefix
 from rl.types import REPORTED_WEIGHT, Datum
 
+Ints = NDArray[np.int64]
 # Most tokens of a document of padding. No model has a shorter context.
 _PADDING_DOCUMENT = 128
+# An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
+_SHORTEST_OPENING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,80 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     )
 
 
+def pad_row(row: PackedRow, multiple: int) -> PackedRow:
+    """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
+
+    Their positions stay within the context of any model: a row may need more padding than that is long.
+    """
+    missing = -len(row.tokens) % multiple
+    if not missing:
+        return row
+    padding = np.arange(missing)
+    whole, rest = divmod(missing, _PADDING_DOCUMENT)
+    return replace(
+        row,
+        tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
+        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
+        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Datums with the same shareable prefix, in an order in which datums that begin alike are neighbours."""
+
+    members: tuple[int, ...]
+    """Indices of the datums in the batch."""
+    shared: tuple[int, ...]
+    """For each member, how many of its first tokens it shares with the member before it; 0 for the first.
+
+    Members i < k share as many as the least of `shared[i + 1 : k + 1]`."""
+
+    def num_tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens of the group on a packed row. `lengths` holds the number of tokens of every datum of the batch."""
+        return sum(lengths[i] - shared for i, shared in zip(self.members, self.shared, strict=True))
+
+    def part(self, start: int, stop: int) -> "PrefixGroup":
+        """The group of the members `start` to `stop - 1`."""
+        return PrefixGroup(self.members[start:stop], (0, *self.shared[start + 1 : stop]))
+
+
+def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
+    """Groups the datums that have the same shareable prefix, in the order of each group's first datum.
+
+    Without `share_prefixes` every datum is a group of its own.
+    """
+    if not share_prefixes:
+        return [PrefixGroup((i,), (0,)) for i in range(len(batch))]
+    groups: dict[bytes, list[int]] = {}
+    for i, datum in enumerate(batch):
+        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
+    return [_sorted_group(batch, members) for members in groups.values()]
+
+
+def shareable_prefix(datum: Datum) -> Ints:
+    """The tokens that make a datum a member of its group: all up to and including the first position that counts.
+
+    A sampled datum's shareable prefix is its prompt. Positions of weight 0 or `REPORTED_WEIGHT` do not count; without
+    others it is the whole datum.
+    """
+    counting = np.flatnonzero(datum.counted)
+    return datum.tokens[: counting[0] + 1] if len(counting) else datum.tokens
+
+
+def common_opening(datums: Sequence[Datum], groups: Sequence[PrefixGroup]) -> int:
+    """Number of tokens that all datums begin with and that can be computed once for all; 0 if it is not worth it.
+
+    The last token of a shareable prefix is not among them, so that every group has a token of its own.
+    """
+    if len(groups) < 2:
+        return 0
+    prefixes = [shareable_prefix(datums[group.members[0]]) for group in groups]
+    shortest = min(map(len, prefixes)) - 1
+    length = min(_num_alike(prefix[:shortest], prefixes[0][:shortest]) for prefix in prefixes)
+    return length if length >= _SHORTEST_OPENING else 0
+
+
 def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Document:
     """The document of a group. Each member adds its tokens from `firsts` on; those before it are the members' before.
 
@@ -179,7 +255,9 @@ def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Docume
 
 
 def _distinct_pairs(scored: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tokens of the row and targets, [S] each -> those of the different pairs, [P] each, and every position's pair."""
+    """Tokens of the row and targets, [S] each -> the tokens and targets of the different pairs, [P]
+    each, and every position's pair.
+    """
     num_targets = int(targets.max(initial=0)) + 1
     pairs, pair_index = np.unique(scored * num_targets + targets, return_inverse=True)
     return pairs // num_targets, pairs % num_targets, pair_index
@@ -194,19 +272,18 @@ def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
     }
 
 
-def pad_row(row: PackedRow, multiple: int) -> PackedRow:
-    """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
+def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:
+    # In any order by the first difference, such as that of bytes, sequences that begin alike are neighbours.
+    if len(members) > 1:
+        members = sorted(members, key=lambda i: batch[i].tokens.tobytes())
+    tokens = [batch[i].tokens for i in members]
+    shared = (_num_alike(a, b) for a, b in itertools.pairwise(tokens))
+    return PrefixGroup(tuple(members), (0, *shared))
 
-    Their positions stay within the context of any model: a row may need more padding than that is long.
-    """
-    missing = -len(row.tokens) % multiple
-    if not missing:
-        return row
-    padding = np.arange(missing)
-    whole, rest = divmod(missing, _PADDING_DOCUMENT)
-    return replace(
-        row,
-        tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
-        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
-        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
-    )
+
+def _num_alike(a: Ints, b: Ints) -> int:
+    """How many tokens two sequences begin with in common."""
+    shortest = min(len(a), len(b))
+    different = a[:shortest] != b[:shortest]
+    first = int(different.argmax()) if shortest else 0
+    return first if shortest and different[first] else shortest

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
-from rl.losses.inputs import LossFunction
+from rl.losses.shared import LossFunction
 from rl.tiny_models import random_batch, tiny_qwen3
 from rl.types import AdamParams
 from trainer.config import TrainerConfig

@@ -1,19 +1,25 @@
-"""Policy-gradient losses: terms per token, summed.
+"""The loss functions: terms per token, summed.
 
-Legend: p = the trainer's log-prob of the sampled token; q = the generator's, the input `logprobs`; r = exp(p - q), the
-importance ratio, bounded by `bounded_exp`; A = `advantages`; w = `weights`. Clip thresholds are absolute bounds on r,
-as in Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. The options that these losses share are in `shared.py`.
+Legend: S scored positions; p = the trainer's log-prob of the sampled token, or of the target token; q = the
+generator's, the input `logprobs`; r = exp(p - q), the importance ratio, bounded by `bounded_exp`; A = `advantages`; w =
+`weights`. Clip thresholds are absolute bounds on r, as in Tinker: PPO's epsilon = 0.2 is 0.8 and 1.2. The options that
+the policy losses share are in `shared.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl.losses.inputs import LossInputs, Metrics
-from rl.losses.shared import bounded_exp
+from rl.losses.shared import LossInputs, Metrics, bounded_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def cross_entropy(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """-sum w p. Weights may be negative or tiny; they are used exactly as given, which DPO relies on."""
+    del entropy
+    return -(inputs.weights * logprobs).sum(), {}
 
 
 def importance_sampling(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
@@ -105,3 +111,24 @@ def _clipped(ratio: Tensor, inputs: LossInputs, low: float, high: float, dual: f
         below_floor = (advantages < 0) & (terms < floor)
         terms, is_clipped = terms.where(~below_floor, floor), is_clipped | below_floor
     return -(inputs.weights * terms).sum(), {"clipped_tokens": is_clipped.sum()}
+
+
+def value(
+    values: Tensor, entropy: Tensor | None, inputs: LossInputs, *, clip_range: float = 0.2
+) -> tuple[Tensor, Metrics]:
+    """sum w/2 max((V - R)^2, (clip(V, v - clip_range, v + clip_range) - R)^2), with R = `returns`, v = `old_values`.
+
+    `values` [S] is V, the head's output. `old_values` is its output before the step, and `returns` comes from
+    `rl.advantages.gae`. This is PPO's clipped value loss as in OpenAI baselines' `ppo2`
+    (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, detail 9): V gains nothing by
+    moving more than `clip_range` towards the returns in one step. 0 switches clipping off.
+    """
+    del entropy
+    returns, old_values = inputs["returns"], inputs["old_values"]
+    error = (values - returns) ** 2
+    metrics = {"squared_error": error.sum()}
+    if clip_range > 0:
+        clipped = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns) ** 2
+        metrics["clipped_tokens"] = (clipped > error).sum()
+        error = error.maximum(clipped)
+    return 0.5 * (inputs.weights * error).sum(), metrics
