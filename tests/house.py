@@ -19,7 +19,7 @@ OPTIONAL = (
     "controller/hosts/starting/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     "trainer/engines/mcore/",
-    "trainer/engines/hf/mfsdp",
+    "trainer/engines/mfsdp/",
     "rl/envs/verifiers_env.py",
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
