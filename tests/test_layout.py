@@ -1,4 +1,7 @@
-"""Ratchets on the shape of the repository: import directions, names, sizes. They may be tightened, not loosened."""
+"""Ratchets on the shape of the repository: import directions, names, sizes. They may be tightened, not loosened.
+
+Covers: tests/house.py
+"""
 
 import ast
 import re

@@ -1,4 +1,7 @@
-"""The set-up script: where torch comes from, what it checks and refuses, and that the next call continues."""
+"""The set-up script: where torch comes from, what it checks and refuses, and that the next call continues.
+
+Covers: requirements/
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures."""
+"""The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures.
+
+Covers: tests/suite.py
+"""
 
 import asyncio
 import contextlib

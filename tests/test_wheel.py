@@ -1,4 +1,7 @@
-"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it."""
+"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it.
+
+Covers: pyproject.toml
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Every benchmark runs in its smallest form and prints the result that design.md promises, so that none rots."""
+"""Every benchmark runs in its smallest form and prints the result that design.md promises, so that none rots.
+
+Covers: benchmarks/
+"""
 
 import importlib
 import json

@@ -1,3 +1,5 @@
+"""Covers: benchmarks/checkpoint_cost.py"""
+
 import pytest
 
 from benchmarks.checkpoint_cost import costs

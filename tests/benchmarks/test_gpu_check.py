@@ -1,4 +1,7 @@
-"""`make gpu-check`: what it leaves out, what it judges, and the page that it writes. The whole of it runs in `slow`."""
+"""`make gpu-check`: what it leaves out, what it judges, and the page that it writes. The whole of it runs in `slow`.
+
+Covers: benchmarks/gpu_check.py
+"""
 
 import contextlib
 import json

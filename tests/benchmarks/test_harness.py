@@ -1,4 +1,7 @@
-"""Bars, and the record of the machine that a figure belongs to."""
+"""Bars, and the record of the machine that a figure belongs to.
+
+Covers: benchmarks/harness.py
+"""
 
 import json
 import math

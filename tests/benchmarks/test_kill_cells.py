@@ -1,6 +1,8 @@
 """Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it.
 
 `.ci/run` runs those too that are slow.
+
+Covers: benchmarks/
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""The cells of the kill matrix cover what they promise, and a run that is not whole is noticed."""
+"""The cells of the kill matrix cover what they promise, and a run that is not whole is noticed.
+
+Covers: benchmarks/
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Every way to split the work gives the same gradient: the layouts of `benchmarks.layouts`, some of them each time."""
+"""Every way to split the work gives the same gradient: the layouts of `benchmarks.layouts`, some of them each time.
+
+Covers: benchmarks/layouts.py
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Rounds are told as they come, the first does not count, and the time of a call is that of other processes too."""
+"""Rounds are told as they come, the first does not count, and the time of a call is that of other processes too.
+
+Covers: benchmarks/rounds.py
+"""
 
 import asyncio
 import sys

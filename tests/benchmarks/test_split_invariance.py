@@ -1,4 +1,7 @@
-"""The gradient does not depend on how a batch is cut: `benchmarks.split_invariance`, one model each time."""
+"""The gradient does not depend on how a batch is cut: `benchmarks.split_invariance`, one model each time.
+
+Covers: benchmarks/split_invariance.py
+"""
 
 import pytest
 

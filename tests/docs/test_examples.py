@@ -1,4 +1,7 @@
-"""The scripts in examples/, as a user starts them. `.ci/run` runs this file too."""
+"""The scripts in examples/, as a user starts them. `.ci/run` runs this file too.
+
+Covers: examples/
+"""
 
 import re
 import subprocess

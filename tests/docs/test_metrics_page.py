@@ -1,4 +1,7 @@
-"""docs/metrics.md names every metric that a run of any loop writes, and no other."""
+"""docs/metrics.md names every metric that a run of any loop writes, and no other.
+
+Covers: docs/metrics.md
+"""
 
 import ast
 import json

@@ -1,4 +1,7 @@
-"""The notebook of docs/, and what becomes of processes when its kernel is interrupted, restarted or killed."""
+"""The notebook of docs/, and what becomes of processes when its kernel is interrupted, restarted or killed.
+
+Covers: docs/notebook.ipynb
+"""
 
 import ast
 import asyncio

@@ -1,4 +1,7 @@
-"""docs/script_api.md has a line for every public name of the modules that scripts import from."""
+"""docs/script_api.md has a line for every public name of the modules that scripts import from.
+
+Covers: controller/__init__.py, rl/__init__.py
+"""
 
 import importlib
 import inspect

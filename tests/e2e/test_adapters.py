@@ -1,4 +1,7 @@
-"""Adapters in a tensor-parallel generator behind its handle: pulled, replaced, frozen and dropped."""
+"""Adapters in a tensor-parallel generator behind its handle: pulled, replaced, frozen and dropped.
+
+Covers: controller/handles/generator_handle.py
+"""
 
 import asyncio
 import random

@@ -1,4 +1,7 @@
-"""A run is the same run whichever engine trains: a real generator samples from what it trained."""
+"""A run is the same run whichever engine trains: a real generator samples from what it trained.
+
+Covers: controller/commands/cli.py
+"""
 
 from pathlib import Path
 

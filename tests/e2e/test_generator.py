@@ -1,4 +1,7 @@
-"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and a process that hangs."""
+"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and a process that hangs.
+
+Covers: controller/handles/generator_handle.py, rl/system/deadlines.py
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""Two real replicas as a recipe starts them, one of them killed and one stopped while both sample."""
+"""Two real replicas as a recipe starts them, one of them killed and one stopped while both sample.
+
+Covers: controller/handles/generator_router.py, controller/handles/generator_handle.py
+"""
 
 import asyncio
 import os

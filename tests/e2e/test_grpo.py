@@ -1,4 +1,7 @@
-"""The whole thing, as a user starts it: real processes, the real model, a few small steps."""
+"""The whole thing, as a user starts it: real processes, the real model, a few small steps.
+
+Covers: controller/commands/cli.py
+"""
 
 import json
 import os

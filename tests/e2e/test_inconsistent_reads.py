@@ -1,4 +1,7 @@
-"""Whoever is killed, whenever: nobody reads a mixture of two versions, hangs, or leaves memory behind."""
+"""Whoever is killed, whenever: nobody reads a mixture of two versions, hangs, or leaves memory behind.
+
+Covers: trainer/engines/contract/plain_ranks.py
+"""
 
 import contextlib
 import json

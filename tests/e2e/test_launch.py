@@ -1,4 +1,7 @@
-"""Casts other than one trainer and one generator, started together and ended together."""
+"""Casts other than one trainer and one generator, started together and ended together.
+
+Covers: controller/launching/launcher.py
+"""
 
 import asyncio
 import time

@@ -1,4 +1,7 @@
-"""Real processes: what they are given, how their errors arrive, and that none of them stays."""
+"""Real processes: what they are given, how their errors arrive, and that none of them stays.
+
+Covers: controller/processes/mesh.py, controller/processes/rank_start.py
+"""
 
 import asyncio
 import ctypes

@@ -1,4 +1,7 @@
-"""Trainer and generator of a tiny model agree, and what was put between them is named."""
+"""Trainer and generator of a tiny model agree, and what was put between them is named.
+
+Covers: controller/handles/adapters.py
+"""
 
 import asyncio
 import shutil

@@ -1,4 +1,7 @@
-"""Runs that are killed and go on: the same metrics and the same model, step for step, as one that was left alone."""
+"""Runs that are killed and go on: the same metrics and the same model, step for step, as one that was left alone.
+
+Covers: controller/commands/cli.py
+"""
 
 import os
 import random

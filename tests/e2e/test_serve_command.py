@@ -1,4 +1,7 @@
-"""`ownloop serve` as a user starts it, with processes: two models, full fine-tuning beside adapters, keys, the end."""
+"""`ownloop serve` as a user starts it, with processes: two models, full fine-tuning beside adapters, keys, the end.
+
+Covers: controller/commands/cli.py
+"""
 
 import re
 import signal

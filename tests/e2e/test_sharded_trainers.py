@@ -1,4 +1,7 @@
-"""A trainer whose experts or layers lie on several ranks, and a generator that takes its weights, in one run."""
+"""A trainer whose experts or layers lie on several ranks, and a generator that takes its weights, in one run.
+
+Covers: controller/launching/launcher.py
+"""
 
 import asyncio
 from collections.abc import Sequence

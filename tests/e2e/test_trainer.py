@@ -1,4 +1,7 @@
-"""The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model."""
+"""The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model.
+
+Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py
+"""
 
 import asyncio
 import subprocess

@@ -1,4 +1,7 @@
-"""Weights from sharded ranks through TorchStore into vLLM, all in real processes."""
+"""Weights from sharded ranks through TorchStore into vLLM, all in real processes.
+
+Covers: controller/handles/generator_handle.py
+"""
 
 import asyncio
 import os

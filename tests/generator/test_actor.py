@@ -1,4 +1,7 @@
-"""What one rank's actor adds to its engine, which is a fake."""
+"""What one rank's actor adds to its engine, which is a fake.
+
+Covers: generator/actor.py
+"""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Versions of adapters come, stay and go while requests run, and touch nobody else's."""
+"""Versions of adapters come, stay and go while requests run, and touch nobody else's.
+
+Covers: generator/engine.py, generator/updates.py
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Requests of several adapters and of the model itself in the same batches, each compared with merged weights."""
+"""Requests of several adapters and of the model itself in the same batches, each compared with merged weights.
+
+Covers: generator/engine.py
+"""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence

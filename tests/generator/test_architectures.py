@@ -1,4 +1,7 @@
-"""Many architectures: after a step, a push and a pull, vLLM's log-probs are the trainer's."""
+"""Many architectures: after a step, a push and a pull, vLLM's log-probs are the trainer's.
+
+Covers: generator/actor.py
+"""
 
 import asyncio
 from pathlib import Path

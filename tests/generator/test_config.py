@@ -1,4 +1,7 @@
-"""A generator's configuration refuses what cannot be served, before anything starts."""
+"""A generator's configuration refuses what cannot be served, before anything starts.
+
+Covers: generator/config.py, generator/options.py
+"""
 
 import json
 import os

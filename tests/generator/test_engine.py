@@ -1,4 +1,7 @@
-"""What is sampled, with which log-probs, against transformers and plain softmax."""
+"""What is sampled, with which log-probs, against transformers and plain softmax.
+
+Covers: generator/engine.py, generator/engine_calls.py
+"""
 
 import asyncio
 import inspect

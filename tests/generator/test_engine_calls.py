@@ -1,4 +1,7 @@
-"""How an engine's thread receives the commands of its callers."""
+"""How an engine's thread receives the commands of its callers.
+
+Covers: generator/engine_calls.py
+"""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Pulls into a model on a GPU: recorded once, then one call. The CPU stands for the GPU."""
+"""Pulls into a model on a GPU: recorded once, then one call. The CPU stands for the GPU.
+
+Covers: generator/pull.py
+"""
 
 from collections.abc import Iterable
 from pathlib import Path

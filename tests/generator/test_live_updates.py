@@ -1,4 +1,7 @@
-"""New weights while requests run: what was sampled before stays, what follows is the new weights' own."""
+"""New weights while requests run: what was sampled before stays, what follows is the new weights' own.
+
+Covers: generator/engine.py, generator/pull.py
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Prompts of several adapters that are scored in one step, each compared with merged weights."""
+"""Prompts of several adapters that are scored in one step, each compared with merged weights.
+
+Covers: generator/_compat.py
+"""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A pull leaves exactly the weights that a fresh engine would have, or the old ones."""
+"""A pull leaves exactly the weights that a fresh engine would have, or the old ones.
+
+Covers: generator/pull.py
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""Stop strings that vLLM cannot find, because it looks for them in text without special tokens."""
+"""Stop strings that vLLM cannot find, because it looks for them in text without special tokens.
+
+Covers: generator/conversion.py
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Requests whose outputs come one by one, against the same requests as a whole."""
+"""Requests whose outputs come one by one, against the same requests as a whole.
+
+Covers: generator/engine.py, generator/openai_calls.py, generator/openai_serving.py
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""Tool calls as `rl.envs.tools` finds them, against vLLM's own parsers."""
+"""Tool calls as `rl.envs.tools` finds them, against vLLM's own parsers.
+
+Covers: rl/envs/tools.py
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,7 @@
-"""What users write for hosts, and what they get for mistakes."""
+"""What users write for hosts, and what they get for mistakes.
+
+Covers: controller/hosts/connections.py
+"""
 
 import socket
 

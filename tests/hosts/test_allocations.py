@@ -1,4 +1,7 @@
-"""A run keeps its hosts over restarts, and gives them back when it ends; without a run they end with their lease."""
+"""A run keeps its hosts over restarts, and gives them back when it ends; without a run they end with their lease.
+
+Covers: controller/hosts/cluster.py
+"""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""An agent in a process of its own that works for long: it answers meanwhile, and leaves nothing behind."""
+"""An agent in a process of its own that works for long: it answers meanwhile, and leaves nothing behind.
+
+Covers: controller/hosts/host_agent.py
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Certificates: what `ownloop certs` makes is what TLS accepts, and mistakes with them are named before a start."""
+"""Certificates: what `ownloop certs` makes is what TLS accepts, and mistakes with them are named before a start.
+
+Covers: controller/hosts/certificates.py
+"""
 
 import datetime
 import socket

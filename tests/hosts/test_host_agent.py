@@ -1,4 +1,7 @@
-"""The agent's endpoints, called in the test's own process. Its processes are children of the test."""
+"""The agent's endpoints, called in the test's own process. Its processes are children of the test.
+
+Covers: controller/hosts/host_agent.py
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""What `--hosts` says."""
+"""What `--hosts` says.
+
+Covers: controller/hosts/host_groups.py, controller/hosts/starting/ssh_hosts.py
+"""
 
 import pytest
 

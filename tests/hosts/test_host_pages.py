@@ -1,4 +1,7 @@
-"""The commands of `docs/ssh.md` and `docs/slurm.md` do what the pages say, on simulated hosts."""
+"""The commands of `docs/ssh.md` and `docs/slurm.md` do what the pages say, on simulated hosts.
+
+Covers: controller/commands/cli.py
+"""
 
 import re
 from collections.abc import Generator

@@ -1,4 +1,7 @@
-"""The connection by which an agent knows that its controller runs."""
+"""The connection by which an agent knows that its controller runs.
+
+Covers: controller/hosts/connections.py
+"""
 
 import signal
 import sys

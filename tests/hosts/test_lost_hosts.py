@@ -1,4 +1,7 @@
-"""Hosts that go away while calls to them are in flight, and controllers that do. Three hosts on this machine."""
+"""Hosts that go away while calls to them are in flight, and controllers that do. Three hosts on this machine.
+
+Covers: controller/hosts/host_groups.py, controller/hosts/worker_process.py
+"""
 
 import re
 import signal

@@ -1,4 +1,7 @@
-"""Models on hosts: another one in the same place is refused, and a host without one gets a copy that is whole."""
+"""Models on hosts: another one in the same place is refused, and a host without one gets a copy that is whole.
+
+Covers: controller/hosts/model_copies.py
+"""
 
 import asyncio
 import socket

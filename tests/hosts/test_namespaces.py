@@ -1,4 +1,7 @@
-"""The stand-in for several machines: what the other tests of this folder rely on."""
+"""The stand-in for several machines: what the other tests of this folder rely on.
+
+Covers: rl/system/hardware.py
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Who runs on which hosts and GPUs, and what is refused. No host is real."""
+"""Who runs on which hosts and GPUs, and what is refused. No host is real.
+
+Covers: controller/hosts/cluster.py
+"""
 
 import asyncio
 from pathlib import Path

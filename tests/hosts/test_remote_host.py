@@ -1,4 +1,7 @@
-"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are the test's."""
+"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are the test's.
+
+Covers: controller/hosts/remote_host.py, controller/hosts/host_agent.py, controller/hosts/other_hosts.py
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable

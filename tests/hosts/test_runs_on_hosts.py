@@ -1,4 +1,7 @@
-"""Whole runs over three hosts: they train what a run on one host trains, and outlive the loss of a host."""
+"""Whole runs over three hosts: they train what a run on one host trains, and outlive the loss of a host.
+
+Covers: controller/commands/cli.py
+"""
 
 import signal
 import subprocess

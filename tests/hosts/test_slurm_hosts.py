@@ -1,4 +1,8 @@
-"""Workers that a run starts through Slurm: in a job that it waits for and cancels, and in the allocation it is in."""
+"""Workers that a run starts through Slurm: in a job that it waits for and cancels, and in the allocation it is in.
+
+Covers: controller/hosts/starting/slurm_hosts.py, controller/hosts/host_groups.py,
+    controller/hosts/starting/slurm_workers.py
+"""
 
 import asyncio
 import socket

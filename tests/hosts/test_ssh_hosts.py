@@ -1,4 +1,7 @@
-"""Workers that a run starts over ssh: where they listen, how they end, and what is said of hosts that fail."""
+"""Workers that a run starts over ssh: where they listen, how they end, and what is said of hosts that fail.
+
+Covers: controller/hosts/starting/ssh_hosts.py
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Weights on their way between hosts of their own network: what is sent, and what an interruption does."""
+"""Weights on their way between hosts of their own network: what is sent, and what an interruption does.
+
+Covers: rl/weights/buffer.py
+"""
 
 import sys
 from collections.abc import Generator

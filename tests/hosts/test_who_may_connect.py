@@ -1,4 +1,7 @@
-"""A worker with TLS: `ownloop doctor` of its authority may do everything, a stranger nothing. And one without TLS."""
+"""A worker with TLS: `ownloop doctor` of its authority may do everything, a stranger nothing. And one without TLS.
+
+Covers: controller/hosts/certificates.py
+"""
 
 import re
 import subprocess

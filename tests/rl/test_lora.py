@@ -1,4 +1,7 @@
-"""What an adapter adapts, what its tensors are called, and which mistakes are refused."""
+"""What an adapter adapts, what its tensors are called, and which mistakes are refused.
+
+Covers: rl/lora.py
+"""
 
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Covers: rl/schedules.py"""
+
 from collections.abc import Callable
 from typing import Any
 

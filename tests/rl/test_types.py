@@ -1,3 +1,5 @@
+"""Covers: rl/types.py"""
+
 import copy
 import pickle
 from typing import Any

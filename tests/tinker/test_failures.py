@@ -1,4 +1,7 @@
-"""Processes that are killed under clients of the SDK: `python -m pytest -m slow tests/tinker/test_failures.py`."""
+"""Processes that are killed under clients of the SDK: `python -m pytest -m slow tests/tinker/test_failures.py`.
+
+Covers: controller/server/child_server.py
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Malformed requests to real processes: `python -m pytest -m slow tests/tinker/test_malformed_requests.py`."""
+"""Malformed requests to real processes: `python -m pytest -m slow tests/tinker/test_malformed_requests.py`.
+
+Covers: controller/server/child_server.py
+"""
 
 from pathlib import Path
 from typing import Any

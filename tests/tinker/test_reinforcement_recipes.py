@@ -1,4 +1,7 @@
-"""RL recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_reinforcement_recipes.py`."""
+"""RL recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_reinforcement_recipes.py`.
+
+Covers: controller/server/child_server.py
+"""
 
 from pathlib import Path
 from typing import Any

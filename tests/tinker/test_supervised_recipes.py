@@ -1,4 +1,7 @@
-"""Supervised recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_supervised_recipes.py`."""
+"""Supervised recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_supervised_recipes.py`.
+
+Covers: controller/runs/locked_environment.py
+"""
 
 import ast
 import math

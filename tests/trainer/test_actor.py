@@ -1,4 +1,7 @@
-"""What one rank's actor adds to its engine."""
+"""What one rank's actor adds to its engine.
+
+Covers: trainer/actor.py, trainer/push.py
+"""
 
 import os
 import subprocess

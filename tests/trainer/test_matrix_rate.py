@@ -1,4 +1,7 @@
-"""The measured rate of matrix products, and the file that keeps it."""
+"""The measured rate of matrix products, and the file that keeps it.
+
+Covers: trainer/matrix_rate.py, trainer/engines/pytorch/ranks.py
+"""
 
 import itertools
 import json

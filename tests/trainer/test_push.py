@@ -1,4 +1,7 @@
-"""What is published, from any sharding, is the full tensors cast to the generator's dtype."""
+"""What is published, from any sharding, is the full tensors cast to the generator's dtype.
+
+Covers: trainer/push.py
+"""
 
 import asyncio
 import warnings

@@ -1,4 +1,7 @@
-"""Adapters are published beside the model and beside each other, and what they took is freed when they are dropped."""
+"""Adapters are published beside the model and beside each other, and what they took is freed when they are dropped.
+
+Covers: trainer/push.py, rl/weights/shared_memory.py
+"""
 
 import asyncio
 import gc

@@ -1,4 +1,7 @@
-"""`ownloop chat`, with a generator that repeats what it read."""
+"""`ownloop chat`, with a generator that repeats what it read.
+
+Covers: controller/commands/chat_and_eval.py
+"""
 
 import asyncio
 import io

@@ -1,3 +1,5 @@
+"""Covers: controller/commands/check_parts.py, controller/commands/recipes.py, controller/commands/cli.py"""
+
 import dataclasses
 import os
 import subprocess

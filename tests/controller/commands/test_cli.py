@@ -1,3 +1,5 @@
+"""Covers: controller/commands/cli.py, controller/commands/command_line.py, controller/commands/processes.py"""
+
 import json
 import os
 import pty

@@ -1,4 +1,8 @@
-"""How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts."""
+"""How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts.
+
+Covers: controller/commands/command_line.py, controller/commands/host_commands.py, controller/server/commands.py,
+    configs/, controller/hosts/examination.py
+"""
 
 import re
 import subprocess

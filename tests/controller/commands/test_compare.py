@@ -1,3 +1,5 @@
+"""Covers: controller/commands/compare.py, controller/commands/cli.py"""
+
 from pathlib import Path
 
 import matplotlib.pyplot as plt

@@ -1,4 +1,7 @@
-"""`ownloop export`, `ownloop eval` and `ownloop runs`, on runs that took place."""
+"""`ownloop export`, `ownloop eval` and `ownloop runs`, on runs that took place.
+
+Covers: controller/commands/export_run.py, controller/commands/cli.py
+"""
 
 import io
 import json

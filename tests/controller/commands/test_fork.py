@@ -1,4 +1,7 @@
-"""`ownloop run --fork`: a new run from a checkpoint of another."""
+"""`ownloop run --fork`: a new run from a checkpoint of another.
+
+Covers: controller/commands/resume.py
+"""
 
 import json
 from collections.abc import Generator

@@ -1,4 +1,7 @@
-"""`--lora.rank 32` alone makes a recipe train an adapter, on both of its sides."""
+"""`--lora.rank 32` alone makes a recipe train an adapter, on both of its sides.
+
+Covers: controller/commands/command_line.py, controller/commands/recipes.py, rl/lora.py
+"""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""Covers: controller/commands/output.py"""
+
 import os
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""A run of a model of the hub records its commit, and has the same files when it is resumed."""
+"""A run of a model of the hub records its commit, and has the same files when it is resumed.
+
+Covers: controller/commands/resume.py
+"""
 
 import json
 import os

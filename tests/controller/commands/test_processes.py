@@ -1,3 +1,5 @@
+"""Covers: controller/commands/processes.py"""
+
 import subprocess
 import sys
 

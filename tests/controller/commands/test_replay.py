@@ -1,3 +1,5 @@
+"""Covers: controller/commands/resume.py"""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Covers: controller/commands/resume.py, controller/commands/command_line.py, controller/commands/export_run.py"""
+
 import dataclasses
 import json
 import re

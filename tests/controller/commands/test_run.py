@@ -1,4 +1,8 @@
-"""What `ownloop run` refuses, and that it then changes nothing."""
+"""What `ownloop run` refuses, and that it then changes nothing.
+
+Covers: controller/commands/run.py, controller/commands/cli.py, controller/commands/recipes.py,
+    controller/commands/saved_recipe.py
+"""
 
 import re
 from pathlib import Path

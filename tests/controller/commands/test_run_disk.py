@@ -1,4 +1,7 @@
-"""A disk that is full or slow, as a user sees it."""
+"""A disk that is full or slow, as a user sees it.
+
+Covers: controller/commands/cli.py
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Which model of a run `ownloop chat`, `eval` and the others take."""
+"""Which model of a run `ownloop chat`, `eval` and the others take.
+
+Covers: controller/commands/chat_and_eval.py, controller/commands/command.py
+"""
 
 import asyncio
 from pathlib import Path

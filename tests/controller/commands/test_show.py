@@ -1,4 +1,7 @@
-"""`ownloop show RUN`: rollouts as text."""
+"""`ownloop show RUN`: rollouts as text.
+
+Covers: controller/commands/show.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Signals to the process that runs a loop."""
+"""Signals to the process that runs a loop.
+
+Covers: controller/commands/processes.py, controller/commands/cli.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""`ownloop sweep`: runs one after the other, in processes of their own."""
+"""`ownloop sweep`: runs one after the other, in processes of their own.
+
+Covers: controller/commands/sweep.py
+"""
 
 import os
 import signal

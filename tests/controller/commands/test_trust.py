@@ -1,4 +1,7 @@
-"""A run is resumed with its saved recipe only if a run of this user wrote that recipe."""
+"""A run is resumed with its saved recipe only if a run of this user wrote that recipe.
+
+Covers: controller/commands/recipes.py, controller/commands/resume.py, controller/commands/saved_recipe.py
+"""
 
 import json
 import shutil

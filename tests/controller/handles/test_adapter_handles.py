@@ -1,4 +1,7 @@
-"""Handles of several adapters on one mesh: whom a call is about, in which order calls arrive, and what is refused."""
+"""Handles of several adapters on one mesh: whom a call is about, in which order calls arrive, and what is refused.
+
+Covers: controller/handles/trainer_handle.py
+"""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Trainers and generators that do not fit are refused, and a bound generator names its adapter in every call."""
+"""Trainers and generators that do not fit are refused, and a bound generator names its adapter in every call.
+
+Covers: controller/handles/adapters.py
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""Trainers and a generator on the same GPUs: who holds memory when."""
+"""Trainers and a generator on the same GPUs: who holds memory when.
+
+Covers: controller/handles/colocated.py, controller/processes/errors.py
+"""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""The router, on fake replicas that answer when the test tells them to."""
+"""The router, on fake replicas that answer when the test tells them to.
+
+Covers: controller/handles/generator_router.py, controller/handles/replicas.py
+"""
 
 import asyncio
 

@@ -1,4 +1,7 @@
-"""How long a replica is tried again whose host is lost."""
+"""How long a replica is tried again whose host is lost.
+
+Covers: controller/handles/generator_router.py
+"""
 
 import pytest
 

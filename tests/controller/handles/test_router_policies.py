@@ -1,4 +1,7 @@
-"""The router's adapters: who serves them, who waits for them, and what a restarted replica has of them."""
+"""The router's adapters: who serves them, who waits for them, and what a restarted replica has of them.
+
+Covers: controller/handles/generator_router.py
+"""
 
 import asyncio
 

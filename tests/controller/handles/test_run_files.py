@@ -1,4 +1,7 @@
-"""Checkpoints of hosts that do not share a folder become whole on the controller's, or stay invisible."""
+"""Checkpoints of hosts that do not share a folder become whole on the controller's, or stay invisible.
+
+Covers: controller/handles/run_files.py, controller/hosts/files.py
+"""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A process may have store after store; and the shim that makes TorchStore run on today's Monarch is still needed."""
+"""A process may have store after store; and the shim that makes TorchStore run on today's Monarch is still needed.
+
+Covers: controller/handles/store.py
+"""
 
 import asyncio
 import os

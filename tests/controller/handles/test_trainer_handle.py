@@ -1,4 +1,7 @@
-"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model."""
+"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model.
+
+Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py
+"""
 
 import asyncio
 import pickle

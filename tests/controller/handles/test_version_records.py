@@ -1,4 +1,8 @@
-"""The controller's copy of version records."""
+"""The controller's copy of version records.
+
+Covers: controller/handles/version_records.py, controller/handles/generator_handle.py,
+    controller/handles/trainer_handle.py
+"""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,7 @@
-"""Receiving processes of generator hosts that are lost. Each runs in the test's own process."""
+"""Receiving processes of generator hosts that are lost. Each runs in the test's own process.
+
+Covers: controller/handles/weight_receivers.py
+"""
 
 import asyncio
 from pathlib import Path

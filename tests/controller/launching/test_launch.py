@@ -1,4 +1,7 @@
-"""A launcher refuses mistakes before any process starts."""
+"""A launcher refuses mistakes before any process starts.
+
+Covers: controller/launching/launcher.py, controller/launching/assignments.py
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""The learning rate of `accumulate`, which follows the KL that a step brought about."""
+"""The learning rate of `accumulate`, which follows the KL that a step brought about.
+
+Covers: trainer/engines/contract/one_rank.py
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""DAPO with a tiny model, in one process: steps are filled up, and evaluation changes nothing of training."""
+"""DAPO with a tiny model, in one process: steps are filled up, and evaluation changes nothing of training.
+
+Covers: controller/loops/dapo.py
+"""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,7 @@
-"""DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps."""
+"""DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps.
+
+Covers: controller/runs/recording.py
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

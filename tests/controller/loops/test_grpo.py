@@ -1,4 +1,7 @@
-"""Covers controller/loops/grpo.py: trainer and generator, in one process, agree about a model."""
+"""Covers controller/loops/grpo.py: trainer and generator, in one process, agree about a model.
+
+Covers: controller/loops/grpo.py, configs/grpo_smollm2_cpu.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""The asynchronous loop with a tiny model, in one process: on policy it is `grpo`, otherwise it keeps its bound."""
+"""The asynchronous loop with a tiny model, in one process: on policy it is `grpo`, otherwise it keeps its bound.
+
+Covers: controller/loops/grpo_async.py, controller/loops/grpo.py
+"""
 
 import asyncio
 import dataclasses

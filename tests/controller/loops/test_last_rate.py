@@ -1,4 +1,7 @@
-"""Every step of `sft` and `dpo` trains, the last one included."""
+"""Every step of `sft` and `dpo` trains, the last one included.
+
+Covers: controller/commands/recipes.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,8 @@
-"""Every loop trains an adapter when its recipe says so: what is served is what is trained, and the base stays."""
+"""Every loop trains an adapter when its recipe says so: what is served is what is trained, and the base stays.
+
+Covers: controller/runs/loop_config.py, controller/loops/accumulate.py, controller/loops/dapo.py,
+    controller/loops/ppo.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""Many adapters over one trainer and one generator: concurrent tasks do what each of them does alone."""
+"""Many adapters over one trainer and one generator: concurrent tasks do what each of them does alone.
+
+Covers: controller/handles/adapters.py
+"""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,7 @@
-"""A loop whose trainer and generator share their GPUs: the same page, the same numbers, memory for one at a time."""
+"""A loop whose trainer and generator share their GPUs: the same page, the same numbers, memory for one at a time.
+
+Covers: controller/loops/accumulate.py, trainer/engines/pytorch/engine.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""accumulate, distill and ppo with a tiny model, their meshes in one process."""
+"""accumulate, distill and ppo with a tiny model, their meshes in one process.
+
+Covers: controller/runs/loop_config.py, controller/loops/accumulate.py, controller/loops/distill.py
+"""
 
 import asyncio
 import io

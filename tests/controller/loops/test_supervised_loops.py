@@ -1,4 +1,7 @@
-"""SFT and DPO with a tiny model, in one process: what they learn, and that they resume where they stopped."""
+"""SFT and DPO with a tiny model, in one process: what they learn, and that they resume where they stopped.
+
+Covers: controller/loops/dpo.py, controller/loops/sft.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""The recipe `calculator_qwen3_gpu` trains two steps with a tiny model that sometimes says a whole tool call."""
+"""The recipe `calculator_qwen3_gpu` trains two steps with a tiny model that sometimes says a whole tool call.
+
+Covers: controller/loops/grpo.py
+"""
 
 import asyncio
 import io

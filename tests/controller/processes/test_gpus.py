@@ -1,4 +1,7 @@
-"""GPUs are given out by the names that CUDA_VISIBLE_DEVICES has for them."""
+"""GPUs are given out by the names that CUDA_VISIBLE_DEVICES has for them.
+
+Covers: controller/processes/place.py
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real."""
+"""Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real.
+
+Covers: controller/processes/rank.py, controller/processes/calls.py
+"""
 
 import asyncio
 import gc

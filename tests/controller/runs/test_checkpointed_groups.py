@@ -1,4 +1,7 @@
-"""Groups that a loop still holds are in its checkpoint, as rollouts, whole or not at all."""
+"""Groups that a loop still holds are in its checkpoint, as rollouts, whole or not at all.
+
+Covers: controller/runs/checkpoints.py, controller/runs/console.py, controller/runs/loop_config.py
+"""
 
 import asyncio
 import io

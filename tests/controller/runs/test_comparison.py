@@ -1,3 +1,5 @@
+"""Covers: controller/runs/comparison.py"""
+
 import math
 
 from controller.runs.comparison import ABSENT, by_step, differences, metric_differences

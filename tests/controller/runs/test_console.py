@@ -1,3 +1,5 @@
+"""Covers: controller/runs/console.py"""
+
 import io
 import math
 import re

@@ -1,4 +1,7 @@
-"""What comes after a checkpoint is moved aside, byte for byte."""
+"""What comes after a checkpoint is moved aside, byte for byte.
+
+Covers: controller/runs/recording.py
+"""
 
 from pathlib import Path
 

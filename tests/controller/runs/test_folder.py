@@ -1,3 +1,5 @@
+"""Covers: controller/runs/folder.py"""
+
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Models of the hub, with the real client against a server on loopback."""
+"""Models of the hub, with the real client against a server on loopback.
+
+Covers: controller/runs/models.py, rl/system/model_files.py, rl/tiny_models.py
+"""
 
 import json
 import os

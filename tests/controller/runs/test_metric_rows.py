@@ -1,4 +1,7 @@
-"""Rows of a run's metrics: all of them, and as many as a report of a long run needs."""
+"""Rows of a run's metrics: all of them, and as many as a report of a long run needs.
+
+Covers: controller/runs/metric_rows.py
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Which sentence follows from which mismatches, and what is refused before a process starts."""
+"""Which sentence follows from which mismatches, and what is refused before a process starts.
+
+Covers: controller/runs/mismatch.py
+"""
 
 import json
 import shutil

@@ -1,3 +1,5 @@
+"""Covers: controller/runs/models.py, rl/tiny_models.py"""
+
 import os
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""Covers: controller/runs/plot.py"""
+
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

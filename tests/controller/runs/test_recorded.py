@@ -1,3 +1,5 @@
+"""Covers: controller/runs/recording.py"""
+
 from pathlib import Path
 
 import pytest

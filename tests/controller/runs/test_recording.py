@@ -1,4 +1,7 @@
-"""The thread that writes rollouts: order, bounds, and a disk that is full."""
+"""The thread that writes rollouts: order, bounds, and a disk that is full.
+
+Covers: controller/runs/recording.py
+"""
 
 import asyncio
 import re

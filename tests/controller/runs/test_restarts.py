@@ -1,4 +1,7 @@
-"""A loop that fails begins again after its checkpoint, as often as its configuration allows."""
+"""A loop that fails begins again after its checkpoint, as often as its configuration allows.
+
+Covers: controller/runs/restarts.py, controller/runs/__init__.py
+"""
 
 import asyncio
 import io

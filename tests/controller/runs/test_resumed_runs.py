@@ -1,4 +1,7 @@
-"""A run of any loop that is killed and resumed does what it would have done: every step once, with the same numbers."""
+"""A run of any loop that is killed and resumed does what it would have done: every step once, with the same numbers.
+
+Covers: controller/runs/comparison.py
+"""
 
 import hashlib
 from collections import Counter

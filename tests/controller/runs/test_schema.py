@@ -1,6 +1,8 @@
 """Covers: the schema that a run's files name, and how a run of another one is refused.
 
 Everything that reads a run's metrics refuses it in one sentence, which names the schema found and the one expected.
+
+Covers: controller/commands/compare.py
 """
 
 import json

@@ -1,3 +1,5 @@
+"""Covers: controller/runs/comparison.py"""
+
 import pytest
 
 from controller.runs.comparison import welch

@@ -1,4 +1,7 @@
-"""A run whose policy gets the best reward for every problem has nothing left to learn: it ends early, as a success."""
+"""A run whose policy gets the best reward for every problem has nothing left to learn: it ends early, as a success.
+
+Covers: controller/runs/__init__.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""A run that ends in the middle of a step: stopped, as Ctrl-C does it, by cancelling its task, or by a failure."""
+"""A run that ends in the middle of a step: stopped, as Ctrl-C does it, by cancelling its task, or by a failure.
+
+Covers: controller/runs/step_log.py, controller/runs/__init__.py
+"""
 
 import asyncio
 import io

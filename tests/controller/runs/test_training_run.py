@@ -1,4 +1,7 @@
-"""`Run`, the one object that a loop's page talks to, with a trainer that only saves and loads."""
+"""`Run`, the one object that a loop's page talks to, with a trainer that only saves and loads.
+
+Covers: controller/runs/training_run.py, controller/runs/__init__.py
+"""
 
 import asyncio
 import io

@@ -1,4 +1,7 @@
-"""Requests that cannot begin, are cancelled, or whose client or session has ended: nothing goes on for nobody."""
+"""Requests that cannot begin, are cancelled, or whose client or session has ended: nothing goes on for nobody.
+
+Covers: controller/server/answers.py, controller/server/app.py, controller/server/config.py
+"""
 
 import asyncio
 import json

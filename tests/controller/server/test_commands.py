@@ -1,4 +1,7 @@
-"""`ownloop serve` refuses what it cannot serve before anything starts, in one line."""
+"""`ownloop serve` refuses what it cannot serve before anything starts, in one line.
+
+Covers: controller/server/commands.py, controller/server/serving.py
+"""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A recipe of the cookbook, unchanged, in a process of its own. Longer ones, of SmolLM2, are in tests/tinker/."""
+"""A recipe of the cookbook, unchanged, in a process of its own. Longer ones, of SmolLM2, are in tests/tinker/.
+
+Covers: controller/server/app.py, controller/server/access.py
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,7 @@
-"""docs/tinker.md lists every method of the SDK, and what it says is so."""
+"""docs/tinker.md lists every method of the SDK, and what it says is so.
+
+Covers: controller/server/app.py, controller/server/openai_routes.py
+"""
 
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime

@@ -1,4 +1,7 @@
-"""Exported checkpoints over HTTP: `tinker checkpoint download`, and who may fetch what."""
+"""Exported checkpoints over HTTP: `tinker checkpoint download`, and who may fetch what.
+
+Covers: controller/server/listing.py, controller/server/archive.py
+"""
 
 import json
 import urllib.error

@@ -1,4 +1,7 @@
-"""A model that `ownloop serve` serves judges: `rl.envs.judged` against a real vLLM on loopback."""
+"""A model that `ownloop serve` serves judges: `rl.envs.judged` against a real vLLM on loopback.
+
+Covers: rl/envs/judged.py, controller/server/serving.py
+"""
 
 import asyncio
 from pathlib import Path

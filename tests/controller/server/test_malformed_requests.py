@@ -1,4 +1,7 @@
-"""Requests that no client should send: no 500, no crash, and the next good call works."""
+"""Requests that no client should send: no 500, no crash, and the next good call works.
+
+Covers: controller/server/app.py, controller/server/wire.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""What the options of `ownloop serve` say about several models."""
+"""What the options of `ownloop serve` say about several models.
+
+Covers: controller/server/config.py
+"""
 
 from pathlib import Path
 from typing import Any

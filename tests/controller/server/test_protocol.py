@@ -1,4 +1,7 @@
-"""What a client can do wrong, or a network: each is an error with a text, after which the next call works."""
+"""What a client can do wrong, or a network: each is an error with a text, after which the next call works.
+
+Covers: controller/server/app.py
+"""
 
 import http.client
 import json

@@ -1,4 +1,7 @@
-"""Losses, groups and optimizer parameters through the official SDK and a real trainer of a tiny model."""
+"""Losses, groups and optimizer parameters through the official SDK and a real trainer of a tiny model.
+
+Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py, trainer/engines/titan/engine.py
+"""
 
 from collections.abc import Generator
 from typing import Any

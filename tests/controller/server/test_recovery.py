@@ -1,4 +1,7 @@
-"""A trainer that dies at any moment: its clients notice nothing, and nothing is counted twice or lost."""
+"""A trainer that dies at any moment: its clients notice nothing, and nothing is counted twice or lost.
+
+Covers: controller/server/recovery.py
+"""
 
 import asyncio
 import shutil

@@ -1,4 +1,7 @@
-"""The log of requests does not grow for ever."""
+"""The log of requests does not grow for ever.
+
+Covers: controller/server/serving.py, controller/server/status.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs."""
+"""The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs.
+
+Covers: controller/server/sampling_clients.py
+"""
 
 import tempfile
 from collections.abc import Generator

@@ -1,4 +1,7 @@
-"""Checkpoints through the official SDK: saved, listed, resumed by another client and by another server, deleted."""
+"""Checkpoints through the official SDK: saved, listed, resumed by another client and by another server, deleted.
+
+Covers: controller/server/app.py
+"""
 
 from collections.abc import Generator
 from pathlib import Path

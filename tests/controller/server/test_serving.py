@@ -1,4 +1,7 @@
-"""`ownloop serve` with a real trainer and a real generator: the official SDK trains and samples a tiny model."""
+"""`ownloop serve` with a real trainer and a real generator: the official SDK trains and samples a tiny model.
+
+Covers: controller/server/serving.py
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""Sessions that send no heartbeat end, with their adapters and their places. The half hours are of a virtual clock."""
+"""Sessions that send no heartbeat end, with their adapters and their places. The half hours are of a virtual clock.
+
+Covers: controller/server/gateway.py, controller/server/database.py
+"""
 
 import asyncio
 from pathlib import Path

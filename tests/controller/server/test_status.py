@@ -1,4 +1,7 @@
-"""The status page: what it holds, for whom, and what a browser makes of it."""
+"""The status page: what it holds, for whom, and what a browser makes of it.
+
+Covers: controller/server/status.py, controller/server/answers.py
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""The official SDK trains through the gateway; what comes back is compared with NumPy."""
+"""The official SDK trains through the gateway; what comes back is compared with NumPy.
+
+Covers: controller/server/training_client.py, controller/server/app.py
+"""
 
 from collections.abc import Generator
 from typing import Any

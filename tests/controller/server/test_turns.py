@@ -1,4 +1,7 @@
-"""A model's calls run in the order of their numbers, one at a time, whatever happens to one of them."""
+"""A model's calls run in the order of their numbers, one at a time, whatever happens to one of them.
+
+Covers: controller/server/answers.py
+"""
 
 import asyncio
 import random

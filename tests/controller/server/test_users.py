@@ -1,4 +1,7 @@
-"""Keys, what users see of each other, and how much a request may ask for."""
+"""Keys, what users see of each other, and how much a request may ask for.
+
+Covers: controller/server/config.py, controller/server/keys.py
+"""
 
 import json
 import sqlite3

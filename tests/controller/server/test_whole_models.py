@@ -1,4 +1,7 @@
-"""Full fine-tuning (`rank=0`): a trainer and a generator of a client's own, and one version at a time."""
+"""Full fine-tuning (`rank=0`): a trainer and a generator of a client's own, and one version at a time.
+
+Covers: controller/server/served_models.py, controller/server/config.py
+"""
 
 from collections.abc import Generator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A process in another environment: its results and errors arrive, and it ends when whoever started it does."""
+"""A process in another environment: its results and errors arrive, and it ends when whoever started it does.
+
+Covers: examples/engines/mindspore_engine/
+"""
 
 import gc
 import os

@@ -1,4 +1,7 @@
-"""What the MindSpore engine sends to its process, and what it refuses before one starts. Needs no MindSpore."""
+"""What the MindSpore engine sends to its process, and what it refuses before one starts. Needs no MindSpore.
+
+Covers: rl/data/packing.py, trainer/engines/contract/reference.py
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,8 @@
 """The MindSpore engine in its own environment: the contract, critics, exchange with torchtitan, a whole loop.
 
 Each engine starts a process that imports MindSpore, which takes seconds, so everything here is slow.
+
+Covers: controller/loops/sft.py, trainer/engines/pytorch/frozen_base.py
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Our CPU kernel for adapters, and whether vLLM's own has become right."""
+"""Our CPU kernel for adapters, and whether vLLM's own has become right.
+
+Covers: generator/cpu/grouped_lora.py
+"""
 
 from typing import Any
 

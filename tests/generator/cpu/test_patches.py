@@ -1,4 +1,7 @@
-"""Patches of vLLM on the CPU: sampling against NumPy in float64, and a KV cache that takes memory as it fills."""
+"""Patches of vLLM on the CPU: sampling against NumPy in float64, and a KV cache that takes memory as it fills.
+
+Covers: generator/cpu/patches.py
+"""
 
 import resource
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them."""
+"""Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them.
+
+Covers: generator/cpu/weight_packing.py, controller/handles/weight_receivers.py, generator/cpu/mesh_worker.py
+"""
 
 import asyncio
 import threading

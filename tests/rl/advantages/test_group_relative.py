@@ -1,3 +1,5 @@
+"""Covers: rl/advantages/__init__.py"""
+
 from random import Random
 
 import numpy as np

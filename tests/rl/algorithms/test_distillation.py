@@ -1,3 +1,5 @@
+"""Covers: rl/algorithms/distillation.py"""
+
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Covers: rl/algorithms/shaping.py"""
+
 import asyncio
 
 import pytest

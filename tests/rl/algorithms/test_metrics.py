@@ -1,3 +1,5 @@
+"""Covers: rl/algorithms/metrics.py, rl/algorithms/actor_critic.py, rl/algorithms/distillation.py"""
+
 from dataclasses import replace
 
 import numpy as np

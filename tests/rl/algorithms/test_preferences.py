@@ -1,3 +1,5 @@
+"""Covers: rl/algorithms/preferences.py"""
+
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Covers: rl/algorithms/shaping.py"""
+
 from dataclasses import replace
 from typing import Any
 

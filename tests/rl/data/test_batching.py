@@ -1,3 +1,5 @@
+"""Covers: rl/data/batching.py, rl/data/packing.py"""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

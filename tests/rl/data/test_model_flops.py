@@ -1,4 +1,7 @@
-"""`rl.system.hf_config` against PyTorch's own counter, on transformers' models."""
+"""`rl.system.hf_config` against PyTorch's own counter, on transformers' models.
+
+Covers: rl/data/packing.py, rl/tiny_models.py
+"""
 
 from collections.abc import Callable
 from functools import partial

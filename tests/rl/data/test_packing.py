@@ -1,3 +1,5 @@
+"""Covers: rl/data/packing.py"""
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Covers: rl/data/rows.py"""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Covers: rl/data/sources.py, rl/data/rows.py"""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Covers: rl/data/rows.py"""
+
 from collections import Counter
 
 import pytest

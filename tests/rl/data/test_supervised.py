@@ -1,3 +1,5 @@
+"""Covers: rl/data/sources.py"""
+
 import asyncio
 from pathlib import Path
 

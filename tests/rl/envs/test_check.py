@@ -1,4 +1,7 @@
-"""`check_env` finds nothing wrong with the shipped environments, and every mistake of broken ones."""
+"""`check_env` finds nothing wrong with the shipped environments, and every mistake of broken ones.
+
+Covers: rl/envs/check.py, rl/envs/guess_number.py, rl/envs/jsonl.py
+"""
 
 import asyncio
 import importlib

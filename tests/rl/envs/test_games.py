@@ -1,4 +1,7 @@
-"""Environments of several turns."""
+"""Environments of several turns.
+
+Covers: rl/envs/guess_number.py, rl/envs/python_arithmetic.py
+"""
 
 import asyncio
 from typing import Any

@@ -1,3 +1,5 @@
+"""Covers: rl/envs/jsonl.py"""
+
 import asyncio
 import json
 from collections import Counter

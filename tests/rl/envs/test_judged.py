@@ -1,4 +1,7 @@
-"""Rewards by a judge behind OpenAI's API. The server is real, and faulty; see test_serving.py for a real vLLM."""
+"""Rewards by a judge behind OpenAI's API. The server is real, and faulty; see test_serving.py for a real vLLM.
+
+Covers: rl/envs/judged.py, rl/envs/guess_number.py
+"""
 
 import asyncio
 import threading

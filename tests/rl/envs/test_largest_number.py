@@ -1,3 +1,5 @@
+"""Covers: rl/envs/largest_number.py"""
+
 import re
 
 import pytest

@@ -1,4 +1,7 @@
-"""Math problems from files, and comparison of answers by math-verify in processes of their own."""
+"""Math problems from files, and comparison of answers by math-verify in processes of their own.
+
+Covers: rl/envs/math_problems.py, rl/envs/math_answers.py, rl/envs/check.py, rl/envs/math_process.py
+"""
 
 import asyncio
 import contextlib

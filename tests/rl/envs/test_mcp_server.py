@@ -1,4 +1,7 @@
-"""Tools of MCP servers, child processes: one that is written out, and the package's own, which is slow to start."""
+"""Tools of MCP servers, child processes: one that is written out, and the package's own, which is slow to start.
+
+Covers: rl/envs/mcp_server.py, rl/envs/tools.py
+"""
 
 import asyncio
 import json

@@ -1,3 +1,5 @@
+"""Covers: rl/envs/even_words.py"""
+
 import pytest
 
 from rl.envs.even_words import NumberWords, in_words

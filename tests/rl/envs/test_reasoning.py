@@ -1,3 +1,5 @@
+"""Covers: rl/envs/reasoning.py, rl/envs/procedural.py"""
+
 import os
 import resource
 import subprocess

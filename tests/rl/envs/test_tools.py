@@ -1,4 +1,7 @@
-"""Tools that a model calls in its own format. That calls are found as vLLM finds them is in tests/generator."""
+"""Tools that a model calls in its own format. That calls are found as vLLM finds them is in tests/generator.
+
+Covers: rl/envs/tools.py, rl/envs/calculator.py, rl/envs/check.py
+"""
 
 import asyncio
 import functools

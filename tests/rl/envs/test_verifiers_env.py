@@ -2,6 +2,8 @@
 
     uv run --no-project --python 3.11 --with "verifiers==0.1.14" --with pytest --with pytest-timeout \
         --with pytest-xdist python -m pytest tests/rl/envs/test_verifiers_env.py
+
+Covers: rl/envs/verifiers_env.py, rl/envs/check.py
 """
 
 import asyncio

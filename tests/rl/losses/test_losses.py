@@ -1,4 +1,7 @@
-"""Every loss against its formula in NumPy; gradients are checked by finite differences."""
+"""Every loss against its formula in NumPy; gradients are checked by finite differences.
+
+Covers: rl/losses/__init__.py, rl/losses/functions.py
+"""
 
 import itertools
 import math

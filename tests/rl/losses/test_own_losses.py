@@ -1,4 +1,7 @@
-"""Losses of the user's own: where they are found, and the options that they declare."""
+"""Losses of the user's own: where they are found, and the options that they declare.
+
+Covers: rl/losses/__init__.py
+"""
 
 import sys
 from collections.abc import Mapping

@@ -1,3 +1,5 @@
+"""Covers: rl/losses/__init__.py"""
+
 import numpy as np
 import pytest
 

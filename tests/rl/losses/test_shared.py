@@ -1,4 +1,7 @@
-"""Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused."""
+"""Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused.
+
+Covers: rl/losses/shared.py
+"""
 
 from dataclasses import replace
 from typing import Any

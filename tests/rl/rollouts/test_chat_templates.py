@@ -1,4 +1,7 @@
-"""Turns begin and end as each family's chat template writes them, and with each start and end token once."""
+"""Turns begin and end as each family's chat template writes them, and with each start and end token once.
+
+Covers: rl/algorithms/preferences.py
+"""
 
 import re
 from collections.abc import Sequence

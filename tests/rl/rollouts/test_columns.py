@@ -1,3 +1,5 @@
+"""Covers: rl/rollouts/columns.py"""
+
 import math
 from collections.abc import Callable
 from pathlib import Path

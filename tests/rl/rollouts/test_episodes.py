@@ -1,3 +1,5 @@
+"""Covers: rl/rollouts/episodes.py"""
+
 import asyncio
 import re
 from pathlib import Path

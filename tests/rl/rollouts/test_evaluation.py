@@ -1,3 +1,5 @@
+"""Covers: rl/rollouts/evaluation.py, rl/rollouts/episodes.py"""
+
 import asyncio
 import contextvars
 import itertools

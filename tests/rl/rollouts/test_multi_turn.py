@@ -1,4 +1,7 @@
-"""Episodes of several turns, and environments that fail."""
+"""Episodes of several turns, and environments that fail.
+
+Covers: rl/rollouts/episodes.py, rl/rollouts/guard.py
+"""
 
 import asyncio
 import contextlib

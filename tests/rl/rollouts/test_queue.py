@@ -1,3 +1,5 @@
+"""Covers: rl/rollouts/queue.py"""
+
 import asyncio
 import copy
 import random

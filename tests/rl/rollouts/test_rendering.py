@@ -1,3 +1,5 @@
+"""Covers: rl/rollouts/rendering.py, rl/rollouts/episodes.py"""
+
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process."""
+"""The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process.
+
+Covers: rl/rollouts/tokenizer.py
+"""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""Whole lines at the end of a file."""
+"""Whole lines at the end of a file.
+
+Covers: rl/system/disk.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs."""
+"""The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs.
+
+Covers: rl/system/hardware.py
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""When a process hands memory back, and that the kernel gets it."""
+"""When a process hands memory back, and that the kernel gets it.
+
+Covers: rl/system/hardware.py
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""The reader of model directories, with transformers as the reference."""
+"""The reader of model directories, with transformers as the reference.
+
+Covers: rl/system/model_files.py, trainer/engines/model_check.py, rl/system/hf_config.py
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Temporary folders of processes that end in order, are killed, or still run."""
+"""Temporary folders of processes that end in order, are killed, or still run.
+
+Covers: rl/system/disk.py
+"""
 
 import subprocess
 import sys

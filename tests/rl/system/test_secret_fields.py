@@ -1,3 +1,5 @@
+"""Covers: rl/system/secret_fields.py"""
+
 from typing import Any
 
 import pytest

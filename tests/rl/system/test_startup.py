@@ -1,4 +1,7 @@
-"""Garbage collection while a process starts."""
+"""Garbage collection while a process starts.
+
+Covers: rl/system/hardware.py
+"""
 
 import gc
 import sys

@@ -1,4 +1,7 @@
-"""The timeline of a run, in Chrome's trace format."""
+"""The timeline of a run, in Chrome's trace format.
+
+Covers: rl/system/timeline.py
+"""
 
 import asyncio
 import json

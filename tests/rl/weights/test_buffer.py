@@ -1,4 +1,7 @@
-"""Readers see whole versions only, whichever process dies, and nothing is left behind."""
+"""Readers see whole versions only, whichever process dies, and nothing is left behind.
+
+Covers: rl/weights/buffer.py
+"""
 
 import signal
 import subprocess

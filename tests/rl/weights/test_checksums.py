@@ -1,4 +1,7 @@
-"""Checksums see what is wrong, wherever it is."""
+"""Checksums see what is wrong, wherever it is.
+
+Covers: rl/weights/versions.py
+"""
 
 import pytest
 import torch

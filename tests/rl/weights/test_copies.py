@@ -1,4 +1,7 @@
-"""Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often."""
+"""Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often.
+
+Covers: rl/weights/copies.py, rl/weights/buffer.py
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own."""
+"""Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own.
+
+Covers: rl/weights/gpu_memory.py, rl/weights/ranks.py
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Covers rl/weights/messages.py: what is sent arrives in its place, and every error has the link's name."""
+"""Covers rl/weights/messages.py: what is sent arrives in its place, and every error has the link's name.
+
+Covers: rl/weights/messages.py
+"""
 
 import socket
 import threading

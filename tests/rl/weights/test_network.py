@@ -1,4 +1,7 @@
-"""What is sent over the network arrives whole on every host, or the host keeps what it had."""
+"""What is sent over the network arrives whole on every host, or the host keeps what it had.
+
+Covers: rl/weights/network.py, rl/weights/messages.py, rl/weights/receiving_process.py
+"""
 
 import asyncio
 import re

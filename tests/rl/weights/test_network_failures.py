@@ -1,4 +1,7 @@
-"""Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again."""
+"""Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again.
+
+Covers: rl/weights/network.py, rl/weights/buffer.py, rl/weights/messages.py
+"""
 
 import asyncio
 import multiprocessing

@@ -1,4 +1,8 @@
-"""The contract of a transport: what is sent arrives whole, or an error says why not."""
+"""The contract of a transport: what is sent arrives whole, or an error says why not.
+
+Covers: rl/weights/transport.py, rl/weights/receiving_process.py, rl/weights/gpu_memory.py,
+    rl/weights/store_transport.py
+"""
 
 import asyncio
 import queue

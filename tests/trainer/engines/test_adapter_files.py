@@ -1,4 +1,7 @@
-"""What adapters leave on disk: checkpoints, PEFT directories and merged models."""
+"""What adapters leave on disk: checkpoints, PEFT directories and merged models.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 import json
 from collections.abc import Callable

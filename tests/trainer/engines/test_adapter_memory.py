@@ -1,4 +1,7 @@
-"""What an adapter holds in the memory of a trainer's process, and that dropping it gives the memory back."""
+"""What an adapter holds in the memory of a trainer's process, and that dropping it gives the memory back.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 import gc
 from pathlib import Path

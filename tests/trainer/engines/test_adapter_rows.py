@@ -1,4 +1,7 @@
-"""The rows that an adapter computes are those of its model."""
+"""The rows that an adapter computes are those of its model.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 from pathlib import Path
 

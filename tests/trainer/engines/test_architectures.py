@@ -1,4 +1,7 @@
-"""Many architectures: log-probs and gradients are transformers', and weights keep their names."""
+"""Many architectures: log-probs and gradients are transformers', and weights keep their names.
+
+Covers: trainer/engines/__init__.py, trainer/engines/decoder_config.py, trainer/engines/model_check.py
+"""
 
 from pathlib import Path
 

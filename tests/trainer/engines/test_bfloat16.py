@@ -1,4 +1,7 @@
-"""bfloat16, in which GPUs compute by default: several ranks round no more than one rank does."""
+"""bfloat16, in which GPUs compute by default: several ranks round no more than one rank does.
+
+Covers: trainer/engines/__init__.py, trainer/config.py, trainer/engines/titan/model/experts.py
+"""
 
 import importlib
 from dataclasses import replace

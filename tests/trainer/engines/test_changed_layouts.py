@@ -1,4 +1,7 @@
-"""Training goes on in another layout, and weights are published from it, as if nothing had changed."""
+"""Training goes on in another layout, and weights are published from it, as if nothing had changed.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,8 @@
-"""Checkpoints are complete or not there, and never replace what is not ours."""
+"""Checkpoints are complete or not there, and never replace what is not ours.
+
+Covers: trainer/engines/pytorch/checkpoint.py, trainer/engines/__init__.py, trainer/engines/base.py,
+    trainer/engines/pytorch/hf_directory.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A checkpoint that somebody else wrote runs no code when it is loaded."""
+"""A checkpoint that somebody else wrote runs no code when it is loaded.
+
+Covers: trainer/engines/pytorch/checkpoint.py, trainer/engines/pytorch/checkpoint_reader.py
+"""
 
 import json
 import pickle

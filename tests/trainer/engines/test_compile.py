@@ -1,4 +1,7 @@
-"""Compiled layers compute the same gradients; on the CPU, with attention left as it is."""
+"""Compiled layers compute the same gradients; on the CPU, with attention left as it is.
+
+Covers: trainer/engines/__init__.py
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""How the ranks of a context-parallel group share a row, checked position by position."""
+"""How the ranks of a context-parallel group share a row, checked position by position.
+
+Covers: trainer/engines/pytorch/context_parallel.py
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""`ownloop check-engine` passes an engine that keeps the contract, and names what a broken one does wrong."""
+"""`ownloop check-engine` passes an engine that keeps the contract, and names what a broken one does wrong.
+
+Covers: trainer/engines/contract/kit.py, trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 import importlib.util
 import re

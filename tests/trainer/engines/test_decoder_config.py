@@ -1,4 +1,7 @@
-"""Which models are taken, and what is read from them."""
+"""Which models are taken, and what is read from them.
+
+Covers: trainer/engines/decoder_config.py, trainer/engines/titan/layout_check.py
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Transformers models whose attention takes a row document by document, as on GPUs, against transformers' own."""
+"""Transformers models whose attention takes a row document by document, as on GPUs, against transformers' own.
+
+Covers: trainer/engines/hf/document_kernel.py, trainer/engines/__init__.py
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""The torchtitan engine alone, against transformers and plain autograd."""
+"""The torchtitan engine alone, against transformers and plain autograd.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""What every engine must do, each against transformers and the loop that anyone would write in plain PyTorch."""
+"""What every engine must do, each against transformers and the loop that anyone would write in plain PyTorch.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engine_table.py, trainer/engines/hf/,
+    trainer/engines/mcore/
+"""
 
 import sys
 import textwrap

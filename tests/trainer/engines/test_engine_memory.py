@@ -1,4 +1,7 @@
-"""What every engine must do about memory: report its peaks and, on an accelerator, free what is offloaded."""
+"""What every engine must do about memory: report its peaks and, on an accelerator, free what is offloaded.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engine_table.py
+"""
 
 import mmap
 import resource

@@ -1,4 +1,7 @@
-"""What is moved when, with devices that no machine needs to have: only their names matter here."""
+"""What is moved when, with devices that no machine needs to have: only their names matter here.
+
+Covers: trainer/engines/pytorch/engine_state.py
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Chunked log-probs and entropies against autograd through the whole matrix."""
+"""Chunked log-probs and entropies against autograd through the whole matrix.
+
+Covers: trainer/engines/pytorch/logprobs.py
+"""
 
 import pytest
 import torch

@@ -1,6 +1,8 @@
 """The megatron engine: what it refuses before any process starts, and its table of names.
 
 That it computes what the others do is tested with them, in test_engine_contract.py and test_sharded_engine.py.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/decoder_config.py
 """
 
 import importlib.util

@@ -1,4 +1,7 @@
-"""The megatron_fsdp engine: what it refuses before any process starts, and the contract, on CPUs by `cpu_streams`."""
+"""The megatron_fsdp engine: what it refuses before any process starts, and the contract, on CPUs by `cpu_streams`.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/model_check.py, trainer/engines/mfsdp/
+"""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Float32 parameters as slices of a model's fused ones: what is shared, what is copied, where gradients go."""
+"""Float32 parameters as slices of a model's fused ones: what is shared, what is copied, where gradients go.
+
+Covers: trainer/engines/mcore/masters.py
+"""
 
 from types import SimpleNamespace
 from typing import Any

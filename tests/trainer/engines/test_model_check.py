@@ -1,4 +1,7 @@
-"""What the controller refuses before any process starts."""
+"""What the controller refuses before any process starts.
+
+Covers: trainer/engines/model_check.py, rl/tiny_models.py
+"""
 
 import json
 import subprocess

@@ -1,6 +1,9 @@
 """Rows in a pipeline give the same output and gradient as rows one after the other. Here the pipeline has one stage.
 
 That stages on several ranks agree with one rank is tested in test_sharded_engine.py.
+
+Covers: trainer/engines/pytorch/pipeline.py, trainer/engines/base.py, trainer/engines/decoder_config.py,
+    trainer/engines/pytorch/row_runner.py
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +80,7 @@ def test_a_pipeline_changes_neither_output_nor_gradient(
     results: list[Any] = []
     for runner in both:
         trained, scored = collector(), collector(entropy=True)
-        runner.forward_backward(rows, get_loss("importance_sampling", None), trained)
+        runner.accumulate(rows, get_loss("importance_sampling", None), trained)
         with torch.no_grad():
             runner.forward(rows, scored, entropy=True)
         results.append((trained.result(), scored.result(), gradient(model)))

@@ -1,4 +1,8 @@
-"""A row that is padded by more than the model's context has the scores and gradients of the row alone."""
+"""A row that is padded by more than the model's context has the scores and gradients of the row alone.
+
+Covers: trainer/engines/titan/model/row_scorer.py, trainer/engines/decoder_config.py,
+    trainer/engines/titan/model/build.py, trainer/engines/titan/model/specs.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Adapters on two ranks where they differ most from a whole model: interleaved, in bfloat16, and without a layer."""
+"""Adapters on two ranks where they differ most from a whole model: interleaved, in bfloat16, and without a layer.
+
+Covers: trainer/engines/__init__.py
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Several ranks must compute what one computes."""
+"""Several ranks must compute what one computes.
+
+Covers: trainer/engine_table.py, trainer/engines/contract/several_ranks.py
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,8 @@
 """Megatron's distributed optimizer: each rank steps its rows of every parameter, and all compute with whole copies.
 
 Against one rank of `torchtitan`, its layouts are in test_sharded_engine.py.
+
+Covers: trainer/engines/mcore/
 """
 
 import itertools

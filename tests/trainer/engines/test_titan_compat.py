@@ -1,4 +1,7 @@
-"""The torchtitan engine is built without torchtitan's own loop."""
+"""The torchtitan engine is built without torchtitan's own loop.
+
+Covers: trainer/engines/titan/_compat.py, trainer/engines/__init__.py
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Which models of transformers can be packed and scored, found out by trying."""
+"""Which models of transformers can be packed and scored, found out by trying.
+
+Covers: trainer/engines/__init__.py
+"""
 
 from pathlib import Path
 from typing import Any

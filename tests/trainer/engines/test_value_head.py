@@ -1,4 +1,7 @@
-"""A trainer with a value head is a critic: one value per position, against transformers and plain autograd."""
+"""A trainer with a value head is a critic: one value per position, against transformers and plain autograd.
+
+Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/model_check.py
+"""
 
 import gc
 from collections.abc import Callable

@@ -89,7 +89,7 @@ class TorchEngine(Engine):
             self._offload.resident("model", "gradients"),
             self._gradient_restored_on_failure(),
         ):
-            self._rows.forward_backward(self._packed(microbatches), loss, output)
+            self._rows.accumulate(self._packed(microbatches), loss, output)
             self._reduce_gradients()
             result = self._result(output)
         return self._rows.shared_output(result)

@@ -279,9 +279,9 @@ class _AdaptedRows(RowRunner):
         self._rows = rows
         self.failure_sync = rows.failure_sync
 
-    def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+    def accumulate(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         with self._engine.in_use():
-            self._rows.forward_backward(rows, loss, output)
+            self._rows.accumulate(rows, loss, output)
         self._engine.sum_gradients()
 
     def forward(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:

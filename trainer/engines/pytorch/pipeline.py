@@ -191,7 +191,7 @@ class PipelinedRows(RowRunner):
         self._scorer = scorer
         self._pipeline = pipeline
 
-    def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+    def accumulate(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         """See `RowRunner`. When the loss raises, later rows still go through, with a loss of zero, so no rank waits."""
         call = _PipelinedCall(self._scorer, self._padded(rows), entropy=loss.needs_entropy)
         metrics: dict[int, Mapping[str, Tensor]] = {}

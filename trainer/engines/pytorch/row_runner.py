@@ -2,7 +2,7 @@
 
 Calls go one way: an engine calls its `RowRunner`, and the runner calls the function that scores a row.
 
-    engine -> RowRunner.forward_backward(rows, loss, output)
+    engine -> RowRunner.accumulate(rows, loss, output)
                 for each row: score(row) -> loss -> FailureSync -> backward; OutputCollector.add(row, log-probs)
     engine <- OutputCollector.result(): copied from the device once, at the end
 """
@@ -153,7 +153,7 @@ class RowRunner(ABC):
         self._device = device
 
     @abstractmethod
-    def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+    def accumulate(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         """Adds the gradient of the loss to the parameters' and each of this rank's rows to the output.
 
         Rows that score nothing leave a gradient of zeros.
@@ -176,7 +176,7 @@ class SequentialRows(RowRunner):
         super().__init__(num_ranks, device)
         self._score = score
 
-    def forward_backward(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
+    def accumulate(self, rows: Sequence[PackedRow | None], loss: Loss, output: OutputCollector) -> None:
         nothing_scored = not any(row is not None and len(row.scored) for row in rows)
         for row in rows:
             if row is not None and len(row.scored):

@@ -1,4 +1,7 @@
-"""Loggers, with the real packages, each read back with the package's own reader."""
+"""Loggers, with the real packages, each read back with the package's own reader.
+
+Covers: controller/runs/loggers/__init__.py, controller/runs/loggers/
+"""
 
 import importlib
 import importlib.util

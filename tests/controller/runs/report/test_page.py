@@ -1,4 +1,7 @@
-"""The page of a run: what it holds, and what a browser makes of it."""
+"""The page of a run: what it holds, and what a browser makes of it.
+
+Covers: controller/runs/report/page.py
+"""
 
 import html
 import json

@@ -1,4 +1,7 @@
-"""The token samples of a run, and the pieces of text that tokens are."""
+"""The token samples of a run, and the pieces of text that tokens are.
+
+Covers: controller/runs/report/samples.py
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Each rule warns when its documentation says so, and not otherwise."""
+"""Each rule warns when its documentation says so, and not otherwise.
+
+Covers: controller/runs/report/warnings_in_words.py
+"""
 
 import math
 import re

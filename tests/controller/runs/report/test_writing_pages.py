@@ -1,4 +1,7 @@
-"""The report that a run keeps up to date: when it is written, and what that may cost."""
+"""The report that a run keeps up to date: when it is written, and what that may cost.
+
+Covers: controller/runs/report/page.py
+"""
 
 from pathlib import Path
 

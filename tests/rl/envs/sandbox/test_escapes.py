@@ -1,6 +1,8 @@
 """Code in a sandbox cannot get out of it. Each attempt prints "out" if it succeeds.
 
 Attempts that harm nobody are also made without a sandbox, where they must succeed: so they would be seen to.
+
+Covers: rl/envs/sandbox/__init__.py
 """
 
 import asyncio

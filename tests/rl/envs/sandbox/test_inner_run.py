@@ -1,4 +1,7 @@
-"""The filter of system calls refuses each call that it names, on both architectures, and lets the others through."""
+"""The filter of system calls refuses each call that it names, on both architectures, and lets the others through.
+
+Covers: rl/envs/sandbox/inner_run.py, rl/envs/sandbox/__init__.py
+"""
 
 import asyncio
 import errno

@@ -1,4 +1,7 @@
-"""Code runs, and its limits hold, in every kind of sandbox and without one."""
+"""Code runs, and its limits hold, in every kind of sandbox and without one.
+
+Covers: rl/envs/sandbox/__init__.py
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""A host without a sandbox is refused with the reasons, and root and ordinary users have one."""
+"""A host without a sandbox is refused with the reasons, and root and ordinary users have one.
+
+Covers: rl/envs/sandbox/__init__.py, rl/checks.py
+"""
 
 import os
 import subprocess
