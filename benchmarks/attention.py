@@ -19,8 +19,7 @@ from torch import Tensor
 from benchmarks.harness import Bar, parser, print_result
 from rl.data.packing import Document
 from rl.system.hardware import cpu_dtype
-from trainer.engines.pytorch.attention_plan import document_mask, plan_attention
-from trainer.engines.pytorch.block_attention import block_attention
+from trainer.engines.pytorch.block_attention import block_attention, document_mask, plan_attention
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, product_dtype
 
 HEADS, KEY_VALUE_HEADS, DIM = 9, 3, 64

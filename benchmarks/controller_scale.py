@@ -28,7 +28,7 @@ from controller.handles.trainer_mesh import TrainerMesh
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.runs import Console, LoopConfig, Run, RunFolder
-from rl.advantages.group_relative import group_mean_std
+from rl.advantages import group_mean_std
 from rl.algorithms.metrics import num_completion_tokens
 from rl.protocols import Done, Episode
 from rl.rollouts.episodes import group_to_data, rollout_groups

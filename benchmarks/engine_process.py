@@ -11,8 +11,7 @@ def become_trainer_process(module: str, threads: int) -> None:
 
     `module` is the one that runs as a script.
     """
-    from trainer.config import TrainerConfig
-    from trainer.environment import trainer_env
+    from trainer.config import TrainerConfig, trainer_env
 
     wanted = trainer_env(TrainerConfig(num_threads=threads))
     if not wanted.items() <= os.environ.items():

@@ -15,7 +15,7 @@ class PackingGenerator(VLLMGenerator):
     @concurrent_endpoint
     async def packs_weights(self) -> bool:
         """Whether vLLM multiplies with packed copies of the weights in this dtype on this CPU."""
-        from generator._cpu_packing import packed_layers
+        from generator.cpu.weight_packing import packed_layers
 
         engine: Any = self._engine
         return bool(packed_layers(engine._engine.model_executor.driver_worker.get_model()))

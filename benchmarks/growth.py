@@ -22,9 +22,8 @@ import numpy as np
 
 from benchmarks.engine_process import become_trainer_process
 from benchmarks.harness import Bar, parser, print_result
-from rl.data.packing import pack_row
+from rl.data.packing import ModelFlops, pack_row
 from rl.system.hardware import cpu_dtype
-from rl.system.hf_config import ModelFlops
 from rl.types import Datum
 
 SHAPE: Mapping[str, Any] = {

@@ -24,7 +24,7 @@ from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3, ti
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
 
 LIMIT = 1e-5
 QUICK = ("fsdp 2", "cp 2", "pp 2", "ep 2")

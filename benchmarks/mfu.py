@@ -18,9 +18,8 @@ import numpy as np
 
 from benchmarks.engine_process import become_trainer_process, matrix_rate
 from benchmarks.harness import Bar, benchmark_model, machine, parser, print_result
-from rl.data.packing import pack_row
+from rl.data.packing import ModelFlops, pack_row
 from rl.system.hardware import cpu_dtype
-from rl.system.hf_config import ModelFlops
 from rl.types import Datum
 
 LIMITS = {(8, 256): 0.60, (4, 512): 0.55, (2, 1024): 0.50}

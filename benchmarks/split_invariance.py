@@ -27,7 +27,7 @@ from rl.types import Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.plain_ranks import relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import relative_error, spawn, whole
 
 LIMIT = 1e-5
 MODELS: dict[str, Callable[[Path], Path]] = {

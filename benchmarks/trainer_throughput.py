@@ -219,8 +219,7 @@ def main() -> None:
 
 def measure(model: Path, size: Size, threads: int) -> dict[str, float]:
     """All figures by name."""
-    from trainer.config import TrainerConfig
-    from trainer.environment import trainer_env
+    from trainer.config import TrainerConfig, trainer_env
 
     os.environ |= trainer_env(TrainerConfig(num_threads=threads))  # the same for all contenders
     figures: dict[str, float] = {"threads": threads}

@@ -48,7 +48,7 @@ from rl.envs.procedural import TextProblem
 from rl.rollouts.evaluation import bootstrap
 from rl.rollouts.rendering import Renderer
 from rl.types import AdamParams
-from trainer.environment import trainer_env
+from trainer.config import trainer_env
 
 _RESULTS = REPOSITORY / "benchmarks" / "results"
 _EVALUATION_BATCH = 32

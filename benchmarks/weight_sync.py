@@ -94,8 +94,7 @@ async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measur
 
     from benchmarks.weight_actors import StateDictReader
     from controller.processes.mesh import Mesh
-    from trainer.config import TrainerConfig
-    from trainer.environment import trainer_env
+    from trainer.config import TrainerConfig, trainer_env
 
     seconds: dict[str, list[float]] = defaultdict(list)
     async with meshes(model, dtype, threads) as processes:
@@ -168,8 +167,7 @@ async def meshes(
     from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from generator.options import generator_env
-    from trainer.config import TrainerConfig
-    from trainer.environment import trainer_env
+    from trainer.config import TrainerConfig, trainer_env
 
     config = GeneratorConfig(
         model=model,

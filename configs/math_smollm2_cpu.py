@@ -2,8 +2,7 @@
 
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
-from rl.envs.math_problems import MathProblems
-from rl.envs.word_problems import word_problems_file
+from rl.envs.math_problems import MathProblems, word_problems_file
 from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig

@@ -8,9 +8,8 @@ import torchstore
 from monarch.actor import Actor, concurrent_endpoint
 
 from generator.config import GeneratorConfig
-from generator.engine_status import EngineStatus
-from generator.openai_calls import OpenAICall
-from generator.openai_requests import OpenAIRequests
+from generator.engine_calls import EngineStatus
+from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.lora import LivePolicy, Policy
 from rl.startup import import_for_good, without_garbage_collection
 from rl.system.disk import OwnedFolder

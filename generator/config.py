@@ -40,7 +40,7 @@ _REFUSED = {
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximum ranks that vLLM knows. It computes all adapters as if they had the next of these."""
+"""The maximum ranks that vLLM knows. A rank is rounded up to the next of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class LoRALimits:
     """How much room a generator makes for adapters when it starts."""
 
     max_rank: int = 32
-    """The highest rank of an adapter. Adapters of lower ranks cost as much memory as those of this one."""
+    """The highest rank of an adapter. An adapter of a lower rank costs as much memory as one of this rank."""
     max_adapters: int = 4
     """Adapters that are computed at the same time. Requests of further adapters wait for a place."""
     max_loaded: int = 32

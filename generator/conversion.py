@@ -1,21 +1,59 @@
-"""Converts our requests to vLLM's types, and vLLM's answers to ours."""
+"""Converts our requests to vLLM's types, and vLLM's answers to ours.
 
+vLLM notes for each token one version of the weights of the whole engine. Here that is the number of updates before the
+token, and each `ServedPolicy` knows at which of them it changed.
+"""
+
+import bisect
+from collections.abc import Iterable
 from typing import Any
 
 import vllm
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
-from generator.policies import ServedPolicy
+from rl.lora import Policy
 from rl.rollouts.tokenizer import said_tokens, special_tokens, text_of
 from rl.types import Completion, SamplingParams
+
+
+class ServedPolicy:
+    """One policy of an engine. Requests refer to it until they have finished, even if it was dropped."""
+
+    def __init__(self, policy: Policy, version: int, update: int, lora_request: Any = None) -> None:
+        """`update` is the number of the update that loaded it; `lora_request` is how vLLM is asked for it."""
+        self.policy = policy
+        self.lora_request = lora_request
+        self._updates = [update]
+        self._versions = [version]
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return self._versions[-1]
+
+    def replace(self, version: int, update: int, lora_request: Any = None) -> None:
+        """Notes that another version is in use since an update."""
+        self.lora_request = lora_request
+        self._updates.append(update)
+        self._versions.append(version)
+
+    def version_at(self, update: int) -> int:
+        """The version that was in use when so many updates had been made."""
+        return self._versions[bisect.bisect_right(self._updates, update) - 1]
+
+
+def unknown_policy(policy: Policy, known: Iterable[Policy]) -> ValueError:
+    """The error for a policy that was never pulled, or was dropped."""
+    names = ", ".join(map(repr, known))
+    return ValueError(f"policy is {policy!r}, which this generator does not have; it has {names}")
 
 
 def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.SamplingParams:
     """The same request in vLLM's type. vLLM gives sample i the seed `seed + i`.
 
     A stop string that is one special token becomes a stop token: vLLM looks for strings in text without these. Raises
-    ValueError for stop strings with other text beside a special token, and for any without a tokenizer, which may be
+    ValueError for a stop string that has other text next to a special token, and for any stop string if `tokenizer` is
     None.
     """
     known = special_tokens(tokenizer) if sampling.stop and tokenizer is not None else {}
@@ -39,7 +77,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
         stop_token_ids=[*sampling.stop_token_ids, *(special[stop] for stop in sampling.stop if stop in special)],
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
-        logprobs=0,  # only those of the sampled tokens
+        logprobs=0,  # of the sampled tokens alone
         prompt_logprobs=sampling.topk_prompt_logprobs if sampling.scores_prompt else None,
         flat_logprobs=True,
         detokenize=bool(strings),  # token by token is slow, and only stop strings need it

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from generator._compat import packed_experts
-from generator._cpu_packing import pack, pack_again, packed_layers
+from generator.cpu.weight_packing import pack, pack_again, packed_layers
 from rl.weights import copies
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory

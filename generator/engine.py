@@ -3,7 +3,8 @@
 One thread builds the engine and steps it. Callers put commands into its queue. Before every step the thread takes all
 commands from it, so a new request joins the running ones at the next token (continuous batching). A weight update in
 "drain" mode waits until the running requests of its policy have finished, and that policy's later requests wait behind
-it (`generator/backlog.py`); an "inflight" update is applied between two steps. `generator/updates.py` applies updates.
+it (`Backlog` in `generator/engine_calls.py`); an "inflight" update is applied between two steps.
+`generator/updates.py` applies updates.
 
 In a tensor-parallel group every rank runs this class. Rank 0 takes the commands and broadcasts them, and all ranks take
 the same steps. The engine knows neither actors nor the controller.
@@ -27,15 +28,25 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator._compat import patch_cpu
-from generator.backlog import Backlog, Queued
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
-from generator.conversion import to_completion, to_vllm
-from generator.engine_calls import EngineCalls
-from generator.engine_commands import Cancel, Close, Drop, Freeze, Generate, Rest, Stream, Update
-from generator.engine_status import ActivityClock, EngineStatus
+from generator.conversion import ServedPolicy, to_completion, to_vllm
+from generator.cpu.patches import patch_cpu
+from generator.engine_calls import (
+    ActivityClock,
+    Backlog,
+    Cancel,
+    Close,
+    Drop,
+    EngineCalls,
+    EngineStatus,
+    Freeze,
+    Generate,
+    Queued,
+    Rest,
+    Stream,
+    Update,
+)
 from generator.options import engine_options
-from generator.policies import ServedPolicy
 from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.lora import Policy
@@ -69,7 +80,7 @@ class GenerationEngine:
 
     @property
     def version(self) -> int:
-        """Version of the model's weights; 0, which stands for those of its directory, until their first update."""
+        """Version of the model's weights; 0, the weights of its directory, until the first update."""
         return self._updates.model.version
 
     @property
@@ -88,7 +99,7 @@ class GenerationEngine:
         return self._engine.get_num_unfinished_requests()
 
     def status(self) -> EngineStatus:
-        """What the engine's thread is doing. Answers at once, whatever the thread does."""
+        """What the engine's thread is doing. Answers at once, however long the thread's work takes."""
         return self._clock.status(self.num_unfinished, self._calls.failure)
 
     async def generate(
@@ -96,12 +107,12 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, which is computed once. Sample i uses `sampling.seed + i`.
 
-        Log-probs are those of the distribution that was sampled from, after temperature, top-k and top-p; greedy
-        completions (temperature 0) have those of the model at temperature 1. Cancelling the call frees its place in the
+        Log-probs are of the distribution that was sampled from, after temperature, top-k and top-p; for greedy
+        completions (temperature 0), of the model at temperature 1. Cancelling the call frees its place in the
         batch.
 
         Raises ValueError if vLLM rejects the request or it exceeds the context, and `WeightsError` if the last update
-        left no usable weights; other requests go on. Raises `EngineStoppedError` once the thread has ended.
+        left no usable weights; other requests continue. Raises `EngineStoppedError` once the thread has ended.
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
         check_policy(policy, self._config)

@@ -1,23 +1,184 @@
-"""The commands that callers put to an engine's thread, and the thread's answers."""
+"""How callers talk to an engine's thread: their commands, the order of the commands, the answers, the thread's status.
+
+    event loop, or any thread                            the engine's thread
+    EngineCalls.answered(command) -> queue ------------> receive: rank 0 takes the commands and broadcasts them
+                                                         Backlog.next: the next command that need not wait
+    await, or the next output of a stream <------------- EngineCalls.answer, finish, pass_on
+    EngineStatus <-------------------------------------- ActivityClock
+
+The controller imports this module, so it imports neither torch nor vLLM.
+"""
 
 import asyncio
 import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.outputs import RequestOutput
+from rl.lora import Policy
+from rl.types import PullMode, SamplingParams
 
-from generator.engine_commands import Cancel, Command, Generate, Stream
-from generator.engine_status import ActivityClock, EngineStoppedError, describe
+if TYPE_CHECKING:  # the imports would load torch and vLLM
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.outputs import RequestOutput
+
+    from rl.weights.versions import VersionRecord
+
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out
 _BURST_S = 0.002  # requests that are sent together arrive at an engine closer to each other than this
 _MAX_BURST_S = 0.02  # the first request waits no longer than this for others
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample completions of one prompt."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    num_samples: int
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Sample one prompt as vLLM's own parameters say, and pass on every output as it comes."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    params: Any
+    """vLLM's `SamplingParams`, with a seed."""
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Drop a request."""
+
+    id: str
+    """The id of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Load a version of the weights."""
+
+    id: str
+    record: "VersionRecord"
+    frozen: bool
+    mode: PullMode
+    keep_prefix_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Keep an adapter's newest version, if it is this one."""
+
+    id: str
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Serve a policy no longer."""
+
+    id: str
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Free the GPU's memory once no request is running, or take it again."""
+
+    id: str
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the thread."""
+
+    id: str
+
+
+Queued = Generate | Stream | Update | Freeze | Drop | Rest | Close
+Command = Queued | Cancel
+
+
+class Backlog:
+    """Commands that have not been carried out. They run as they came, but no policy waits for another one's requests.
+
+    A command waits for an earlier one that concerns the same policy and waits itself. Also, an update in "drain"
+    mode waits for the running requests of its policy, and falling asleep waits for all running requests. An update of
+    the model itself concerns every policy.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._commands: list[Queued] = []
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._commands)
+
+    def append(self, command: Queued) -> None:
+        """Adds a command."""
+        self._commands.append(command)
+
+    def cancel(self, cancel: Cancel) -> bool:
+        """Drops the command of this id. Returns whether it was there."""
+        kept = [command for command in self._commands if command.id != cancel.id]
+        found = len(kept) < len(self._commands)
+        self._commands = kept
+        return found
+
+    def next(self, has_requests: Callable[[Policy], bool]) -> Queued | None:
+        """Takes out the next command that need not wait; None if all have to.
+
+        `has_requests` says whether requests of a policy are running; for None, whether any are.
+        """
+        waiting: set[Policy] = set()
+        for index, command in enumerate(self._commands):
+            concerned = _concerned(command)
+            behind = bool(waiting if concerned is None else waiting & concerned)
+            if not behind and not _waits(command, has_requests):
+                return self._commands.pop(index)
+            if concerned is None:
+                return None
+            waiting |= concerned
+        return None
+
+
+def _waits(command: Queued, has_requests: Callable[[Policy], bool]) -> bool:
+    match command:
+        case Update(mode="drain", frozen=False):
+            return has_requests(command.record.policy)
+        case Rest(asleep=True):
+            return has_requests(None)
+        case _:
+            return False
+
+
+def _concerned(command: Queued) -> set[Policy] | None:
+    """The policies that a command concerns; None if it concerns all of them."""
+    match command:
+        case Close() | Rest():
+            return None
+        case Generate() | Stream() | Drop():
+            return {command.policy}
+        case Freeze():
+            return {command.name, (command.name, command.version)}
+        case Update():
+            policy = command.record.policy
+            if policy is None:
+                return None
+            return {policy, (policy, command.record.version)} if command.frozen else {policy}
 
 
 class EngineCalls:
@@ -61,11 +222,12 @@ class EngineCalls:
             self.put(Cancel(command.id))
             raise
 
-    async def stream(self, command: Stream) -> AsyncGenerator[RequestOutput]:
+    async def stream(self, command: Stream) -> "AsyncGenerator[RequestOutput]":
         """Passes a command on and yields the outputs of its request. Closing the generator cancels the request."""
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | None]()
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
 
-        def put(output: RequestOutput | None) -> None:
+        def put(output: "RequestOutput | None") -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed, and the caller is gone with it
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
@@ -84,8 +246,8 @@ class EngineCalls:
         """Whether a caller of this rank takes the outputs of a request as they come."""
         return request_id in self._streams
 
-    def pass_on(self, output: RequestOutput) -> None:
-        """Gives an output to the caller that takes those of its request, if there is one."""
+    def pass_on(self, output: "RequestOutput") -> None:
+        """Gives an output to the caller that takes this request's outputs, if there is one."""
         if (put := self._streams.get(output.request_id)) is not None:
             put(output)
 
@@ -93,7 +255,7 @@ class EngineCalls:
         """Passes on a command that needs no answer."""
         self._commands.put(command)
 
-    def receive(self, group: GroupCoordinator, clock: ActivityClock, *, wait: bool) -> list[Command]:
+    def receive(self, group: "GroupCoordinator", clock: "ActivityClock", *, wait: bool) -> list[Command]:
         """Takes rank 0's commands out of its queue and returns them on every rank."""
         commands: list[Command] = []
         if group.rank_in_group == 0:
@@ -136,7 +298,7 @@ class EngineCalls:
             self.answer(command_id, result)
 
     def forget(self, command_id: str) -> None:
-        """Notes that nobody waits for an answer any more."""
+        """Notes that no caller waits for the answer any more."""
         self._answers.pop(command_id, None)
 
     def end(self, failure: BaseException) -> None:
@@ -147,5 +309,86 @@ class EngineCalls:
             self.answer(command_id, error=_stopped(failure))
 
 
-def _stopped(failure: BaseException) -> EngineStoppedError:
+def _stopped(failure: BaseException) -> "EngineStoppedError":
     return EngineStoppedError(f"the generation engine has stopped: {describe(failure)}")
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended, in most cases by an exception in vLLM. Nothing can be sampled any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One look at an engine's thread."""
+
+    activity: str | None
+    """The name of its work; None if it waits for a command."""
+    seconds: float
+    """For how long."""
+    slowest_s: float | None
+    """How long the same activity took at most so far; None if it is the first time."""
+    num_steps: int
+    """Steps taken so far."""
+    num_unfinished: int
+    """Samples that are running or waiting in vLLM."""
+    failure: str | None
+    """Why the thread has ended; None if it runs."""
+
+
+_COMMAND = "command"
+"""What the thread does between its other activities: it takes commands and answers them."""
+
+
+class ActivityClock:
+    """Kept by the thread that does something, and read by any other."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Starts idle."""
+        self._now = now
+        self._current: tuple[str, float] | None = None
+        self._slowest_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Generator[None]:
+        """Marks what the thread does within the block. If the block raises, its time does not count."""
+        self._done()
+        self._current = (activity, self._now())
+        try:
+            yield
+            self._done()
+        finally:
+            self._current = (_COMMAND, self._now())
+
+    @contextlib.contextmanager
+    def idle(self) -> Generator[None]:
+        """Marks that the thread has nothing to do within the block."""
+        self._done()
+        self._current = None
+        try:
+            yield
+        finally:
+            self._current = (_COMMAND, self._now())
+
+    def _done(self) -> None:
+        if self._current is not None:
+            activity, started = self._current
+            self._slowest_s[activity] = max(self._slowest_s.get(activity, 0.0), self._now() - started)
+            self._counts[activity] = self._counts.get(activity, 0) + 1
+
+    def status(self, num_unfinished: int, failure: BaseException | None) -> EngineStatus:
+        """What the thread does now."""
+        activity, started = self._current or (None, self._now())
+        return EngineStatus(
+            activity=activity,
+            seconds=self._now() - started,
+            slowest_s=None if activity is None else self._slowest_s.get(activity),
+            num_steps=self._counts.get("step", 0),
+            num_unfinished=num_unfinished,
+            failure=None if failure is None else describe(failure),
+        )
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and text."""
+    return f"{type(error).__name__}: {error}"

@@ -1,10 +1,20 @@
-"""Requests in OpenAI's form, on their way to a generator. This module imports no vLLM: the controller imports it."""
+"""Requests in OpenAI's form: a call on its way to a generator's process, and the calls that the process is answering.
 
+A caller in another process begins a request, and asks for the events of a stream one by one. The controller imports
+this module, so it does not import vLLM.
+"""
+
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rl.lora import Policy
+from rl.startup import import_for_good
+
+if TYPE_CHECKING:  # the imports would load vLLM
+    from generator.engine import GenerationEngine
+    from generator.openai_serving import OpenAIServing
 
 OpenAIKind = Literal["chat", "completions"]
 
@@ -24,7 +34,7 @@ class OpenAICall:
     tool_parser: str = ""
     """The name of vLLM's parser that finds tool calls in the text; empty for none."""
     reasoning_parser: str = ""
-    """The name of vLLM's parser that tells reasoning from the answer; empty for none."""
+    """The name of vLLM's parser that separates reasoning from the answer; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +45,74 @@ class OpenAIReply:
     """As of HTTP."""
     body: str | AsyncGenerator[str]
     """JSON; or, if the client asked for a stream, the events of `text/event-stream` as they come."""
+
+
+class OpenAIRequests:
+    """The requests that one generator process is answering. Lives on the actor's event loop."""
+
+    def __init__(self, engine: "GenerationEngine") -> None:
+        """vLLM's serving code is loaded by the first request."""
+        self._engine = engine
+        self._building = asyncio.Lock()
+        self._serving: dict[tuple[str, str], OpenAIServing] = {}
+        self._running: dict[str, asyncio.Task[tuple[int, str | AsyncGenerator[str]]]] = {}
+        self._events: dict[str, AsyncGenerator[str]] = {}
+        self._taking: dict[str, asyncio.Task[str | None]] = {}
+
+    async def begin(self, call_id: str, call: OpenAICall) -> tuple[int, str | None]:
+        """Status and JSON of the answer; None in the place of JSON if the answer is a stream.
+
+        Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer.
+        """
+        serving = await self._serving_for(call.tool_parser, call.reasoning_parser)
+        self._running[call_id] = running = asyncio.create_task(serving.answer(call))
+        try:
+            status, body = await running
+        except asyncio.CancelledError:
+            raise RuntimeError("the call was cancelled") from None
+        finally:
+            del self._running[call_id]
+        if isinstance(body, str):
+            return status, body
+        self._events[call_id] = body
+        return status, None
+
+    async def next_event(self, call_id: str) -> str | None:
+        """The next event of a stream; None after the last, or if it was cancelled."""
+        if call_id not in self._events:
+            return None
+        self._taking[call_id] = taking = asyncio.create_task(_next(self._events[call_id]))
+        try:
+            event = await taking
+        except asyncio.CancelledError:
+            event = None
+        finally:
+            del self._taking[call_id]
+        if event is None:
+            self._events.pop(call_id, None)
+        return event
+
+    def cancel(self, call_id: str) -> None:
+        """Ends a request, if it is there."""
+        for tasks in (self._running, self._taking):
+            if call_id in tasks:
+                tasks[call_id].cancel()
+        if (events := self._events.pop(call_id, None)) is not None and call_id not in self._taking:
+            closing = asyncio.ensure_future(events.aclose())
+            closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _serving_for(self, tool_parser: str, reasoning_parser: str) -> "OpenAIServing":
+        def build() -> "OpenAIServing":
+            import_for_good("generator.openai_serving")
+            from generator.openai_serving import OpenAIServing
+
+            return OpenAIServing(self._engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+
+        async with self._building:
+            if (tool_parser, reasoning_parser) not in self._serving:
+                self._serving[tool_parser, reasoning_parser] = await asyncio.to_thread(build)
+            return self._serving[tool_parser, reasoning_parser]
+
+
+async def _next(events: AsyncGenerator[str]) -> str | None:
+    return await anext(events, None)

@@ -81,7 +81,7 @@ class OpenAIServing:
 
 
 class _AnyModel(OpenAIServingModels):
-    """Whatever a request calls its model, it is served, and called by the caller's name for it."""
+    """Serves every request, and calls the model by the caller's name for it; the request's own name does not count."""
 
     def is_base_model(self, model_name: str) -> bool:
         del model_name

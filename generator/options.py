@@ -14,7 +14,7 @@ from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, see
 from rl.system.hf_config import read_config
 
 CPU_KERNELS = "ownloop_cpu"
-"""The name under which `_compat` registers kernels with vLLM."""
+"""The name under which `cpu/patches.py` registers kernels with vLLM."""
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
@@ -32,7 +32,7 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
     if config.lora is not None:
-        # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, which is all that CPUs use.
+        # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, the only one on CPUs.
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not _has_gpu(has_gpu):
         env |= {
@@ -95,7 +95,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "max_num_batched_tokens": max(max_model_len, _MIN_BATCHED_TOKENS),
         }
         if config.tensor_parallel > 1:
-            options["worker_cls"] = "generator._cpu_worker.CPUMeshWorker"
+            options["worker_cls"] = "generator.cpu.mesh_worker.CPUMeshWorker"
     elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
@@ -113,13 +113,13 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     return {**options, **config.engine_args}
 
 
-def _has_gpu(told: bool | None) -> bool:
-    return sees_gpu() if told is None else told
+def _has_gpu(has_gpu: bool | None) -> bool:
+    return sees_gpu() if has_gpu is None else has_gpu
 
 
 def _adaptable_modules(config: GeneratorConfig) -> list[str]:
     """The last parts of the names of the projections that vLLM makes adaptable."""
-    # The projections of experts have the names of those of an MLP. No adapter has them, and where vLLM could adapt
+    # The projections of experts have the same names as an MLP's. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
     has_experts = read_config(config.model).get("num_experts_per_tok") is not None
     return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]

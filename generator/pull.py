@@ -1,22 +1,34 @@
 """The pulling side of weight synchronisation: loads a published version into a vLLM model of this process.
 
-vLLM's own `load_weights` fuses and shards, so a tensor-parallel rank copies only its own part. Everything that can be
-checked is checked before the first byte is copied, so a version of another model leaves the old weights as they are.
-How a version gets here is the transport's business, and when to load it the engine's.
+vLLM's own `load_weights` fuses and shards, so a tensor-parallel rank copies only its own part. All checks come before
+the first copy, so a version of another model leaves the old weights as they are. The transport brings a version here,
+and the engine decides when to load it.
+
+    first pull     WeightLoader -> model.load_weights, hundreds of tensors one by one, in Python, on one thread;
+                   CopyRecorder notes each copy out of weight memory as a pair of views
+    later pulls    CopyPlan runs the same copies: on all threads or, for a model on a GPU, in one call
+
+The copies are the same for every version of one layout. A weight that is packed for the CPU is packed straight from the
+published memory if it lies there in one piece, which saves a copy.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from generator._compat import packed_experts
-from generator._cpu_packing import packed_layers
-from generator.copy_plan import CopyPlan, CopyRecorder, pack_weights
+from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
 from rl.checks import first_names
 from rl.system.model_files import stored_shapes
+from rl.weights import copies as gpu_copies
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
 from rl.weights.versions import VersionRecord, WeightsError, WeightsMismatchError
@@ -125,7 +137,155 @@ class WeightLoader:
     def _load(self, tensors: NamedTensors) -> None:
         with torch.no_grad():
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        # vLLM puts adapters around the layers of the model, and leaves this out of the names of what it has loaded.
+        # vLLM puts adapters around the layers of the model, and leaves this out of the names that it returns.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {first_names(left)}")
+
+
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A view of weight memory, wherever that is mapped."""
+
+    part: int
+    """The index in `WeightMemory.parts`."""
+    dtype: torch.dtype
+    offset: int
+    """In elements of `dtype`."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, memory: WeightMemory) -> torch.Tensor:
+        return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class CopyRecorder(TorchDispatchMode):
+    """Records every copy out of weight memory while it is active."""
+
+    def __init__(self, memory: WeightMemory) -> None:
+        """The tensors to be copied are views of `memory`."""
+        super().__init__()
+        self._parts = {_address(part): index for index, part in enumerate(memory.parts)}
+        self.copies: list[tuple[torch.Tensor, _Source]] = []
+        self.complete = True
+        """Whether the copies are all that was read: a cast or a sum of published tensors cannot be repeated."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operation."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and self._in_memory(args[1]):
+            source: torch.Tensor = args[1]
+            part = self._parts[_address(source)]
+            view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
+            self.copies.append((args[0], view))
+        elif any(self._in_memory(value) for value in tree_leaves((args, kwargs))) and not self._in_memory(result):
+            self.complete = False
+        return result
+
+    def _in_memory(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and _address(value) in self._parts
+
+
+class CopyPlan:
+    """Loads versions that have the same layout as a recorded one."""
+
+    def __init__(self, model: nn.Module, record: VersionRecord, recorder: CopyRecorder) -> None:
+        """`recorder` was active while the model's `load_weights` loaded `record`."""
+        self._modules = tuple(model.modules())
+        self._layout = record.layout
+        self._addresses = _addresses(self._modules)
+        self._on_gpu = gpu_copies.on_gpu(destination for destination, _ in recorder.copies)
+        on_cpu = all(destination.is_cpu for destination, _ in recorder.copies)
+        self._usable = recorder.complete and (self._on_gpu or on_cpu)
+        layers = packed_layers(model)
+        into: dict[int, list[tuple[torch.Tensor, _Source]]] = defaultdict(list)
+        for destination, source in recorder.copies:
+            into[_address(destination)].append((destination, source))
+        packed = {id(layer) for layer in layers}
+        plain = {
+            _address(parameter)
+            for module in self._modules
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(module) not in packed or name != "weight"
+        }
+        self._packs: list[tuple[nn.Module, torch.Tensor | _Source]] = []
+        for layer in layers:
+            weight = layer.weight
+            assert isinstance(weight, torch.Tensor)
+            whole = _as_one(weight, into[_address(weight)])
+            self._packs.append((layer, whole or weight))
+            if whole is not None and _address(weight) not in plain:
+                del into[_address(weight)]
+                # Only the packed copy is read from now on. A layer that reads the plain one all the same computes NaN,
+                # and not with weights of an earlier version.
+                weight.data.fill_(torch.nan)
+        self._copies = [pair for pairs in into.values() for pair in pairs]
+        self._experts = packed_experts(model)
+        # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
+        # hundreds of views take long to make, and they are gone with the memory.
+        self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
+
+    def fits(self, record: VersionRecord) -> bool:
+        """Whether the plan can load this version into the model as it is now."""
+        return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
+
+    def load(self, memory: WeightMemory, workers: Workers) -> None:
+        """Brings what lies in `buffer` into the model."""
+        stages = self._stages.get(memory)
+        if stages is None:
+            pairs = [(destination, source.of(memory)) for destination, source in self._copies]
+            copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
+            weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
+            packs = _packing(weights, pack_again)
+            stages = self._stages[memory] = [copies, packs, self._experts]
+        for operations in stages:
+            workers.run(operations)
+
+
+def pack_weights(model: nn.Module, workers: Workers) -> None:
+    """Packs the loaded weights again, which the next forward pass computes with. Does nothing on a GPU."""
+    workers.run(_packing([(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)], pack))
+    workers.run(packed_experts(model))
+
+
+def _packing(layers: Sequence[tuple[nn.Module, torch.Tensor]], how: Callable[..., None]) -> list[Operation]:
+    """The operations that pack these layers, the longest first."""
+    return [partial(how, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
+
+
+def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
+    return packed[1].nbytes
+
+
+def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:
+    """The piece of memory that equals a weight, if the copies into the weight come from one contiguous piece."""
+    if not copies or not weight.is_contiguous():
+        return None
+    ordered = sorted(copies, key=lambda pair: pair[0].storage_offset())
+    part, first = ordered[0][1].part, ordered[0][1].offset
+    end = 0
+    for destination, source in ordered:
+        rows = torch.empty(source.shape, device="meta").stride()
+        if (
+            destination.storage_offset() - weight.storage_offset() != end
+            or source.offset - first != end
+            or (source.part, source.dtype) != (part, weight.dtype)
+            or not destination.is_contiguous()
+            or source.stride != rows
+        ):
+            return None
+        end += destination.numel()
+    return _Source(part, weight.dtype, first, tuple(weight.shape), weight.stride()) if end == weight.numel() else None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _addresses(modules: Iterable[nn.Module]) -> list[int]:
+    """Addresses of the modules' parameters. Ten times as fast as `model.parameters()`, which walks names as well."""
+    return [p.data_ptr() for module in modules for p in vars(module)["_parameters"].values() if p is not None]

@@ -5,8 +5,8 @@ The names of a plain loop can be imported from here. Each comes from its module 
 
 TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
-    from rl.advantages.group_relative import group_mean_std
-    from rl.losses.reduction import token_mean
+    from rl.advantages import group_mean_std
+    from rl.losses import token_mean
     from rl.rollouts.episodes import group_to_data, rollout_groups
     from rl.rollouts.evaluation import evaluate
     from rl.rollouts.rendering import Renderer
@@ -17,10 +17,10 @@ _MODULES = {
     "Datum": "rl.types",
     "Renderer": "rl.rollouts.rendering",
     "evaluate": "rl.rollouts.evaluation",
-    "group_mean_std": "rl.advantages.group_relative",
+    "group_mean_std": "rl.advantages",
     "group_to_data": "rl.rollouts.episodes",
     "rollout_groups": "rl.rollouts.episodes",
-    "token_mean": "rl.losses.reduction",
+    "token_mean": "rl.losses",
 }
 
 

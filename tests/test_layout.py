@@ -22,6 +22,8 @@ FORBIDDEN = {
     "configs": set[str](),
     "benchmarks": {"tests"},
 }
+# Parts that an entry point names, and no other module of the product.
+OPTIONAL_PARTS = ("trainer.engines.mcore", "trainer.engines.mfsdp")
 TOP_LEVEL = {
     *PACKAGES,
     *("tests", "benchmarks", "requirements", "docs", "examples"),
@@ -84,6 +86,16 @@ def test_imports_go_one_way(package: str) -> None:
     for path in sources(package):
         wrong = imported_packages(ast.parse((ROOT / path).read_text())) & FORBIDDEN[package]
         assert not wrong, f"{path} imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("part", OPTIONAL_PARTS)
+def test_only_an_entry_point_names_an_optional_part(part: str) -> None:
+    name = re.compile(rf"(?<![\w.]){re.escape(part)}(?!\w)")
+    folder = Path(part.replace(".", "/"))
+    named = [str(path) for path in sources(*PACKAGES) if name.search((ROOT / path).read_text())]
+    assert [path for path in named if not Path(path).is_relative_to(folder)] == []
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert f"{part}:ENTRY" in [target for group in points.values() for target in group.values()]
 
 
 def test_tests_import_no_benchmark() -> None:

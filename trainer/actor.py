@@ -133,7 +133,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, policy: str | None) -> VersionRecord | None:
-        """Publishes the current weights in the generator's dtype; `WeightPublisher.publish` says what it returns."""
+        """Publishes the current weights in the generator's dtype; see `WeightPublisher.publish`."""
         engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
         with engine.memory.phase("push_model_state_dict"):
             return await publisher.publish(engine.policy_version, engine.hf_parameters())

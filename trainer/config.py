@@ -1,20 +1,88 @@
-"""The layout of a trainer and how it computes. Learning rate, clip norm and the like come with each step instead."""
+"""The layout of a trainer, how it computes, and the environment of its processes.
 
+Learning rate, clip norm and the like come with each step instead. Loads no torch: the controller needs it early.
+"""
+
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_gpus
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
+from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.types import Head, Placement
 from trainer.engine_table import find_engine
-from trainer.layout import LayoutConfig, PipelineSchedule
 
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Float8Recipe = Literal["none", "rowwise", "rowwise_with_gw_hp"]
+PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what a user has set stays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConfig:
+    """The degrees of parallelism.
+
+    The number of ranks is the product of the degrees `pipeline_parallel * data_parallel_replicate *
+    data_parallel_shard * context_parallel * tensor_parallel`. Consecutive ranks belong to one tensor-parallel group,
+    consecutive groups of these to one context-parallel group, and so on.
+    """
+
+    data_parallel_shard: int = 1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP, ZeRO-3). With the engine `megatron`
+    each rank computes with a whole model, and master weights and optimizer state are sharded (ZeRO-1)."""
+    data_parallel_replicate: int = 1
+    """Replicas of the sharded group (HSDP), or of everything if nothing is sharded."""
+    tensor_parallel: int = 1
+    """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
+    sequence_parallel: bool = True
+    """Whether a tensor-parallel group also splits the tokens between matrix products, which saves memory."""
+    context_parallel: int = 1
+    """Ranks that split the tokens of every row, for long sequences. Parameters are sharded over them too."""
+    pipeline_parallel: int = 1
+    """Ranks that each hold some of the layers and pass micro-batches on to the next. Embeddings must not be tied."""
+    pipeline_schedule: PipelineSchedule = "1F1B"
+    """The order in which a pipeline's ranks compute. With `1F1B` each rank holds one stage of layers; with
+    `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
+    expert_parallel: int = 1
+    """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
+    ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, with the
+    engine `megatron` also times `data_parallel_replicate`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of this trainer."""
+        return self.num_data_parallel_ranks * self.num_model_parallel_ranks
+
+    @property
+    def num_data_parallel_ranks(self) -> int:
+        """Number of ranks, or groups of ranks, that get different data."""
+        return self.data_parallel_replicate * self.data_parallel_shard
+
+    @property
+    def num_model_parallel_ranks(self) -> int:
+        """Number of ranks that get the same data and return the same output."""
+        return self.pipeline_parallel * self.context_parallel * self.tensor_parallel
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """Index of the local batch that a rank gets, of `num_data_parallel_ranks`."""
+        return rank // (self.context_parallel * self.tensor_parallel) % self.num_data_parallel_ranks
+
+    @property
+    def num_token_shards(self) -> int:
+        """Ranks of a tensor-parallel group among which the tokens of a row are divided between matrix products."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages into which the layers are cut."""
+        if self.pipeline_parallel == 1:
+            return 1
+        return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +178,33 @@ class TrainerConfig(LayoutConfig):
         """Raises ValueError if the head has no entropies. Called when entropies are asked for."""
         if self.head != "lm":
             raise ValueError(f"entropy was asked for; a trainer with head={self.head!r} has none")
+
+
+def parse_layout(text: str) -> Mapping[str, Any]:
+    """`tensor_parallel=2,sequence_parallel=False` as fields. Raises ValueError, naming those there are."""
+    values: dict[str, Any] = {}
+    types = {field.name: type(field.default) for field in fields(LayoutConfig)}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name not in types:
+            raise ValueError(f"layout is {text!r}; it must be like tensor_parallel=2, with fields {', '.join(types)}")
+        try:
+            values[name] = {"True": True, "False": False}[value] if types[name] is bool else types[name](value)
+        except (ValueError, KeyError):
+            needed = "True or False" if types[name] is bool else "a whole number"
+            raise ValueError(f"layout {name} is {value!r}; it must be {needed}") from None
+    return values
+
+
+def trainer_env(config: TrainerConfig, *, has_gpu: bool | None = None) -> dict[str, str]:
+    """Environment variables of each trainer process, to be set before it imports anything.
+
+    `has_gpu` says whether the host that computes has a GPU; None stands for this host.
+    """
+    env = cpu_thread_env(config.num_threads)
+    if not (sees_gpu() if has_gpu is None else has_gpu):
+        env |= cpu_malloc_env()  # saves a quarter of the time of a small model's step
+    elif not os.environ.keys() & set(_ALLOCATOR):
+        # Every row has another length; without this, freed blocks fit no later row and memory falls to pieces.
+        env[_ALLOCATOR[0]] = "expandable_segments:True"
+    return env

@@ -1,7 +1,8 @@
-"""The one table of training engines. A new engine is a folder of its own and a row here.
+"""The training engines by name: a table of the core's engines, and the entry points of all others.
 
-An engine of another package has its row there, as the object that an entry point of the group `ownloop.engines` names.
-Imports no engine, so that `TrainerConfig` can check an engine's name without loading torch.
+An engine of the core is a folder of its own and a row here. An optional one, of this repository or of another package,
+has its row in a module of its own, and an entry point of the group `ownloop.engines` names it. Imports no engine, so
+that `TrainerConfig` can check an engine's name without loading torch.
 """
 
 from collections.abc import Mapping
@@ -46,18 +47,6 @@ ENGINES: Mapping[str, EngineEntry] = {
         engine="trainer.engines.hf.fsdp1:Fsdp1Engine",
         layout_check="trainer.engines.hf.layout_check:check_layout",
     ),
-    "megatron": EngineEntry(
-        engine="trainer.engines.mcore.engine:MegatronEngine",
-        layout_check="trainer.engines.mcore.layout_check:check_layout",
-        requires="megatron",
-        takes_args=True,
-    ),
-    "megatron_fsdp": EngineEntry(
-        engine="trainer.engines.hf.mfsdp_engine:MegatronFsdpEngine",
-        layout_check="trainer.engines.hf.mfsdp_check:check_layout",
-        requires="megatron_fsdp",
-        takes_args=True,
-    ),
 }
 
 
@@ -65,9 +54,15 @@ def find_engine(name: str) -> EngineEntry:
     """The row of an engine of this table or of an installed package. Raises ValueError, naming those there are."""
     if name in ENGINES:
         return ENGINES[name]
-    installed = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
-    check_known("TrainerConfig.engine", name, [*ENGINES, *installed])
-    entry = installed[name].load()
+    optional = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
+    check_known("TrainerConfig.engine", name, [*ENGINES, *optional])
+    entry = optional[name].load()
     if not isinstance(entry, EngineEntry):
         raise ValueError(f"the entry point {name!r} of {_GROUP} names {entry!r}; an EngineEntry is needed")
     return entry
+
+
+def all_engines() -> Mapping[str, EngineEntry]:
+    """The rows of all engines, this table's first. Leaves out entry points that name something else."""
+    optional = {entry_point.name: entry_point.load() for entry_point in entry_points(group=_GROUP)}
+    return {**ENGINES, **{name: entry for name, entry in optional.items() if isinstance(entry, EngineEntry)}}

@@ -150,7 +150,7 @@ class WeightPublisher:
             sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s, asked=asked)
             try:
                 await sender.prepare(self._manifest)
-            except WeightsError as error:  # raised on every rank, so all go on to the same transport
+            except WeightsError as error:  # raised on every rank, so all try the same transport next
                 if self._transport == last:
                     raise
                 problem = str(error)
@@ -227,7 +227,7 @@ class _Shards:
         return build_manifest((name, *union[name]) for name in fused_parts_together(union))
 
     def of(self, tensors: NamedTensors) -> Iterator[Shard]:
-        """This rank's shards. Iterating raises ValueError if names or shapes are not those that were agreed on."""
+        """This rank's shards. Iterating raises ValueError if names or shapes are not the agreed ones."""
         self._check_same(tensors)
         for name, tensor in tensors:
             if not isinstance(tensor, DTensor):

@@ -24,7 +24,7 @@ from rl.weights import copies
 from rl.weights.copies import Workers
 from rl.weights.transport import load_transport
 from rl.weights.versions import VersionRecord
-from trainer.engines.contract.local_push import LocalStore
+from trainer.engines.contract.reference import LocalStore
 from trainer.push import WeightPublisher
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]

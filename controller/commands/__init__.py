@@ -1,1 +1,1 @@
-"""The command line, one file per command of `ownloop`."""
+"""The command line of `ownloop`. `command_line.py` has the table of its commands."""

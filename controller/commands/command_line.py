@@ -1,67 +1,76 @@
-"""The commands of `ownloop`: `run RECIPE [--field value ...]`, `run --resume RUN`, and commands that inspect things.
+"""The table of `ownloop`'s commands, and how one of them is run: mistakes become one line and an exit status.
 
-Builds the parser, runs one command and turns mistakes into one line and an exit status. Each command has a file here.
+    ownloop NAME WORDS -> the class that COMMANDS or an entry point names -> `parse` (by tyro) -> its method `run`
+
+A command is a dataclass: its fields are the arguments, its docstring is the help. A part that is not always installed
+brings its own commands as entry points of the group `ownloop.commands`, each of which names such a class.
+This file imports no command, so that `ownloop --help` is quick.
 """
 
-import argparse
+import ast
+import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from dataclasses import is_dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
-from controller.commands import (
-    certs,
-    chat,
-    check_engine,
-    check_env,
-    compare,
-    doctor,
-    eval_run,
-    export_run,
-    host_manifests,
-    key,
-    list_runs,
-    model,
-    parity,
-    report_run,
-    run,
-    serve,
-    show,
-    sweep,
-    worker,
-)
-from controller.commands import list as list_recipes
-from controller.commands.command import USAGE
-from controller.commands.recipes import HelpRequestedError
-from rl.checks import see_working_directory
+from rl.checks import check_known, see_working_directory
+
+FAILED = 1
+"""The command ran and failed."""
+USAGE = 2
+"""The caller made a mistake."""
+
+COMMANDS: Mapping[str, str] = {
+    "run": "controller.commands.run:Run",
+    "sweep": "controller.commands.sweep:Sweep",
+    "list": "controller.commands.recipes:List",
+    "show": "controller.commands.show:Show",
+    "runs": "controller.commands.show:Runs",
+    "report": "controller.commands.show:Report",
+    "compare": "controller.commands.compare:Compare",
+    "eval": "controller.commands.chat_and_eval:Eval",
+    "export": "controller.commands.export_run:Export",
+    "chat": "controller.commands.chat_and_eval:Chat",
+    "parity": "controller.commands.check_parts:Parity",
+    "check-env": "controller.commands.check_parts:CheckEnv",
+    "check-engine": "controller.commands.check_parts:CheckEngine",
+    "model": "controller.commands.export_run:Model",
+    "worker": "controller.commands.host_commands:Worker",
+    "doctor": "controller.commands.host_commands:Doctor",
+    "certs": "controller.commands.host_commands:Certs",
+}
+"""Name -> `module:class` of every command that is always there."""
+_GROUP = "ownloop.commands"
+HELP = frozenset(("-h", "--help"))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+class CommandEndedError(Exception):
+    """The command is over, before its end: `status` is the exit status, and the message is for standard output."""
 
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; see ownloop --help", file=sys.stderr)
-        raise SystemExit(USAGE)
+    def __init__(self, status: int, text: str = "") -> None:
+        """The exit status, and what is printed."""
+        super().__init__(text)
+        self.status = status
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Runs one command. Returns the exit status."""
     see_working_directory()  # a recipe's fields name environments, losses, rewards and tools
     try:
-        resuming = any(word.partition("=")[0] in ("--resume", "--fork") for word in arguments)
-        parser, commands = _parser(resuming=resuming)
-        # Later, `--help` is the recipe's: `run RECIPE --help` lists its fields. `serve` has fields without a recipe.
-        asks = len(arguments) > 1 and arguments[0] != "serve" and arguments[1] in ("-h", "--help")
-        if asks and arguments[0] in commands:
-            commands[arguments[0]].print_help()
+        if not arguments:
+            raise ValueError("COMMAND is missing; see ownloop --help")
+        if arguments[0] in HELP:
+            print(_help())
             return 0
-        options, overrides = parser.parse_known_args(arguments)
-        _check_order(arguments, overrides)
-        return options.command(options, overrides)
-    except SystemExit as stop:  # argparse has printed the help or a mistake
-        return int(stop.code or 0)
-    except HelpRequestedError as help_text:
-        print(help_text)
-        return 0
+        return parse_command(arguments).run()
+    except CommandEndedError as ended:
+        if str(ended):
+            print(ended)
+        return ended.status
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
@@ -72,43 +81,54 @@ def run_command(arguments: Sequence[str]) -> int:
         return USAGE
 
 
-def _check_order(arguments: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raises ValueError if the parser has taken the value of an option that it does not know for an argument."""
-    left = list(overrides)
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if not left or word != left[0]:
-            continue
-        del left[0]
-        is_option = word.startswith("--") and "=" not in word
-        if is_option and following and not following.startswith("--") and left[:1] != [following]:
-            raise ValueError(f"{word} comes too early, or is not known: see ownloop {arguments[0]} --help")
+def parse_command(arguments: Sequence[str]) -> Any:
+    """The command with its arguments, ready to run. Raises ValueError for a mistake, and as `parse` does."""
+    name, *words = arguments
+    kind = _load(name)
+    from controller.commands.command import parse  # takes a while, since it imports tyro
+
+    return parse(kind, words, f"ownloop {name}")
 
 
-def _parser(*, resuming: bool) -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and its sub-parsers, one per command. Arguments that it does not know are left for the recipe."""
-    parser = _Parser(prog="ownloop", description="RL post-training on hardware you own.", allow_abbrev=False)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    run.add_parser(commands, resuming=resuming)
-    for command in (
-        sweep,
-        list_recipes,
-        show,
-        list_runs,
-        report_run,
-        compare,
-        eval_run,
-        export_run,
-        chat,
-        parity,
-        check_env,
-        check_engine,
-        model,
-        serve,
-        worker,
-        doctor,
-        host_manifests,
-        key,
-        certs,
-    ):
-        command.add_parser(commands)
-    return parser, commands.choices
+def _load(name: str) -> Any:
+    """The class of a command. Raises ValueError, naming those there are, if there is none."""
+    target = COMMANDS.get(name) or _installed().get(name)
+    if target is None:
+        check_known("command", name, [*COMMANDS, *_installed()])
+    module, _, attribute = str(target).partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    if not is_dataclass(kind) or not hasattr(kind, "run"):
+        raise ValueError(
+            f"the entry point {name!r} of {_GROUP} names {kind!r}; a dataclass with a method run is needed"
+        )
+    return kind
+
+
+def _installed() -> dict[str, str]:
+    """The commands of the parts that are installed here, as in `COMMANDS`."""
+    return {entry_point.name: entry_point.value for entry_point in entry_points(group=_GROUP)}
+
+
+def _help() -> str:
+    """What `ownloop --help` prints."""
+    commands = {**_installed(), **COMMANDS}
+    names = [*COMMANDS, *sorted(commands.keys() - COMMANDS.keys())]
+    width = max(map(len, names))
+    return "\n".join(
+        (
+            "usage: ownloop COMMAND ...\n\nRL post-training on hardware you own.\n\ncommands:",
+            *(f"  {name:<{width}}  {_summary(commands[name])}" for name in names),
+            "\n`ownloop COMMAND --help` lists the arguments of a command.",
+        )
+    )
+
+
+def _summary(target: str) -> str:
+    """The first line of a command's docstring, read without importing its module; empty if it is not found."""
+    module, _, attribute = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    source = Path(spec.origin).read_bytes() if spec and spec.origin and spec.origin.endswith(".py") else b""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == attribute:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""

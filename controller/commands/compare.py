@@ -1,61 +1,69 @@
-"""`ownloop compare RUN RUN ...`: two runs step by step; several, over their seeds; with `--plot`, as a picture."""
+"""`ownloop compare RUN RUN ...`: two runs step by step; several, over their seeds; with `--plot`, as a picture.
 
-import argparse
+Over seeds, runs are put together that differ in nothing else. A table shows their final rewards, and Welch's t-test
+says what can be claimed.
+"""
+
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from controller.commands.command import Commands, add_runs_option, refuse
+from tyro.conf import Positional, arg
+
+from controller.commands.command import OfRuns
+from controller.commands.saved_recipe import find_run
 from controller.runs.comparison import (
     Configuration,
     FinalReward,
+    by_step,
+    differences,
     final_reward,
+    metric_differences,
     named_differences,
     same_configuration,
     welch,
 )
-
-if TYPE_CHECKING:  # the import would load NumPy
-    from controller.runs.comparison import Configuration
+from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 80  # of a page that is not a terminal
+_SIGNIFICANT = 0.05
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def add_parser(commands: Commands) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "compare", help="compare runs: two of them step by step, and final rewards over seeds", allow_abbrev=False
-    )
-    parser.add_argument("run_names", nargs="+", metavar="RUN", help="a run's folder, or its name within --runs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the held-out rewards over the steps")
-    add_runs_option(parser)
-    parser.set_defaults(command=compare)
+@dataclass(frozen=True, kw_only=True)
+class Compare(OfRuns):
+    """Compares runs: two of them step by step, and final rewards over seeds."""
 
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="RUN RUN ...")]
+    """Two or more runs: their folders, or their names within --runs."""
+    plot: Annotated[Path | None, arg(metavar="FILE.png")] = None
+    """Also draw the held-out rewards over the steps."""
 
-def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the comparison, and draws it if asked to."""
-    from controller.commands.saved_recipe import find_run
+    def __post_init__(self) -> None:
+        """Raises ValueError for a picture that is no PNG."""
+        if self.plot is not None and self.plot.suffix != ".png":
+            raise ValueError(f"--plot is {self.plot}; the file's name must end in .png")
 
-    refuse(overrides)
-    runs = [find_run(name, options.runs) for name in options.run_names]
-    if len(runs) < 2:
-        raise ValueError("compare was given one run; it needs at least two")
-    if options.plot is not None and options.plot.suffix != ".png":
-        raise ValueError(f"--plot is {options.plot}; the file's name must end in .png")
-    width = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns)
-    if len(runs) == 2:
-        _print(comparison(runs[0], runs[1], width), width)
-    # Two runs with the same seed are compared to see whether they are equal; over seeds there is nothing to judge.
-    if len(runs) > 2 or options.plot or (all(map(_is_evaluated, runs)) and not are_repeats(*runs)):
-        configurations = configurations_of(runs)
-        _print(judgement(configurations), width)
-        if options.plot is not None:
-            draw_comparison(configurations, options.plot)
-            _print([f"drawn in {options.plot}"], width)
-    return 0
+    def run(self) -> int:
+        """Prints the comparison, and draws it if asked to."""
+        runs = [find_run(name, self.runs) for name in self.names]
+        if len(runs) < 2:
+            raise ValueError(f"compare was given {'one run' if runs else 'no run'}; it needs at least two")
+        width = max(40, shutil.get_terminal_size((_WIDTH, 24)).columns)
+        if len(runs) == 2:
+            _print(comparison(runs[0], runs[1], width), width)
+        # Two runs with the same seed are compared to see whether they are equal; over seeds there is nothing to judge.
+        if len(runs) > 2 or self.plot or (all(map(_is_evaluated, runs)) and not are_repeats(*runs)):
+            configurations = configurations_of(runs)
+            _print(judgement(configurations), width)
+            if self.plot is not None:
+                draw_comparison(configurations, self.plot)
+                _print([f"drawn in {self.plot}"], width)
+        return 0
 
 
 def _print(lines: Iterable[str], width: int) -> None:
@@ -67,18 +75,15 @@ def _print(lines: Iterable[str], width: int) -> None:
 
 
 def _is_evaluated(run: Path) -> bool:
-    from controller.runs.folder import read_metrics
-
-    return any("eval_reward" in row for row in read_metrics(run / "metrics.jsonl"))
+    return any("eval_reward" in row for row in read_metrics(run / METRICS))
 
 
-def draw_comparison(configurations: Sequence["Configuration"], file: Path) -> None:
+def draw_comparison(configurations: Sequence[Configuration], file: Path) -> None:
     """Draws the held-out reward of all runs over the steps."""
-    from controller.runs.folder import read_metrics
     from controller.runs.plot import plot_comparison  # loads matplotlib
 
     curves = {
-        configuration.name: [read_metrics(Path(run.run) / "metrics.jsonl") for run in configuration.runs]
+        configuration.name: [read_metrics(Path(run.run) / METRICS) for run in configuration.runs]
         for configuration in configurations
     }
     plot_comparison(curves, file)
@@ -89,16 +94,12 @@ def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
 
     The lines of tables have at most `width` characters: metrics that do not fit follow in tables of their own.
     """
-    from controller.runs.comparison import by_step, differences
-    from controller.runs.folder import CONFIG_FILE, read_metrics
-    from rl.system.disk import read_json
-
     configs = [read_json(run / CONFIG_FILE) for run in (run_a, run_b)]
     yield f"A  {run_a}"
     yield f"B  {run_b}"
     for field, (a, b) in differences(configs[0], configs[1]).items():
         yield f"{field}: {a!r} in A, {b!r} in B"
-    ours, theirs = (by_step(read_metrics(run / "metrics.jsonl")) for run in (run_a, run_b))
+    ours, theirs = (by_step(read_metrics(run / METRICS)) for run in (run_a, run_b))
     shown = [name for name in _SHOWN if any(name in row for row in (*ours.values(), *theirs.values()))]
     steps = sorted(ours.keys() | theirs.keys())
     pairs = [
@@ -129,8 +130,6 @@ def _tables(first: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -
 
 def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> str:
     """One sentence: where the metrics first differ, and where they differ most."""
-    from controller.runs.comparison import metric_differences
-
     both, found = ours.keys() & theirs.keys(), metric_differences(ours, theirs)
     if not both:
         return "The runs have no step in common."
@@ -145,18 +144,13 @@ def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mappi
     )
 
 
-_SIGNIFICANT = 0.05
-
-
 def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     """The runs, put together where they differ in their seeds only, in the order given.
 
     Each configuration is named by its values of all fields in which they differ; a single one has the name of its first
-    run. Raises ValueError for a run without an
-    evaluation, and for two runs of one configuration with the same seed: they say no more than one.
+    run. Raises ValueError for a run without an evaluation, and for two runs of one configuration with the same seed:
+    they say no more than one.
     """
-    from controller.runs.folder import read_metrics
-
     configs: list[Mapping[str, Any]] = []
     members: list[list[FinalReward]] = []
     for run in runs:
@@ -165,7 +159,7 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
         if place == len(configs):
             configs.append(config)
             members.append([])
-        result = final_reward(str(run), config, read_metrics(run / "metrics.jsonl"))
+        result = final_reward(str(run), config, read_metrics(run / METRICS))
         if same := [other.run for other in members[place] if other.seed == result.seed]:
             raise ValueError(
                 f"{run} and {same[0]} have the same configuration and the same seed, {result.seed}; a comparison over "
@@ -183,8 +177,6 @@ def are_repeats(one: Path, other: Path) -> bool:
 
 
 def _config(run: Path) -> Mapping[str, Any]:
-    from controller.runs.folder import CONFIG_FILE, read_json
-
     return read_json(run / CONFIG_FILE)
 
 
@@ -199,7 +191,7 @@ def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def judgement(configurations: Sequence[Configuration]) -> Iterable[str]:
     """The lines to print: each configuration's final rewards, and how each differs from the first."""
     yield "final held-out reward:"
-    for letter, configuration in zip(_letters(), configurations, strict=False):
+    for letter, configuration in zip(_LETTERS, configurations, strict=False):
         rewards = configuration.rewards
         values = ", ".join(f"{run.reward:.3f} (seed {run.seed}, step {run.step})" for run in configuration.runs)
         yield f"{letter}  {configuration.name}: mean {sum(rewards) / len(rewards):.3f}, n = {len(rewards)}: {values}"
@@ -207,12 +199,8 @@ def judgement(configurations: Sequence[Configuration]) -> Iterable[str]:
     if len(steps) > 1:
         yield f"The last evaluations are after different numbers of steps, {min(steps)} to {max(steps)}."
     first, *others = configurations
-    for letter, other in zip(_letters()[1:], others, strict=False):
+    for letter, other in zip(_LETTERS[1:], others, strict=False):
         yield _claim(letter, other, first)
-
-
-def _letters() -> str:
-    return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _claim(letter: str, other: Configuration, first: Configuration) -> str:

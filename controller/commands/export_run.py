@@ -1,97 +1,29 @@
-"""`ownloop export RUN [--step N] [--to DIR]`: a checkpoint as a model directory, with its card.
+"""`ownloop export` and `ownloop model`: model directories, and the card of an exported one.
 
-`ownloop export tinker://RUN/weights/NAME` does so for one that a client of `ownloop serve` saved.
+The card (README.md) says from what a model was made, how, and what it reached. Its head is in the form that the Hugging
+Face Hub reads: https://huggingface.co/docs/hub/model-cards
 """
 
-import argparse
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from controller.commands.command import Commands, add_run_options, refuse
+from tyro.conf import Positional, arg
+
+from controller.commands.command import OfCheckpoint, TakesFields
 from controller.commands.output import CapturedOutput
-from controller.commands.saved_recipe import RECIPE_FILE, command_of
+from controller.commands.processes import finish
+from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.recording import write_whole
-from rl.checks import how_to_install
-
-
-def add_parser(commands: Commands) -> None:
-    """Adds the command."""
-    parser = commands.add_parser("export", help="write a checkpoint as a Hugging Face directory", allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="a run's folder, its name within --runs, or a tinker:// path")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("gateway"),
-        help="of a tinker:// path: the server's folder (default: gateway)",
-    )
-    parser.add_argument("--adapter", action="store_true", help="of a tinker:// path: only the adapter, for peft")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/exports/step-N)")
-    add_run_options(parser)
-    parser.set_defaults(command=export)
-
-
-def export(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the directory on standard output. `overrides` may change what a resumed run may change."""
-    from controller.commands.processes import CommandEndedError, finish
-    from controller.commands.resume import resumed_configuration
-    from controller.commands.saved_recipe import find_run
-    from controller.runs.checkpoints import checkpoint_of, export_checkpoint
-
-    if options.run.startswith("tinker://"):
-        return _export_saved(options, overrides)
-    if options.adapter:
-        raise ValueError("--adapter is for tinker:// paths; a run's export has its adapter in adapter/")
-    run = find_run(options.run, options.runs)
-    checkpoint = checkpoint_of(run, options.step)
-    directory = options.to or run / "exports" / checkpoint.name
-    with CapturedOutput() as output:
-        config = resumed_configuration(run, overrides, trust=options.trust)
-        logs = run / "logs" / "export"
-        logs.mkdir(parents=True, exist_ok=True)
-        output.move_to(logs / "export.log")
-
-        def tell(text: str) -> None:
-            print(text, file=output.errors)
-
-        try:
-            finish(export_checkpoint(config, checkpoint, directory, logs, tell), output)
-        except CommandEndedError as ended:
-            return ended.status
-        add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
-        print(directory, file=output.terminal)
-    return 0
-
-
-def _export_saved(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """As `export`, for a checkpoint that a client saved."""
-    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
-        raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
-    from controller.commands.processes import CommandEndedError, finish
-    from controller.server.archive import export_saved, find_saved
-
-    refuse(overrides)
-    saved = find_saved(options.folder, options.run)
-    directory = options.to or options.folder / "exports" / options.run.removeprefix("tinker://").replace(":", "-")
-    with CapturedOutput() as output:
-        logs = options.folder / "logs" / "export"
-        logs.mkdir(parents=True, exist_ok=True)
-        output.move_to(logs / "export.log")
-        try:
-            finish(export_saved(saved, directory, logs, adapter_only=options.adapter), output)
-        except CommandEndedError as ended:
-            return ended.status
-        print(directory, file=output.terminal)
-    return 0
-
+from rl.checks import check_known
 
 _CARD = "README.md"
-
-
+_GROUP = "ownloop.exports"
 _FROM_TRAINING = (
     "reward_mean",
     "loss",
@@ -100,6 +32,70 @@ _FROM_TRAINING = (
     "logprob_mismatch_mean",
     "completion_tokens_mean",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(OfCheckpoint, TakesFields):
+    """Writes a checkpoint as a Hugging Face directory.
+
+    --field value may change what a resumed run may change.
+    """
+
+    name: Annotated[str, Positional, arg(metavar="RUN")]
+    """A run's folder, its name within --runs, or a tinker:// path."""
+    folder: Path = Path("gateway")
+    """Of a tinker:// path: the server's folder."""
+    adapter: bool = False
+    """Of a tinker:// path: write only the adapter, for peft."""
+    to: Annotated[Path | None, arg(metavar="DIR")] = None
+    """A new folder, by default RUN/exports/step-N."""
+
+    def run(self) -> int:
+        """Prints the directory on standard output."""
+        scheme, is_path, _ = self.name.partition("://")
+        if is_path:
+            exporters = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
+            check_known("RUN is a path whose scheme", scheme, exporters)
+            return exporters[scheme].load()(self)
+        if self.adapter:
+            raise ValueError("--adapter is for tinker:// paths; a run's export has its adapter in adapter/")
+        from controller.commands.resume import resumed_configuration
+        from controller.runs.checkpoints import checkpoint_of, export_checkpoint
+
+        run = find_run(self.name, self.runs)
+        checkpoint = checkpoint_of(run, self.step)
+        directory = self.to or run / "exports" / checkpoint.name
+        with CapturedOutput() as output:
+            config = resumed_configuration(run, self.fields, trust=self.trust)
+            logs = export_logs(run, output)
+            finish(export_checkpoint(config, checkpoint, directory, logs, output.say), output)
+            add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
+            print(directory, file=output.terminal)
+        return 0
+
+
+def export_logs(folder: Path, output: CapturedOutput) -> Path:
+    """The folder of an export's logs, to which this process's output goes from now on."""
+    logs = folder / "logs" / "export"
+    logs.mkdir(parents=True, exist_ok=True)
+    output.move_to(logs / "export.log")
+    return logs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Prepares a model and prints its directory."""
+
+    name: Annotated[str, Positional, arg(metavar="NAME")]
+    """A name on the hub as ORG/NAME[@REVISION], smollm2-135m-instruct, or a directory."""
+
+    def run(self) -> int:
+        """Prints the directory on standard output, and what is being done on standard error."""
+        from controller.runs.models import resolve_model
+
+        with CapturedOutput() as output:
+            print(resolve_model(self.name, output.say), file=output.terminal)
+        return 0
 
 
 def name_of_data(config: Any) -> str:

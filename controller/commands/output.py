@@ -40,6 +40,10 @@ class CapturedOutput:
         self._redirect(self._log.fileno())
         return self
 
+    def say(self, text: str) -> None:
+        """Prints a line on the real standard error."""
+        print(text, file=self.errors)
+
     def move_to(self, file: Path) -> None:
         """Appends the output held so far to `file`, and all later output."""
         sys.stdout.flush()

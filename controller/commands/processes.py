@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from controller.commands.command import FAILED
+from controller.commands.command_line import FAILED, CommandEndedError
 from controller.commands.output import CapturedOutput
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -180,15 +180,6 @@ class StopSignals:
             self._at_deadline()
         finally:
             os._exit(128 + self.received)
-
-
-class CommandEndedError(Exception):
-    """The work came to no result, and the user was told why; `status` is the exit status."""
-
-    def __init__(self, status: int) -> None:
-        """The exit status."""
-        super().__init__(status)
-        self.status = status
 
 
 def finish(work: Coroutine[Any, Any, T], output: CapturedOutput) -> T:

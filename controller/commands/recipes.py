@@ -1,4 +1,4 @@
-"""Recipes by name: finding them without importing them, and overriding their fields from the command line.
+"""Recipes by name: `ownloop list`, finding them without importing them, and overriding their fields by options.
 
 A recipe is a module in `configs/`, or any Python file, given by its path. The first line of its docstring says which
 hardware it is for. Its function `recipe()` returns the configuration of a loop: an instance of the loop's class, or of
@@ -11,23 +11,34 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
-import io
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from rl.checks import check_known, did_you_mean, errors_of_user_code
-from rl.secret_fields import hide_in_text, with_hidden_secrets
+from controller.commands.command import check_options, from_words, gathered
+from controller.commands.command_line import HELP
+from rl.checks import check_known, errors_of_user_code
+from rl.system.secret_fields import with_hidden_secrets
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 
-class HelpRequestedError(Exception):
-    """`--help` was among the options; the message is the help text."""
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Lists the recipes and the hardware that each is for."""
+
+    def run(self) -> int:
+        """Prints a line per recipe, without importing any of them."""
+        files = recipe_files()
+        width = max(map(len, files), default=0)
+        for name, file in files.items():
+            print(f"{name:<{width}}  {describe(file)}")
+        return 0
 
 
 def recipe_files() -> dict[str, Path]:
@@ -55,26 +66,28 @@ def configuration(recipe: str, options: Sequence[str], command: str) -> Any:
     return override(load_recipe(file), options, f"ownloop {command} {recipe}", describe(file))
 
 
-def check_hardware(file: Path, *, has_gpu: bool | None = None) -> None:
+def runnable_configuration(recipe: str, options: Sequence[str], command: str) -> Any:
+    """As `configuration`. Raises ValueError for a recipe for GPUs where none is visible, too."""
+    config = configuration(recipe, options, command)
+    check_hardware(find_recipe(recipe), config)
+    return config
+
+
+def check_hardware(file: Path, config: Any) -> None:
     """Raises ValueError, naming the recipe for the CPU, for a recipe for GPUs where none is visible.
 
-    A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days. `has_gpu` says
-    whether the hosts that compute have GPUs; None stands for this host.
+    A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days. GPUs of other
+    hosts are counted when those are asked.
     """
-    if not file.stem.endswith("_gpu"):
+    if not file.stem.endswith("_gpu") or getattr(config, "hosts", None) is not None:
         return
     from controller.processes.place import gpus_here
 
-    if not (gpus_here() if has_gpu is None else has_gpu):
+    if not gpus_here():
         loop = file.stem.removesuffix("_gpu").rpartition("_")[0]
         on_cpu = [name for name in recipe_files() if re.fullmatch(rf"{re.escape(loop)}_[^_]+_cpu", name)]
         instead = f"run {' or '.join(on_cpu)} instead" if on_cpu else "run a recipe whose name ends in _cpu instead"
         raise ValueError(f"recipe {file.stem} is for GPUs, and no GPU is visible here; {instead}")
-
-
-def has_gpu_elsewhere(config: Any) -> bool | None:
-    """True for a run on other hosts, whose GPUs are counted when they are asked; None for one on this host."""
-    return None if getattr(config, "hosts", None) is None else True
 
 
 def describe(file: Path) -> str:
@@ -118,36 +131,15 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     """`config` with the fields that `options` name ("--trainer.seed", "1") replaced.
 
     Raises ValueError, in one line, for an unknown option (naming the nearest) and for a value that its field refuses.
-    Raises HelpRequestedError for --help.
+    Raises CommandEndedError with the help for --help.
     """
-    options = _gathered(options, "--hosts")
+    options = gathered(options, "--hosts")
     config = _with_optional_parts(config, options)
-    if not {"-h", "--help"} & set(options):
-        known = option_names(config)
-        for option in options:
-            name = option.partition("=")[0].replace("_", "-")
-            if option.startswith("--") and name not in known:
-                raise ValueError(f"unknown option {name}{did_you_mean(name, known, 'see --help')}")
+    if not HELP & set(options):
+        check_options(options, option_names(config))
     else:
         config = with_hidden_secrets(config)
-    import tyro
-
-    output, errors = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                type(config),
-                args=list(options),
-                default=config,
-                prog=program,
-                description=description,
-                registry=_registry(),
-                config=(tyro.conf.AvoidSubcommands,),
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise HelpRequestedError(output.getvalue()) from None
-        raise ValueError(hide_in_text(_first_message(errors.getvalue() + output.getvalue()))) from None
+    return from_words(type(config), options, program, default=config, description=description, registry=_registry())
 
 
 def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--") -> Any:
@@ -156,7 +148,7 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
     With `--help`, every field of `config` itself has a default. What is returned is for tyro to start from: its
     `__post_init__` has not run.
     """
-    asks_help, hints = bool({"-h", "--help"} & set(options)), get_type_hints(type(config))
+    asks_help, hints = bool(HELP & set(options)), get_type_hints(type(config))
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name.replace('_', '-')}.", getattr(config, field.name)
         named = any(option.replace("_", "-").startswith(name) for option in options)
@@ -180,21 +172,6 @@ def _suit_an_adapter(config: Any) -> None:
         object.__setattr__(config, "learning_rate", config.lora_learning_rate)
     if getattr(getattr(config, "trainer", None), "compile", False):
         object.__setattr__(config, "trainer", dataclasses.replace(config.trainer, compile=False))
-
-
-def _gathered(options: Sequence[str], name: str) -> list[str]:
-    """`options` with the values of an option that may be given several times behind its first place."""
-    others, values, owner, is_named = list[str](), list[str](), "", False
-    for option in options:
-        if option.startswith("--"):
-            owner, _, value = option.partition("=")
-            is_named |= owner == name
-            values += [value] if owner == name and value else []
-        elif owner == name:
-            values.append(option)
-        if owner != name:
-            others.append(option)
-    return [*others, name, *values] if is_named else others
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:
@@ -254,33 +231,3 @@ def _registry() -> "ConstructorRegistry":
     registry.struct_rule(protocol_rule)
     registry.primitive_rule(hosts_rule)
     return registry
-
-
-_WORDS = (
-    (r"Error parsing (--[\w.-]+): invalid literal for int\(\).*?: (.*)", r"\1 is \2; it must be a whole number"),
-    (r"Error parsing (--[\w.-]+): could not convert string to float: (.*)", r"\1 is \2; it must be a number"),
-    (
-        r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)\.",
-        r"\2 is \1, which is not known; known: \3",
-    ),
-    (r"Missing value for argument '(.*)'\..*", r"\1 needs a value"),
-    (r"Unrecognized options: (--[\w.-]+).*", r"\1 takes no value; --help lists the options that do"),
-    (r"Unrecognized options: (.*)", r"unexpected argument \1"),
-    (r"Error parsing (?:--hosts|[\w.]+): (.*)", r"\1"),  # a dataclass's own message names the field already
-)
-"""What tyro says of an option, as a pattern, and what the user reads. Anything else is passed on as it is."""
-
-
-def _first_message(text: str) -> str:
-    """The text between the title and the first rule of the box that tyro draws, as one line in our words."""
-    lines: list[str] = []
-    for line in text.splitlines()[1:]:
-        content = line.strip("│╰╯ ")
-        if set(content) <= {"─", "-"}:
-            if lines:
-                break
-        else:
-            lines.append(content)
-    message = " ".join(lines) or text.strip()
-    matches = ((re.fullmatch(pattern, message), words) for pattern, words in _WORDS)
-    return next((match.expand(words) for match, words in matches if match), message)

@@ -39,7 +39,7 @@ from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
-from rl.secret_fields import hide_secrets
+from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
 CHANGEABLE = (

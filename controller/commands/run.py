@@ -5,20 +5,22 @@ the coroutine function that the configuration's method `loop` returns, called wi
 configuration has a field `seed`, for the name of the folder.
 """
 
-import argparse
 import contextlib
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from controller.commands.command import FAILED, USAGE, Commands, add_runs_option, folder_named
+from tyro.conf import Positional, arg
+
+from controller.commands.command import OfRuns, TakesFields, folder_named
+from controller.commands.command_line import FAILED, USAGE
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
-from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
-from rl.secret_fields import hide_in_text
+from controller.commands.recipes import check_hardware, find_recipe, runnable_configuration
+from rl.system.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -26,122 +28,118 @@ if TYPE_CHECKING:
 _LOG = "controller.log"
 
 
-def add_parser(commands: Commands, *, resuming: bool) -> None:
-    """Adds the command. With `resuming` it takes no recipe: an option's value would be mistaken for one."""
-    parser = commands.add_parser(
-        "run", help="run a recipe; `run RECIPE --help` lists its fields", allow_abbrev=False, add_help=False
-    )
-    if not resuming:
-        parser.add_argument(
-            "recipe", metavar="RECIPE", help="a name that `ownloop list` shows, or a Python file's path"
-        )
-    parser.add_argument("--name", help="folder of a new run within --runs; by default recipe, seed and time")
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        help="go on with a run: its folder, or its name within --runs; with --trust even if you did not start it",
-    )
-    parser.add_argument(
-        "--fork", metavar="RUN", help="a new run from a checkpoint of this one; every --field may be changed"
-    )
-    if resuming:
-        parser.add_argument("--at", type=int, metavar="STEP", help="the checkpoint to fork at (default: the newest)")
-        parser.add_argument(
-            "--trust", action="store_true", help="execute the folder's recipe even if no run of yours wrote it"
-        )
-    else:
-        parser.add_argument(
-            "--replay", type=Path, metavar="RUN", help="train on the rollouts of a run, or of a file; sample nothing"
-        )
-    add_runs_option(parser)
-    parser.set_defaults(command=resume_or_fork if resuming else run)
+@dataclass(frozen=True, kw_only=True)
+class Run(OfRuns, TakesFields):
+    """Runs a recipe; `run RECIPE --help` lists its fields.
 
+    --field value sets a field of the recipe's configuration.
+    """
 
-def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Starts a new run. Returns the exit status."""
-    file = find_recipe(options.recipe)
-    with CapturedOutput() as output:
-        config = configuration(options.recipe, overrides, "run")
-        check_hardware(file, has_gpu=has_gpu_elsewhere(config))
+    recipe: Annotated[str | None, Positional, arg(metavar="[RECIPE]")] = None
+    """A name that `ownloop list` shows, or a Python file's path; none with --resume and --fork."""
+    name: str | None = None
+    """The folder of a new run within --runs, by default the recipe, the seed and the time."""
+    replay: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Train on the rollouts of a run, or of a file; sample nothing."""
+    resume: Annotated[str | None, arg(metavar="RUN")] = None
+    """Continue a run: its folder, or its name within --runs."""
+    fork: Annotated[str | None, arg(metavar="RUN")] = None
+    """Begin a new run at a checkpoint of this one; every --field may be changed."""
+    at: Annotated[int | None, arg(metavar="STEP")] = None
+    """With --fork: the checkpoint's step. The default is the newest."""
+    trust: bool = False
+    """With --resume or --fork: execute the folder's recipe even if no run of yours wrote it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for arguments that exclude each other, and if there is nothing to run."""
+        if self.resume and self.fork:
+            raise ValueError("--resume goes on with a run and --fork begins a new one; give one of them")
+        if not self.resume and not self.fork:
+            if self.recipe is None:
+                raise ValueError("RECIPE is missing: a name that `ownloop list` shows, or a Python file's path")
+            wrong = {"--at": self.at is not None, "--trust": self.trust}
+            reason = "is for --resume and --fork; a recipe is run from its beginning"
+        elif self.recipe is not None:
+            raise ValueError(f"unexpected argument {self.recipe}")
+        else:
+            wrong = {"--replay": self.replay is not None}
+            reason = "is for a run of a recipe"
+            if self.resume:
+                wrong = {"--name": self.name is not None, "--at": self.at is not None, **wrong}
+                reason = f"is for a new run; --resume goes on in the folder of {self.resume}"
+        for option, given in wrong.items():
+            if given:
+                raise ValueError(f"{option} {reason}")
+
+    def run(self) -> int:
+        """Starts a run or continues one, to its end."""
+        with CapturedOutput() as output:
+            if self.resume:
+                return self._resume(self.resume, output)
+            if self.fork:
+                return self._fork(self.fork, output)
+            return self._begin(str(self.recipe), output)
+
+    def _begin(self, recipe: str, output: CapturedOutput) -> int:
+        """Starts a new run."""
+        config = runnable_configuration(recipe, self.fields, "run")
         from controller.commands.resume import recording_file, replayed, with_pinned_models
-        from controller.commands.saved_recipe import command_of, save_recipe
+        from controller.commands.saved_recipe import save_recipe
         from controller.runs.folder import RunFolder
 
-        config = with_pinned_models(config, lambda text: print(text, file=output.errors))
-        recording = recording_file(options.replay).absolute() if options.replay else None
+        config = with_pinned_models(config, output.say)
+        recording = recording_file(self.replay).absolute() if self.replay else None
         if recording is not None:
             config = replayed(config, recording)
         loop = _loop(config)
-        folder = RunFolder(_run_path(options, config), config)
-        save_recipe(folder.path, file, overrides, recording)
-        folder.command = command_of(folder.path)
+        if self.name is not None:
+            path = folder_named(self.runs, self.name)
+        else:
+            path = self.runs / f"{Path(recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            path = path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
+        folder = RunFolder(path, config)
+        save_recipe(folder.path, find_recipe(recipe), self.fields, recording)
         return _until_the_end(loop, config, folder, output)
 
+    def _fork(self, run: str, output: CapturedOutput) -> int:
+        """Begins a new run at a checkpoint of another."""
+        from controller.commands.resume import forked_configuration, forked_folder
+        from controller.commands.saved_recipe import find_run, saved_recipe
+        from controller.runs.checkpoints import checkpoint_of
 
-def resume_or_fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Goes on with a run, or with a new one that begins at its checkpoint. Returns the exit status."""
-    if options.resume and options.fork:
-        raise ValueError("--resume goes on with a run and --fork begins a new one; give one of them")
-    if options.fork:
-        return fork(options, overrides)
-    for name in ("name", "at"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for a new run; --resume goes on in the folder of {options.resume}")
-    return resume(options, overrides)
-
-
-def fork(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Begins a new run at a checkpoint of another. Returns the exit status."""
-    from controller.commands.resume import forked_configuration, forked_folder
-    from controller.commands.saved_recipe import command_of, find_run, saved_recipe
-    from controller.runs.checkpoints import checkpoint_of
-
-    parent = find_run(options.fork, options.runs)
-    checkpoint = checkpoint_of(parent, options.at)
-    with CapturedOutput() as output:
-
-        def tell(text: str) -> None:
-            print(text, file=output.errors)
-
-        config = forked_configuration(parent, overrides, tell, trust=options.trust)
-        check_hardware(Path(saved_recipe(parent)["file"]), has_gpu=has_gpu_elsewhere(config))
+        parent = find_run(run, self.runs)
+        checkpoint = checkpoint_of(parent, self.at)
+        config = forked_configuration(parent, self.fields, output.say, trust=self.trust)
+        check_hardware(Path(saved_recipe(parent)["file"]), config)
         loop = _loop(config)
-        name = (
-            options.name
-            if options.name is not None
-            else f"{parent.name}-at-{checkpoint.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
-        folder = forked_folder(folder_named(options.runs, name), config, parent, checkpoint, overrides)
-        folder.command = command_of(folder.path)
+        now = time.strftime("%Y%m%d-%H%M%S")
+        name = f"{parent.name}-at-{checkpoint.name}-{now}" if self.name is None else self.name
+        folder = forked_folder(folder_named(self.runs, name), config, parent, checkpoint, self.fields)
         return _until_the_end(loop, config, folder, output)
 
+    def _resume(self, run: str, output: CapturedOutput) -> int:
+        """Continues a run after its last checkpoint."""
+        from controller.commands.resume import resumed_configuration
+        from controller.commands.saved_recipe import (
+            RECIPE_FILE,
+            add_options,
+            check_has_checkpoint,
+            find_run,
+            saved_recipe,
+        )
+        from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished, read_json
 
-def resume(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Goes on with a run after its last checkpoint. Returns the exit status."""
-    from controller.commands.resume import resumed_configuration
-    from controller.commands.saved_recipe import (
-        RECIPE_FILE,
-        add_options,
-        check_has_checkpoint,
-        command_of,
-        find_run,
-        saved_recipe,
-    )
-    from controller.runs.folder import CONFIG_FILE, RunFolder, is_finished, read_json
-
-    path = find_run(options.resume, options.runs)
-    check_has_checkpoint(path)
-    with CapturedOutput() as output:
-        config = resumed_configuration(path, overrides, trust=options.trust)
+        path = find_run(run, self.runs)
+        check_has_checkpoint(path)
+        config = resumed_configuration(path, self.fields, trust=self.trust)
         if is_finished(path) and getattr(config, "num_steps", None) == read_json(path / CONFIG_FILE).get("num_steps"):
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
             return 0
-        check_hardware(Path(saved_recipe(path)["file"]), has_gpu=has_gpu_elsewhere(config))
-        print(f"resuming with the recipe in {path / RECIPE_FILE}", file=output.errors)
+        check_hardware(Path(saved_recipe(path)["file"]), config)
+        output.say(f"resuming with the recipe in {path / RECIPE_FILE}")
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
-        add_options(folder.path, overrides, trust=options.trust)
-        folder.command = command_of(folder.path)
+        add_options(folder.path, self.fields, trust=self.trust)
         return _until_the_end(loop, config, folder, output)
 
 
@@ -152,20 +150,14 @@ def _loop(config: Any) -> "Loop":
     return config.loop()
 
 
-def _run_path(options: argparse.Namespace, config: Any) -> Path:
-    """The folder of a new run: the one that `--name` names, or one that is free."""
-    if options.name is not None:
-        return folder_named(options.runs, options.name)
-    path = options.runs / f"{Path(options.recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
-
-
 def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
     from controller.commands.export_run import add_model_card, name_of_data
+    from controller.commands.saved_recipe import command_of
     from controller.runs.console import Console
     from controller.runs.restarts import run_with_restarts
 
+    folder.command = command_of(folder.path)
     output.move_to(folder.logs / _LOG)
     console = Console(output.terminal)
 

@@ -25,7 +25,7 @@ from controller.runs.folder import (
     write_json,
 )
 from controller.runs.metric_rows import SCHEMA_VERSION, check_schema
-from rl.secret_fields import hidden_fields, hide_in_options
+from rl.system.secret_fields import hidden_fields, hide_in_options
 
 RECIPE_FILE = "recipe.json"
 

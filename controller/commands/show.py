@@ -1,17 +1,18 @@
-"""`ownloop show RECIPE [--field value ...]`: the configuration that a run would have, as JSON.
+"""`ownloop runs`, `show` and `report`: what runs have recorded, and what a recipe would do."""
 
-`ownloop show RUN`: the last rollouts that a run recorded, as text.
-"""
-
-import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import localtime, strftime
+from typing import TYPE_CHECKING, Annotated
 
-from controller.commands.command import Commands, add_runs_option, refuse
+from tyro.conf import Positional, arg
+
+from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import configuration, find_recipe
+from controller.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, check_run_schema, read_json, read_metrics, to_json
 
 if TYPE_CHECKING:
     from rl.types import Group
@@ -19,44 +20,93 @@ if TYPE_CHECKING:
 _NUM_SHOWN = 3
 
 
-def add_parser(commands: Commands) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "show",
-        help="print a recipe's configuration, or the last rollouts of a run",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE_OR_RUN")
-    add_runs_option(parser)
-    parser.set_defaults(command=show)
+_HEAD = ("run", "state", "step", "in training", "held-out", "begun")
 
 
-def show(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
-    from rl.secret_fields import hide_secrets
-    from rl.system.disk import to_json
+_TRAINING = ("reward_mean", "loss")
 
-    run = _run_folder(options.recipe, options.runs)
-    with CapturedOutput() as output:
-        if run is None:
-            config = configuration(options.recipe, overrides, "show")
-            print(json.dumps(hide_secrets(to_json(config)), indent=2), file=output.terminal)
-            return 0
-        refuse(overrides)
-        from controller.runs.console import Console
 
-        console = Console(output.terminal)
-        for heading, groups in _last_rollouts(run):
-            print(heading, file=output.terminal)
-            console.samples(groups[:_NUM_SHOWN])
-    return 0
+_HELD_OUT = ("eval_reward", "eval_kl_to_teacher", "eval_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(OfRuns):
+    """Lists the runs, with their states and last rewards."""
+
+    def run(self) -> int:
+        """Prints a line per run."""
+        configs = sorted(self.runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: file.stat().st_ctime, reverse=True)
+        runs = [config.parent for config in configs if (config.parent / "logs").is_dir()]
+        if runs:
+            print_runs(runs)
+        else:
+            print(f"there are no runs in {self.runs}; --runs names another folder")
+        return 0
+
+
+def print_runs(runs: Sequence[Path]) -> None:
+    """Prints a line per run, below a heading."""
+    table = [_HEAD, *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(run: Path) -> tuple[str, ...]:
+    from controller.runs.folder import state_of
+
+    try:
+        config, rows, state = read_json(run / CONFIG_FILE), read_metrics(run / METRICS), state_of(run)
+    except ValueError as error:
+        return (run.name, str(error), "-", "-", "-", "-")
+    done, total = int(max((row["step"] for row in rows), default=0)), config.get("num_steps", "?")
+    begun = rows[0].get("time") if rows else None
+    when = strftime("%Y-%m-%d %H:%M", localtime(begun or (run / CONFIG_FILE).stat().st_mtime))
+    return (run.name, state, f"{done}/{total}", _last(rows, _TRAINING), _last(rows, _HELD_OUT), when)
+
+
+def _last(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str:
+    """The last value of the first of these metrics that the run has, with its name."""
+    for name in names:
+        values = [row[name] for row in rows if name in row]
+        if values:
+            return f"{name.removeprefix('eval_').removesuffix('_mean').replace('_', ' ')} {values[-1]:.3f}"
+    return "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(OfRuns, TakesFields):
+    """Prints a recipe's configuration, or the last rollouts of a run.
+
+    `ownloop show RECIPE [--field value ...]` prints what a run would record in config.json.
+    """
+
+    recipe: Annotated[str, Positional, arg(metavar="RECIPE|RUN")]
+    """A recipe, or a run's folder or its name within --runs."""
+
+    def run(self) -> int:
+        """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
+        from rl.system.secret_fields import hide_secrets
+
+        run = _run_folder(self.recipe, self.runs)
+        with CapturedOutput() as output:
+            if run is None:
+                config = configuration(self.recipe, self.fields, "show")
+                print(json.dumps(hide_secrets(to_json(config)), indent=2), file=output.terminal)
+                return 0
+            if self.fields:
+                raise ValueError(f"unexpected argument {self.fields[0]}")
+            from controller.runs.console import Console
+
+            console = Console(output.terminal)
+            for heading, groups in _last_rollouts(run):
+                print(heading, file=output.terminal)
+                console.samples(groups[:_NUM_SHOWN])
+        return 0
 
 
 def _run_folder(name: str, runs: Path) -> Path | None:
     """The run of this path or name, unless the name is a recipe's."""
-    from controller.runs.folder import CONFIG_FILE
-
     if (Path(name) / CONFIG_FILE).is_file():
         return Path(name)
     if not (runs / name / CONFIG_FILE).is_file():
@@ -73,7 +123,6 @@ def _last_rollouts(run: Path) -> "Iterator[tuple[str, Sequence[Group]]]":
 
     Raises ValueError without any, and for a run of another schema.
     """
-    from controller.runs.folder import ROLLOUTS, check_run_schema
     from controller.runs.recording import recorded_files
     from rl.rollouts.columns import read_groups
 
@@ -89,3 +138,37 @@ def _heading(kind: str, step: int, groups: "Sequence[Group]", file: Path) -> str
     rewards = [rollout.reward for group in groups for rollout in group.rollouts]
     mean = sum(rewards) / len(rewards)
     return f"{kind} {step}: {len(rewards)} rollouts of {len(groups)} problems, mean reward {mean:.3f}, in {file}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(OfRuns):
+    """Writes a run's curves, times, samples and warnings as one HTML page."""
+
+    name: Annotated[str, Positional, arg(metavar="RUN")]
+    """A run's folder, or its name within --runs. The run need not have ended."""
+    to: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Where the page goes, by default RUN/report.html."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the page cannot be written there."""
+        if self.to is not None and self.to.is_dir():
+            raise ValueError(f"--to is {self.to}, a folder; it must name a file")
+
+    def run(self) -> int:
+        """Prints the path of the page."""
+        from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
+        from controller.runs.report.page import write_report
+        from controller.runs.report.samples import decoder_of
+        from rl.system.disk import RecordingError
+
+        run = find_run(self.name, self.runs)
+        with CapturedOutput() as output:
+            command = command_of(run) if (run / RECIPE_FILE).is_file() else ""
+            decode = decoder_of(run)
+            if decode is None:
+                output.say("the run's tokenizer is not here: answers are shown without their tokens")
+            try:
+                print(write_report(run, decode, command, self.to), file=output.terminal)
+            except RecordingError as error:
+                raise ValueError(str(error)) from error
+        return 0

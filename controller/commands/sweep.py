@@ -4,58 +4,64 @@ Each is an `ownloop run` with a folder of its own within the sweep's. Started ag
 stay, a run that was stopped is resumed, and the others follow.
 """
 
-import argparse
 import itertools
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from controller.commands.command import FAILED, Commands, add_runs_option, folder_named
-from controller.commands.recipes import check_hardware, configuration, find_recipe, has_gpu_elsewhere
+from tyro.conf import Positional, arg
+
+from controller.commands.command import OfRuns, TakesFields, folder_named
+from controller.commands.command_line import FAILED, HELP
+from controller.commands.recipes import configuration, runnable_configuration
+from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
+from controller.commands.show import print_runs
+from controller.runs.folder import FINISHED, check_ended, complete_checkpoints, set_aside, state_of
 
 _STOPPED = 128  # statuses above this are signals
 _LISTS = ("--hosts", "--log")  # options that take several values themselves
 
 
-def add_parser(commands: Commands) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "sweep", help="run a recipe once for every combination of values, one after the other", allow_abbrev=False
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="fields follow, with one or several values each")
-    parser.add_argument("--name", help="folder of the sweep within --runs; by default <recipe>-sweep")
-    add_runs_option(parser)
-    parser.set_defaults(command=sweep)
+@dataclass(frozen=True, kw_only=True)
+class Sweep(OfRuns, TakesFields):
+    """Runs a recipe once for every combination of values, one after the other.
 
+    For example: `ownloop sweep RECIPE --seed 0 1 2 --learning-rate 1e-5 2e-5`.
+    """
 
-def sweep(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Runs what is left to run and prints a table. Returns 1 if a run failed, and the run's status after a signal."""
-    from controller.runs.folder import FINISHED, check_ended, state_of
+    recipe: Annotated[str, Positional, arg(metavar="RECIPE")]
+    """Fields follow it, with one or several values each."""
+    name: str | None = None
+    """The sweep's folder within --runs, by default RECIPE-sweep."""
 
-    combinations = combinations_of(overrides)
-    for combination in combinations.values():
-        config = configuration(options.recipe, combination, "sweep")  # a wrong value is refused before any run starts
-        check_hardware(find_recipe(options.recipe), has_gpu=has_gpu_elsewhere(config))
-    name = options.name if options.name is not None else f"{Path(options.recipe).stem}-sweep"
-    folder = folder_named(options.runs, name)
-    for name, combination in combinations.items():
-        check_ended(folder / name)  # another sweep may share this one's folder
-        _check_options(folder / name, combination)
-    failed = False
-    for number, (name, combination) in enumerate(combinations.items(), start=1):
-        run = folder / name
-        if run.is_dir() and state_of(run) == FINISHED:
-            continue
-        print(f"run {number} of {len(combinations)}: {name}", flush=True)
-        status = _run(options.recipe, folder, name, combination)
-        if status < 0 or status > _STOPPED:
-            return status if status > 0 else _STOPPED - status
-        failed = failed or status != 0
-    _print_table(folder, list(combinations))
-    return FAILED if failed else 0
+    def run(self) -> int:
+        """Runs what is left to run and prints a table. Returns 1 if a run failed; after a signal, the run's status."""
+        if HELP & set(self.fields):
+            configuration(self.recipe, ["--help"], "sweep")
+        combinations = combinations_of(self.fields)
+        for combination in combinations.values():
+            runnable_configuration(self.recipe, combination, "sweep")  # a wrong value is refused before any run starts
+        folder = folder_named(self.runs, f"{Path(self.recipe).stem}-sweep" if self.name is None else self.name)
+        for name, combination in combinations.items():
+            check_ended(folder / name)  # another sweep may share this one's folder
+            _check_options(folder / name, combination)
+        failed = False
+        for number, (name, combination) in enumerate(combinations.items(), start=1):
+            run = folder / name
+            if run.is_dir() and state_of(run) == FINISHED:
+                continue
+            print(f"run {number} of {len(combinations)}: {name}", flush=True)
+            status = _run(self.recipe, folder, name, combination)
+            if status < 0 or status > _STOPPED:
+                return status if status > 0 else _STOPPED - status
+            failed = failed or status != 0
+        _print_table(folder, list(combinations))
+        return FAILED if failed else 0
 
 
 def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -93,9 +99,6 @@ def _by_option(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _check_options(run: Path, combination: Sequence[str]) -> None:
     """Raises ValueError if a run that would be taken as it is, or resumed, was started with other options."""
-    from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
-    from controller.runs.folder import FINISHED, complete_checkpoints, state_of
-
     stays = (run / RECIPE_FILE).is_file() and (complete_checkpoints(run / "checkpoints") or state_of(run) == FINISHED)
     if stays and _by_option(before := saved_recipe(run)["options"][0]) != _by_option(combination):
         raise ValueError(
@@ -106,8 +109,6 @@ def _check_options(run: Path, combination: Sequence[str]) -> None:
 
 def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> int:
     """Starts a run or goes on with it, and waits for its end. Returns its exit status, negative after a signal."""
-    from controller.runs.folder import complete_checkpoints, set_aside
-
     run = folder / name
     if complete_checkpoints(run / "checkpoints"):
         arguments = ["--resume", str(run)]
@@ -125,7 +126,5 @@ def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> in
 
 
 def _print_table(folder: Path, names: Sequence[str]) -> None:
-    from controller.commands.list_runs import print_runs
-
     print()
     print_runs([folder / name for name in names if (folder / name).is_dir()])

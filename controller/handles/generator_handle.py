@@ -19,7 +19,7 @@ from controller.processes.errors import DeadlineError, MeshError, RequestTimeout
 from controller.processes.mesh import Mesh
 from controller.processes.place import Place, gpu_env
 from generator.config import GeneratorConfig, check_policy, check_pull, check_request
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from generator.openai_calls import OpenAICall, OpenAIReply
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known

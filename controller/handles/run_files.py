@@ -42,7 +42,7 @@ class RunFiles:
         path = path.absolute()
         if not (apart := await self._hosts_apart(path.parent)):
             return path
-        from trainer import checkpoint  # loads torch
+        from trainer.engines.pytorch import checkpoint  # loads torch
 
         if not self._has_said_so:
             self._has_said_so = True
@@ -67,7 +67,7 @@ class RunFiles:
         path = path.absolute()
         if (staging := self._collected.pop(path, None)) is None:
             return
-        from trainer import checkpoint
+        from trainer.engines.pytorch import checkpoint  # loads torch
 
         target = files.hidden(path)
         while not await self._hosts[0].ask(files.has, staging):  # the first rank renames it when all have written

@@ -17,10 +17,9 @@ from controller.processes.mesh import Mesh
 from controller.processes.place import Place, gpu_env
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, trainer_env
 from trainer.engine_table import find_engine
 from trainer.engines.model_check import ModelLimits, check_model
-from trainer.environment import trainer_env
 
 if TYPE_CHECKING:  # the import would load torch
     from trainer.actor import WeightDtype

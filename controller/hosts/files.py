@@ -143,7 +143,7 @@ def remove_unfinished() -> None:
 
 
 def hidden(folder: Path) -> Path:
-    """Where a folder lies while it is written; see `trainer.checkpoint.begin`."""
+    """Where a folder lies while it is written; see `trainer.engines.pytorch.checkpoint.begin`."""
     return folder.with_name(f".{folder.name}.partial")
 
 

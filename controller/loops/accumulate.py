@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
-from rl.advantages.kl import kl_from_generator
+from rl.advantages import kl_from_generator
 from rl.algorithms.metrics import merge_outputs
 from rl.checks import check_above_zero
-from rl.losses.reduction import token_mean
+from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
-from rl.algorithms.dynamic_sampling import sample_with_signal
-from rl.algorithms.shaping import not_truncated, shape_rewards, soft_overlong_punishment
+from rl.algorithms.shaping import not_truncated, sample_with_signal, shape_rewards, soft_overlong_punishment
 from rl.checks import check_at_least
-from rl.losses.reduction import token_mean
+from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.schedules import constant, warmup
 from rl.types import Group

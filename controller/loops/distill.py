@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
-from rl.advantages.kl import kl_from_generator
+from rl.advantages import kl_from_generator
 from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
 from rl.checks import check_fraction
-from rl.losses.reduction import token_mean
+from rl.losses import token_mean
 from rl.rollouts.episodes import rollout_to_datum, step_seed, with_tokens
 from rl.schedules import constant, warmup
 

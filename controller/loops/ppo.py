@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
-from rl.losses import get_loss
-from rl.losses.reduction import token_mean
+from rl.losses import get_loss, token_mean
 from rl.rollouts.episodes import rollout_to_datum, with_tokens
 from rl.schedules import constant, warmup
 from rl.types import ForwardBackwardOutput, OptimStepOutput

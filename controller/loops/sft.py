@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.checks import check_at_least
-from rl.data.sources import Examples
-from rl.data.supervised import TrainOn, eval_loss, examples_to_data
-from rl.losses.reduction import token_mean
+from rl.data.sources import Examples, TrainOn, eval_loss, examples_to_data
+from rl.losses import token_mean
 from rl.rollouts.rendering import Renderer
 from rl.schedules import cosine, warmup
 

@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to go on after any end, saved every few steps.
+"""Checkpoints: everything that a run needs to continue after any end, saved every few steps.
 
 A checkpoint is one directory, `checkpoints/step-00010`. It holds `loop.json` and a directory per trainer, under the
 trainer's name. `loop.json` is written first, and a trainer's directory appears only when it is complete. So a
 checkpoint is complete if all its parts exist; any other is ignored. `loop.json` holds the lengths of the run's files,
-to which a resumed run cuts them back, and the loop's own values. Groups of rollouts among those are in Parquet files
-beside it, which are written before it. Data order, seeds and schedules follow from the step.
+to which a resumed run cuts them back, and the loop's own values. Groups of rollouts among these values are in Parquet
+files of their own, which are written before it. Data order, seeds and schedules follow from the step.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinishedStep:
-    """What a checkpoint of a step holds beside the trainers' state."""
+    """What a checkpoint of a step holds in addition to the trainers' state."""
 
     step: int
     lengths: Mapping[str, int]
@@ -241,7 +241,7 @@ class Checkpoints:
             )
 
     def _why_stop(self, step: int) -> str | None:
-        """Why the run is to be ended after this step, as a sentence; None if it goes on."""
+        """Why the run is to be ended after this step, as a sentence; None if it continues."""
         if self._log.skipped_in_a_row >= _MAX_SKIPS_IN_A_ROW:
             return (
                 f"The gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters "

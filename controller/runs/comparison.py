@@ -123,7 +123,7 @@ def final_reward(run: str, config: Mapping[str, Any], rows: Sequence[Mapping[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardDifference:
-    """How much better the runs of one configuration ended than those of another."""
+    """The difference between the final rewards of two configurations, over their runs."""
 
     interval: Interval
     """The difference of the means with its 95 % interval."""

@@ -69,7 +69,7 @@ class Console:
         self._started = time.monotonic()
 
     def phase(self, text: str) -> None:
-        """Says what is going on before the first step, or between steps."""
+        """Shows what the run is doing before the first step, or between steps."""
         if self._live:
             self._show(text)
         else:
@@ -210,7 +210,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int, width: int | None 
 
 
 _MOST_TELLING = ("reward", "loss", "seconds", "grad", "mismatch", "staleness", "rates", "lr")
-"""Parts of a step's line. Where the line is too long, those that come last are left out first."""
+"""Parts of a step's line. If the line is too long, the last of them are left out first."""
 
 
 def _step_parts(metrics: Mapping[str, float]) -> dict[str, Text]:

@@ -42,8 +42,8 @@ from controller.runs.recording import (
     last_steps,
     write_rollouts,
 )
-from rl.secret_fields import hide_secrets
 from rl.system.disk import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
+from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
@@ -74,7 +74,7 @@ class RunFolder:
         began: datetime | None = None,
         min_free_bytes: int = _MIN_FREE_BYTES,
     ) -> None:
-        """Creates the folder and writes `config` (a dataclass) to it. With `resume` goes on in the folder of a run.
+        """Creates the folder and writes `config` (a dataclass) to it. With `resume` it continues the run in the folder.
 
         A new run began at `began`, by default now.
         Raises ValueError if `path` holds another run or other files, if it cannot be written, if another `RunFolder`
@@ -82,7 +82,7 @@ class RunFolder:
         """
         self.path = path.absolute()
         self.resumed = resume
-        """Whether the run began earlier, so that its loop goes on after its last checkpoint."""
+        """Whether the run began earlier, so that its loop continues after its last checkpoint."""
         is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -181,7 +181,7 @@ class RunFolder:
         self._writer.finish()
 
     def close(self) -> None:
-        """Lets another `RunFolder` go on with the run, after everything handed over. Raises the error of that work."""
+        """Lets another `RunFolder` continue the run, once everything is written. Raises the error of earlier work."""
         try:
             self._writer.finish()
         finally:
@@ -296,7 +296,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def state_of(run: Path) -> str:
-    """ "running"; "finished"; or "stopped", and whether there is a checkpoint to go on from.
+    """ "running"; "finished"; or "stopped", and whether there is a checkpoint to resume from.
 
     A run that is resumed with more steps is not finished before it has done them.
     """

@@ -9,7 +9,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
-from rl.advantages.group_relative import ADVANTAGES, Rewards
+from rl.advantages import ADVANTAGES, Rewards
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.check import require_env
 from rl.lora import LoRAConfig
@@ -162,11 +162,11 @@ class GroupLoopConfig(RolloutLoopConfig):
     """Fields of a loop that compares the rollouts of one prompt, so `group_size` is at least 2."""
 
     advantage: str = "group_mean_std"
-    """How a group's rewards become advantages, by its name in `rl.advantages.group_relative.ADVANTAGES`."""
+    """How a group's rewards become advantages, by its name in `rl.advantages.ADVANTAGES`."""
     loss: str = "importance_sampling"
     """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
-    """The loss's options, and those that all policy losses share (`rl.losses.shared`), by name."""
+    """The loss's options, and the options that all policy losses share (`rl.losses.shared`), by name."""
     loss_inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
     """What the loop's datums hold for the loss. A loop that adds others, such as `old_logprobs`, names them too."""
 

@@ -1,8 +1,8 @@
 """The mismatch between trainer and generator: log-probs of the same tokens from both, and the causes of a difference.
 
 Possible causes are removed one after the other: sampling away from the model's own distribution, weights that were
-never pulled, packing, an adapter, the dtype. How much the mismatch shrinks at each removal tells how much that cause
-contributes. A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is
+never pulled, packing, an adapter, the dtype. How much the mismatch shrinks at each removal is the contribution of that
+cause. A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is
 saved.
 """
 
@@ -21,7 +21,7 @@ from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer

@@ -23,11 +23,11 @@ from rl.system.hf_config import check_architecture, inspect_model
 from rl.system.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
 
 Tell = Callable[[str], None]
-"""Is told, in a few words, about work that takes long."""
+"""Is called with a short message during slow work."""
 
 
 def _silent(text: str) -> None:
-    """Tells nobody."""
+    """Shows nothing."""
 
 
 def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
@@ -92,7 +92,7 @@ def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> P
 
 @contextlib.contextmanager
 def _exclusive(target: Path) -> Generator[None]:
-    """Holds the lock file beside `target`, so that one process makes it while others wait.
+    """Holds the lock file next to `target`, so that one process makes it while others wait.
 
     The kernel releases the lock when its process ends, so a killed process leaves nothing to clean up.
     """
@@ -218,16 +218,16 @@ class HubName:
 def fetch(model: HubName, tell: Callable[[str], None]) -> Path:
     """The directory of the model in the hub's cache; its name is the commit. Fetches what the cache lacks.
 
-    Of an interrupted download, whole files are kept. `tell` is told how far it is. Raises ValueError, in one sentence,
-    if there is no such model, if its terms must be accepted first, if it has no safetensors or an architecture that
-    cannot be trained, and if neither the hub can be reached nor the cache has it.
+    Of an interrupted download, whole files are kept. `tell` is called with its progress. Raises ValueError, in one
+    sentence, if there is no such model, if its terms must be accepted first, if it has no safetensors or an
+    architecture that cannot be trained, and if neither the hub can be reached nor the cache has it.
     """
     directory = _download(model, OTHER_PATTERNS, tell, left_out=_LEFT_OUT)
     check_architecture(directory)
     pinned = HubName(repository=model.repository, revision=directory.name)
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
     weights = (SINGLE_FILE,)
-    if not (directory / SINGLE_FILE).is_file():  # an index beside it would lead vLLM to other files
+    if not (directory / SINGLE_FILE).is_file():  # with an index, vLLM would load other files
         _download(pinned, [INDEX_FILE], tell)
         if (directory / INDEX_FILE).is_file():
             try:
@@ -300,7 +300,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _progress(model: HubName, tell: Callable[[str], None]) -> Any:
-    """A progress bar that tells how much is fetched, now and then, in place of drawing itself."""
+    """A progress bar that calls `tell` with how much is fetched, now and then, and draws nothing."""
     from tqdm.std import tqdm
 
     class Progress(tqdm):  # pyright: ignore[reportMissingTypeArgument]

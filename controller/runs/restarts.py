@@ -1,10 +1,10 @@
-"""Restarts: a run whose trainer, store or last generator failed goes on after its newest checkpoint, by itself.
+"""Restarts: a run whose trainer, store or last generator failed continues after its newest checkpoint, by itself.
 
 The loop has ended by then, and with it every process that it started. It begins again in the same controller, exactly
 as `ownloop run --resume` would begin it, so the metrics are those of a run without the failure. Where the trainers are
-whole, the last finished step was saved first (see steps.py). A run that has no checkpoint yet begins at step 1.
-Generators are replaced one by one while the loop continues (controller/handles/generator_router.py). They end it only
-if they cannot be.
+whole, the last finished step was saved first (see `Steps` in training_run.py). A run that has no checkpoint yet begins
+at step 1. Generators are replaced one by one while the loop continues (controller/handles/generator_router.py). They
+end it only if they cannot be.
 """
 
 import time

@@ -22,7 +22,7 @@ class RolloutSource:
     """Samples training rollouts and evaluates on held-out problems, as a recipe says."""
 
     def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None], date: datetime | None = None) -> None:
-        """`tell` is told, in a few words, about work that takes long. A chat template sees `date`, by default now.
+        """`tell` is called with a short message during slow work. A chat template sees `date`, by default now.
 
         Raises ValueError if `config.model` is not a model that can be trained, and for a held-out prompt that leaves no
         room for its completion in the generator's context.

@@ -12,11 +12,19 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.gae import explained_variance, gae, normalize, token_rewards
-from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
+from rl.advantages import (
+    explained_variance,
+    gae,
+    gather_scored,
+    kl_estimates,
+    normalize,
+    sampled_logprobs,
+    scatter_scored,
+    token_rewards,
+)
 from rl.algorithms.metrics import logprob_mismatch, merge_outputs
 from rl.checks import check_at_least, check_known
-from rl.data.prefixes import shareable_prefix
+from rl.data.packing import shareable_prefix
 from rl.losses import get_loss
 from rl.losses.shared import KLEstimator
 from rl.protocols import Trainer
@@ -100,7 +108,7 @@ def ppo_advantages(
         old_values=list(values),
     )
     return ready, {
-        # k3 whatever the penalty's estimator is, so that runs with different penalties can be compared.
+        # k3 with any estimator of the penalty, so that runs with different penalties can be compared.
         "kl_reference": float(np.concatenate([kl_estimates(q, f, "k3") for q, f in pairs]).mean()),
         "value_mean": float(np.concatenate(old_values).mean()),
         "explained_variance": explained_variance(old_values, rewards_to_go),

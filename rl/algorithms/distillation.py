@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.gae import gae
-from rl.advantages.kl import gather_scored, kl_estimates, sampled_logprobs, scatter_scored
-from rl.data.supervised import text_to_datum
+from rl.advantages import gae, gather_scored, kl_estimates, sampled_logprobs, scatter_scored
+from rl.data.sources import text_to_datum
 from rl.protocols import Generator, Problem, Trainer
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.evaluation import Measurement

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.group_relative import has_signal
+from rl.advantages import has_signal
 from rl.data.batching import merge_metrics
-from rl.losses.base import RESERVED_METRICS
+from rl.losses import RESERVED_METRICS
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.system.timeline import CONTROLLER, span
 from rl.types import Datum, ForwardBackwardOutput, Group

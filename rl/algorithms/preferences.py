@@ -7,8 +7,8 @@ The loss of a pair is a function of its log-ratio difference:
 It couples two sequences that may be computed in different micro-batches or on different ranks. Its gradient does not:
 by the chain rule it is the slope d loss / d h times the difference of the gradients of two sums of log-probs. So a step
 takes the log-probs by `forward`, computes the slopes in the controller, and calls `cross_entropy` with the weight
--slope on the tokens of the chosen answer and +slope on those of the rejected one. That is the exact gradient, however
-the batch is cut.
+-slope on the tokens of the chosen answer and +slope on the tokens of the rejected one. That is the exact gradient,
+however the batch is cut.
 
 Legend: B pairs; a batch of pairs is 2B datums, in the order chosen, rejected, chosen, rejected, ...
 """
@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.advantages.kl import gather_scored
-from rl.data.sources import Preference
-from rl.data.supervised import text_to_datum
+from rl.advantages import gather_scored
+from rl.data.sources import Preference, text_to_datum
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.data.prefixes import PrefixGroup, group_by_prefix
+from rl.data.packing import PrefixGroup, group_by_prefix
 from rl.types import Datum
 
 Result = TypeVar("Result")

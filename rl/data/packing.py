@@ -6,23 +6,28 @@ add up in the prefix. Completions that begin alike share these tokens in the sam
 completions are a tree. The results are the same, for a fraction of the tokens. Different prompts begin alike too, with
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
-Legend: T tokens of a datum, L tokens of the row, S scored positions (those of non-zero weight, counted per datum),
+Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
 P different pairs of a token of the row and a target among them.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.data.prefixes import Ints, common_opening, group_by_prefix
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.system.hf_config import read_config
+from rl.types import REPORTED_WEIGHT, Datum, Head
 
+Ints = NDArray[np.int64]
 # Most tokens of a document of padding. No model has a shorter context.
 _PADDING_DOCUMENT = 128
+# An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
+_SHORTEST_OPENING = 8
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,80 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     )
 
 
+def pad_row(row: PackedRow, multiple: int) -> PackedRow:
+    """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
+
+    Their positions stay within the context of any model: a row may need more padding than that is long.
+    """
+    missing = -len(row.tokens) % multiple
+    if not missing:
+        return row
+    padding = np.arange(missing)
+    whole, rest = divmod(missing, _PADDING_DOCUMENT)
+    return replace(
+        row,
+        tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
+        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
+        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Datums with the same shareable prefix, in an order in which datums that begin alike are neighbours."""
+
+    members: tuple[int, ...]
+    """Indices of the datums in the batch."""
+    shared: tuple[int, ...]
+    """For each member, how many of its first tokens it shares with the member before it; 0 for the first.
+
+    Members i < k share as many as the least of `shared[i + 1 : k + 1]`."""
+
+    def num_tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens of the group on a packed row. `lengths` holds the number of tokens of every datum of the batch."""
+        return sum(lengths[i] - shared for i, shared in zip(self.members, self.shared, strict=True))
+
+    def part(self, start: int, stop: int) -> "PrefixGroup":
+        """The group of the members `start` to `stop - 1`."""
+        return PrefixGroup(self.members[start:stop], (0, *self.shared[start + 1 : stop]))
+
+
+def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
+    """Groups the datums that have the same shareable prefix, in the order of each group's first datum.
+
+    Without `share_prefixes` every datum is a group of its own.
+    """
+    if not share_prefixes:
+        return [PrefixGroup((i,), (0,)) for i in range(len(batch))]
+    groups: dict[bytes, list[int]] = {}
+    for i, datum in enumerate(batch):
+        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
+    return [_sorted_group(batch, members) for members in groups.values()]
+
+
+def shareable_prefix(datum: Datum) -> Ints:
+    """The tokens that make a datum a member of its group: all up to and including the first position that counts.
+
+    A sampled datum's shareable prefix is its prompt. Positions of weight 0 or `REPORTED_WEIGHT` do not count; without
+    others it is the whole datum.
+    """
+    counting = np.flatnonzero(datum.counted)
+    return datum.tokens[: counting[0] + 1] if len(counting) else datum.tokens
+
+
+def common_opening(datums: Sequence[Datum], groups: Sequence[PrefixGroup]) -> int:
+    """Number of tokens that all datums begin with and that can be computed once for all; 0 if it is not worth it.
+
+    The last token of a shareable prefix is not among them, so that every group has a token of its own.
+    """
+    if len(groups) < 2:
+        return 0
+    prefixes = [shareable_prefix(datums[group.members[0]]) for group in groups]
+    shortest = min(map(len, prefixes)) - 1
+    length = min(_num_alike(prefix[:shortest], prefixes[0][:shortest]) for prefix in prefixes)
+    return length if length >= _SHORTEST_OPENING else 0
+
+
 def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Document:
     """The document of a group. Each member adds its tokens from `firsts` on; those before it are the members' before.
 
@@ -179,7 +258,9 @@ def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Docume
 
 
 def _distinct_pairs(scored: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tokens of the row and targets, [S] each -> those of the different pairs, [P] each, and every position's pair."""
+    """Tokens of the row and targets, [S] each -> the tokens and targets of the different pairs, [P]
+    each, and every position's pair.
+    """
     num_targets = int(targets.max(initial=0)) + 1
     pairs, pair_index = np.unique(scored * num_targets + targets, return_inverse=True)
     return pairs // num_targets, pairs % num_targets, pair_index
@@ -194,19 +275,81 @@ def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
     }
 
 
-def pad_row(row: PackedRow, multiple: int) -> PackedRow:
-    """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
+def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:
+    # In any order by the first difference, such as that of bytes, sequences that begin alike are neighbours.
+    if len(members) > 1:
+        members = sorted(members, key=lambda i: batch[i].tokens.tobytes())
+    tokens = [batch[i].tokens for i in members]
+    shared = (_num_alike(a, b) for a, b in itertools.pairwise(tokens))
+    return PrefixGroup(tuple(members), (0, *shared))
 
-    Their positions stay within the context of any model: a row may need more padding than that is long.
+
+def _num_alike(a: Ints, b: Ints) -> int:
+    """How many tokens two sequences begin with in common."""
+    shortest = min(len(a), len(b))
+    different = a[:shortest] != b[:shortest]
+    first = int(different.argmax()) if shortest else 0
+    return first if shortest and different[first] else shortest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """Floating-point operations of a model's matrix products, for one forward pass over packed rows.
+
+    After PaLM (https://arxiv.org/abs/2204.02311), appendix B: two for each weight and token, and the products of
+    attention. Only operations that the result needs count: causal pairs of positions, a shared prefix once, the output
+    layer at scored positions. Operations that an engine repeats to save memory do not.
     """
-    missing = -len(row.tokens) % multiple
-    if not missing:
-        return row
-    padding = np.arange(missing)
-    whole, rest = divmod(missing, _PADDING_DOCUMENT)
-    return replace(
-        row,
-        tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
-        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
-        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
-    )
+
+    per_token: float
+    """Of all layers, without attention's products of queries, keys and values."""
+    per_scored: float
+    """Of the output layer, for one scored position."""
+    per_pair: float
+    """Of attention in all layers, for a position and another that it attends to."""
+    frozen: bool = False
+    """Whether only an adapter is trained, so that the weights need no gradient."""
+
+    @classmethod
+    def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
+        """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON.
+
+        An architecture that names its sizes in its own way, as GPT-2 does, counts 0, and its runs report no `mfu`.
+        """
+        config = read_config(model)
+        if any(config.get(name) is None for name in _SIZES):
+            return cls(per_token=0.0, per_scored=0.0, per_pair=0.0, frozen=frozen)
+        hidden, heads, layers = (config[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        head_size = config.get("head_dim") or hidden // heads
+        key_value_heads = config.get("num_key_value_heads") or heads
+        attention = 2 * hidden * head_size * (heads + key_value_heads)
+        return cls(
+            per_token=2.0 * layers * (attention + _feed_forward(config)),
+            per_scored=2.0 * hidden * (config["vocab_size"] if head == "lm" else 1),
+            per_pair=4.0 * layers * heads * head_size,
+            frozen=frozen,
+        )
+
+    def forward(self, row: PackedRow) -> float:
+        """Operations of a forward pass over the row."""
+        return self._linear(row) + self._attention(row)
+
+    def training(self, row: PackedRow) -> float:
+        """Operations of a forward and a backward pass over the row. An adapter's few do not count."""
+        return (2 if self.frozen else 3) * self._linear(row) + 3 * self._attention(row)
+
+    def _linear(self, row: PackedRow) -> float:
+        return self.per_token * len(row.tokens) + self.per_scored * len(row.scored)
+
+    def _attention(self, row: PackedRow) -> float:
+        return self.per_pair * float(row.positions.sum() + len(row.positions))  # a token attends to all before it
+
+
+def _feed_forward(config: Mapping[str, Any]) -> int:
+    """Weights of a layer's feed-forward network that a token is multiplied with."""
+    hidden: int = config["hidden_size"]
+    experts_per_token: int | None = config.get("num_experts_per_tok")
+    if experts_per_token is None:
+        return 3 * hidden * config["intermediate_size"]
+    num_experts: int = config.get("num_local_experts") or config["num_experts"]
+    return experts_per_token * 3 * hidden * config["moe_intermediate_size"] + hidden * num_experts

@@ -1,6 +1,7 @@
-"""Sources of supervised examples and preference pairs: a JSONL file, or an environment that knows its answers.
+"""Supervised examples and preference pairs: where they come from, the datums made of them, and the held-out loss.
 
-A source has training and held-out items. The training items are an endless stream for each seed; see `rl.data.streams`.
+A source is a JSONL file, or an environment that knows its answers. It has training and held-out items. The training
+items are an endless stream for each seed; see `rl.data.rows`.
 """
 
 import functools
@@ -8,12 +9,20 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from rl.data.rows import prompt_fault, read_rows, text_fault
-from rl.data.streams import numpy_order, split, stream, without_held_out
-from rl.protocols import Env, Problem, Prompt
-from rl.rollouts.rendering import prompt_text
+import numpy as np
+
+from rl.advantages import gather_scored
+from rl.checks import check_known
+from rl.data.rows import numpy_order, prompt_fault, read_rows, split, stream, text_fault, without_held_out
+from rl.protocols import Env, Problem, Prompt, Trainer
+from rl.rollouts.evaluation import Measurement
+from rl.rollouts.rendering import Renderer, prompt_text
+from rl.system.timeline import report_progress
+from rl.types import Datum
+
+TrainOn = Literal["completion", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,9 @@ class Preference:
     prompt: Prompt
     chosen: str
     rejected: str
+
+
+Item = TypeVar("Item", Example, Preference)
 
 
 class Examples(Protocol):
@@ -165,7 +177,49 @@ class JsonlPreferences:
         return _held_out(_read_preferences, self.path, self.eval_path)[:count]
 
 
-Item = TypeVar("Item", Example, Preference)
+def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], train_on: TrainOn) -> Datum:
+    """The sequence prompt + completion, shifted by one, with weight 1 on the positions to learn and 0 elsewhere.
+
+    Legend: P prompt tokens, N completion tokens, T = P + N - 1. `train_on` "completion" scores the last N positions,
+    "all" scores all. Raises ValueError for an empty prompt: nothing would predict the first token of the completion.
+    """
+    if len(prompt_tokens) == 0:
+        raise ValueError("the prompt has no tokens; a first token has nothing to be predicted from")
+    sequence = np.array([*prompt_tokens, *completion_tokens], dtype=np.int64)
+    num_tokens = len(sequence) - 1
+    scored = np.arange(num_tokens) >= (len(prompt_tokens) - 1 if train_on == "completion" else 0)
+    return Datum(
+        tokens=sequence[:-1], loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)}
+    )
+
+
+def examples_to_data(
+    renderer: Renderer, examples: Sequence[Example], *, train_on: TrainOn, max_tokens: int
+) -> list[Datum]:
+    """One datum per example, in order. Examples of more than `max_tokens` tokens are left out, not truncated.
+
+    Raises ValueError for an unknown `train_on`.
+    """
+    check_known("train_on", train_on, get_args(TrainOn))
+    encoded = [
+        (renderer.encode(example.prompt), renderer.encode_completion(example.prompt, example.completion))
+        for example in examples
+    ]
+    return [
+        text_to_datum(prompt, completion, train_on)
+        for prompt, completion in encoded
+        if len(prompt) + len(completion) <= max_tokens
+    ]
+
+
+async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
+    """Cross-entropy per token of each datum, weighted by its number of tokens that count, each as 1."""
+    report_progress("evaluating", 0, len(batch))
+    output = await trainer.forward(batch)
+    report_progress("evaluating", len(batch), len(batch))
+    num_tokens = np.array([datum.num_loss_tokens for datum in batch], dtype=np.float64)
+    sums = [float(logprobs.sum(dtype=np.float64)) for logprobs in gather_scored(batch, output.logprobs)]
+    return Measurement(values=-np.array(sums) / num_tokens, weights=num_tokens)
 
 
 @functools.lru_cache(maxsize=8)  # a loop asks for examples at every step

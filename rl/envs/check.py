@@ -1,25 +1,36 @@
 """Finds mistakes in an environment and reports them as sentences for its author.
 
-Checks the problems of both splits, then plays episodes (`rl.envs.check_episodes`). It cannot know whether the rewards
-are right.
+Checks the problems of both splits, then plays episodes: every problem with every answer three times, which are alone,
+alone again, and turn by turn with an episode that is given another answer. If the first two differ, no run could be
+repeated; if only the third differs, episodes share state. Replies that block the event loop are found as well. Whether
+the rewards are right cannot be known.
 """
 
 import asyncio
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
-from rl.envs.check_episodes import check_episodes
-from rl.envs.findings import Findings, message_fault
-from rl.protocols import Env
-from rl.rollouts.guard import time_limit_of
+from rl.data.rows import prompt_fault
+from rl.protocols import Done, Env, Observation, Prompt
+from rl.rollouts.episodes import checked_reward
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
 
+ROLES = ("system", "user", "assistant", "tool")
 _METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
 _NUM_TRAIN, _NUM_EVAL = 256, 16  # many training problems, because leaks between the splits are found by chance
 _NUM_PLAYED = 4  # problems of each split
 _TIME_LIMIT_S = 10.0  # of a call; shorter than that of a run, because the author waits
 _SLOW_S = 1.0  # seconds of CPU time for one call of train_problems or eval_problems
+# Every environment gets such answers from a model sooner or later: nothing, an attempt, garbage, endless repetition.
+_ANSWERS = ("", " \n", "42", "☃ \x00 ~{[<&%$", "no " * 2000)
+_MAX_TURNS = 100
+_NUM_LIMITS = 6  # the whole check may take this many times the limit of one call
+_STALL_S = 0.2  # a coroutine that blocks the event loop for longer is counted
+_Transcript = list[tuple[Any, ...]]
 
 
 def require_env(env: object) -> None:
@@ -27,6 +38,23 @@ def require_env(env: object) -> None:
     missing = _missing(env)
     if missing:
         raise ValueError(f"env is a {type(env).__name__}, and {missing[0]}; see rl.protocols.Env")
+
+
+class Findings:
+    """A list of sentences for the environment's author: the first finding of each kind."""
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self._by_kind: dict[str, str] = {}
+
+    @property
+    def sentences(self) -> list[str]:
+        """All findings, in the order in which they were added."""
+        return list(self._by_kind.values())
+
+    def add(self, finding: str, kind: str | None = None) -> None:
+        """Adds a finding unless there is one of this kind. Without `kind`, only an equal finding is left out."""
+        self._by_kind.setdefault(kind or finding, finding)
 
 
 def check_env(env: Env, *, time_limit_s: float | None = None) -> list[str]:
@@ -139,3 +167,156 @@ def _check_problems(findings: Findings, side: str, problems: Sequence[Any]) -> N
             return
         if prompts.setdefault(problem.id, str(problem.prompt)) != str(problem.prompt):
             findings.add(f"the id {problem.id!r} belongs to two different prompts", "id")
+
+
+def message_fault(prompt: Any) -> str:
+    """What is wrong with a prompt or an observation; "" if nothing is. Stricter than `prompt_fault`: it knows roles."""
+    fault = prompt_fault(prompt)
+    if fault or isinstance(prompt, str):
+        return fault
+    messages: Sequence[Any] = prompt
+    unknown = [message["role"] for message in messages if message["role"] not in ROLES]
+    return f"has a message of role {unknown[0]!r}; roles are {', '.join(ROLES)}" if unknown else ""
+
+
+async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit_s: float) -> None:
+    """Plays episodes of these problems and adds what went wrong. `time_limit_s` is the limit of one call.
+
+    An environment with slow replies is checked for six times that limit and no longer.
+    """
+    player = _Player(findings, time_limit_s)
+    deadline = time.perf_counter() + _NUM_LIMITS * time_limit_s
+    for problem in problems:
+        alone: dict[str, _Transcript] = {}
+        for answer in _ANSWERS:
+            if player.given_up or time.perf_counter() > deadline:
+                return
+            where = _where(problem, answer)
+            try:
+                (first,) = await player.play(where, problem, answer)
+                (second,) = await player.play(where, problem, answer)
+            except EnvironmentFailedError as error:
+                findings.add(f"{where} failed: {error}", str(error).partition(":")[0])
+                continue
+            if first == second:
+                alone[answer] = first
+            else:
+                findings.add(
+                    f"{where} went differently the second time, {_difference(second, first)}: start() must return a "
+                    "new episode, whose replies depend on the completions alone; otherwise no run could be repeated",
+                    "repeated",
+                )
+        for answer, other in pairwise([*alone, *alone]):
+            where = _where(problem, answer)
+            try:
+                beside, _ = await player.play(where, problem, answer, other)
+            except EnvironmentFailedError as error:
+                difference = f"where it failed: {error}"
+            else:
+                difference = _difference(beside, alone[answer]) if beside != alone[answer] else ""
+            if difference:
+                findings.add(
+                    f"{where} went differently beside another episode, {difference}: episodes share state; start() "
+                    "must return an independent episode each time",
+                    "shared",
+                )
+
+
+def _where(problem: Any, answer: str) -> str:
+    return f"problem {problem.id!r}, answered {answer[:20]!r}{'...' * (len(answer) > 20)} each time,"
+
+
+def _difference(got: _Transcript, expected: _Transcript) -> str:
+    """Describes the first turn in which two transcripts differ."""
+    turn = next((i for i, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]), None)
+    if turn is None:
+        return f"with {len(got)} turns instead of {len(expected)}"
+    return f"in turn {turn + 1} with {got[turn]!r:.80} instead of {expected[turn]!r:.80}"
+
+
+class _Player:
+    """Plays episodes that get the same answer in every turn; adds a finding for endless or blocking ones."""
+
+    def __init__(self, findings: Findings, time_limit_s: float) -> None:
+        self._findings = findings
+        self._time_limit_s = time_limit_s
+        self._num_replies = self._num_stalls = 0
+        self.given_up = False
+        """Whether an episode was so slow that further ones would only waste time."""
+
+    async def play(self, where: str, problem: Any, *answers: str) -> list[_Transcript]:
+        """Plays one episode per answer, the first turn of each before the second. Raises `EnvironmentFailedError`."""
+        episodes = [await call_environment(problem.start, time_limit_s=self._time_limit_s) for _ in answers]
+        transcripts: list[_Transcript] = [[] for _ in answers]
+        for episode in episodes:
+            if not callable(getattr(episode, "reply", None)):
+                raise EnvironmentFailedError(
+                    f"start() returned a {type(episode).__name__} without a method reply(completion)"
+                )
+        running = list(zip(episodes, answers, transcripts, strict=True))
+        for _ in range(_MAX_TURNS):
+            for episode, answer, transcript in running:
+                transcript.append(await self._turn(where, problem, episode, answer))
+            running = [(e, a, transcript) for e, a, transcript in running if transcript[-1][0] != "done"]
+            if not running:
+                return transcripts
+        self._findings.add(
+            f"{where} did not end within {_MAX_TURNS} turns; only a full context would end such an episode", "endless"
+        )
+        self.given_up = True
+        return transcripts
+
+    async def _turn(self, where: str, problem: Any, episode: Any, answer: str) -> tuple[Any, ...]:
+        """Plays a turn. Returns the reply as a tuple that can be compared. Raises `EnvironmentFailedError`."""
+        start = time.perf_counter()
+        ticker = _Ticker()
+        try:
+            reply = await call_environment(episode.reply, answer, time_limit_s=self._time_limit_s)
+        finally:
+            stalled = ticker.stop()
+        self._num_replies += 1
+        self._num_stalls += stalled > _STALL_S and inspect.iscoroutinefunction(episode.reply)
+        # A busy machine stalls the event loop now and then, so a few stalls are no finding.
+        if self._num_stalls > max(self._num_replies / 2, 3):
+            self._findings.add(
+                f"{where} blocked the event loop for {stalled:.1f} of {time.perf_counter() - start:.1f} s, and with it "
+                "all other rollouts; an async reply must await everything that takes time",
+                "blocked",
+            )
+            self.given_up = True
+        reward = checked_reward(reply)
+        if isinstance(reply, Done):
+            return ("done", reward)
+        assert isinstance(reply, Observation)
+        _check_observation(problem.prompt, reply.messages)
+        return ("observation", reply.messages, reward)
+
+
+def _check_observation(prompt: Prompt, messages: Prompt) -> None:
+    fault = message_fault(messages)
+    if fault:
+        raise EnvironmentFailedError(f"the observation {fault}")
+    if isinstance(prompt, str) != isinstance(messages, str):
+        forms = ("messages", "text")
+        raise EnvironmentFailedError(
+            f"the prompt is {forms[isinstance(prompt, str)]}, the observation {forms[isinstance(messages, str)]}"
+        )
+
+
+class _Ticker:
+    """Measures the longest time for which the event loop was blocked."""
+
+    def __init__(self) -> None:
+        self._longest, self._last = 0.0, time.perf_counter()
+        self._task = asyncio.create_task(self._tick())
+
+    def stop(self) -> float:
+        """Stops and returns that time in seconds."""
+        self._task.cancel()
+        return max(self._longest, time.perf_counter() - self._last)
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.perf_counter()
+            self._longest, self._last = max(self._longest, now - self._last), now
+            await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@
 
     JsonlReward(file="train.jsonl", reward="rewards:exact", fields=("answer",))
 
-A tenth of the prompts is held out, chosen by their text (`rl.data.streams`).
+A tenth of the prompts is held out, chosen by their text (`rl.data.rows`).
 """
 
 import functools
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.data.rows import no_fault, prompt_fault, read_rows
-from rl.data.streams import content_id, python_order, split, stream
+from rl.data.rows import content_id, no_fault, prompt_fault, python_order, read_rows, split, stream
 from rl.protocols import Done, Prompt
 
 

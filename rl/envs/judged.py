@@ -34,7 +34,7 @@ Reply with the number alone."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Where the judge is, what it is asked, and what happens when it fails."""
+    """A judge: its address, its question, and the reward when it fails."""
 
     base_url: str
     """The server's address up to and with the version, such as "http://127.0.0.1:8000/v1"."""
@@ -59,7 +59,7 @@ class Judge:
     """Most requests at a time. Others wait, which does not count towards `time_limit_s`."""
     max_retries: int = 4
     """How often a request is made again after 408, 409, 429, 5xx, a lost connection or a time-out, with growing pauses
-    or those that the server asks for."""
+    or the pauses that the server asks for."""
     request_timeout_s: float = 60.0
     """Most seconds for one request."""
     time_limit_s: float = 180.0

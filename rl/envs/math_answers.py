@@ -1,4 +1,4 @@
-"""Tells whether an answer is mathematically the right one, with math-verify: https://github.com/huggingface/Math-Verify.
+"""Compares answers as mathematics, with math-verify: https://github.com/huggingface/Math-Verify.
 
 Each comparison runs in one of a few processes that are kept for it, with a limit of CPU time: on a busy machine a right
 answer stays right. math-verify's own limits are signals, which only work in a main thread and cannot stop one long

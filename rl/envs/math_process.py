@@ -34,7 +34,7 @@ def main() -> None:
             answer, text, time_limit_s = pipe.recv()
         except EOFError:
             return
-        # Whoever asked ends this process at the limit. If it was killed itself, the kernel does, even in the middle of
+        # The parent ends this process at the limit. If the parent was killed, the kernel does, even in the middle of
         # an operation that would never end.
         seconds = math.ceil(time.process_time() + time_limit_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))

@@ -1,13 +1,13 @@
 """Parts of procedurally generated environments: problems by number, and a training/held-out split without leaks.
 
-Whether a problem is held out depends on its text, not on when or how often it is drawn (`rl.data.streams`).
+Whether a problem is held out depends on its text, not on when or how often it is drawn (`rl.data.rows`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rl.data.streams import hashed_number, is_eval
+from rl.data.rows import hashed_number, is_eval
 from rl.protocols import Done, Problem, Prompt
 from rl.types import Answer
 
@@ -73,3 +73,11 @@ def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, 
         if is_eval(split_by(problem)) == for_eval:
             return problem
     raise ValueError(f"no {'held-out' if for_eval else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
+
+
+class Options(dict[str, Any]):
+    """Options by name, which can be the key of a cache although their values may be lists. Not to be changed."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # a dict says it has none
+        """Equal options have the same: it follows from their names alone."""
+        return hash(frozenset(self))

@@ -29,8 +29,8 @@ class PythonArithmetic:
     time_limit_s: float = 2.0
     """Most seconds that a line of code may run."""
     sandbox: Sandbox = "auto"
-    """Where the model's code runs: `auto` takes what works on this host. `none` is no sandbox: the code may do whatever
-    the current user may, and is limited in time, memory and output only."""
+    """Where the model's code runs: `auto` takes what works on this host. `none` is no sandbox: the code may do all that
+    the current user may do, and is limited in time, memory and output only."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -115,7 +115,7 @@ class Attempt:
         self._num_runs = 0
 
     async def reply(self, completion: str) -> Reply:
-        """Runs the code, scores the answer, or tells the model what to write. A line that is cut off is neither."""
+        """Runs the code, scores the answer, or asks the model for a line of code. A line that is cut off is neither."""
         self._num_lines += 1
         answer = Answer.read(completion)
         kind, _, rest = ("", "", "") if answer.is_cut_off else answer.content.strip().partition(":")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl.checks import check_known
-from rl.envs.hashed_options import Options
-from rl.envs.procedural import TextProblem, eval_set, train_stream
+from rl.envs.procedural import Options, TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 
 # Their entries depend on the order of Python's sets, hence on PYTHONHASHSEED.

@@ -8,6 +8,11 @@ raises or takes too long is answered with the error, so that the model can learn
 (`rl.types.Answer`) are not made. The calls of a message run at the same time; those after the first MAX_CALLS are
 answered with an error.
 
+Calls are read in the formats of common chat templates, under the names of vLLM's parsers: `hermes` is that of Qwen2.5,
+Qwen3 and Nous Hermes, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`; `llama3_json` that of Llama 3, a bare
+JSON object with "name" and "parameters". A test holds that well-formed calls are read as vLLM reads them. A malformed
+call gets a sentence that says what is wrong, from which a model can learn.
+
 A tool runs in a thread of this process. One that runs code of the model's belongs in a sandbox (`rl.envs.sandbox`).
 """
 
@@ -16,21 +21,28 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
 
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.mcp_server import MCPServer, Tool
-from rl.envs.tool_calls import ToolCall, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of, words_of
 from rl.types import Answer
 
 ShowTools = Literal["template", "system"]
+ToolFormat = Literal["hermes", "llama3_json"]
 MAX_CALLS = 8
 """Calls of one message that run. A model that repeats itself writes many."""
+MAX_DEPTH = 100
+"""How deep the lists and objects of a call may nest."""
 _MAX_RESULT_CHARACTERS = 4000
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BEGUN = re.compile(r'\{\s*"')  # an object, not LaTeX
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)', re.DOTALL)
+_CUT_OFF = "The tool call was cut off by the limit of tokens, and not made."
 # The words of Qwen2.5's chat template.
 _SYSTEM = """# Tools
 
@@ -48,6 +60,16 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call, or what is wrong with it."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    fault: str = ""
+    """A sentence for the model about a malformed call; empty for a well-formed one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEnv:
     """A single-turn environment whose questions the model may answer with the help of tools."""
 
@@ -59,10 +81,10 @@ class ToolEnv:
     tool_format: ToolFormat = "hermes"
     """How the model writes calls: "hermes" (Qwen2.5, Qwen3, Hermes) or "llama3_json"."""
     show_tools: ShowTools = "template"
-    """How the model is told of the tools: by its chat template, or, for a template that knows no tools, by a system
+    """How the model learns of the tools: by its chat template, or, for a template that knows no tools, by a system
     message in Hermes' format."""
     max_turns: int = 4
-    """Most messages of the model. The last one is the answer, whatever it holds."""
+    """Most messages of the model. The last one is the answer, even if it calls tools."""
     tool_time_limit_s: float = 10.0
     """Most seconds for one call of a tool."""
 
@@ -239,3 +261,88 @@ def _tool(path: str) -> Tool:
         return get_json_schema(function), function
     except Exception as error:  # of the import, or of the docstring
         raise ValueError(f"ToolEnv.tools holds {path!r}, which cannot be a tool: {error}") from error
+
+
+def parse_tool_calls(text: str, tool_format: ToolFormat, *, is_cut_off: bool = False) -> list[ToolCall]:
+    """All calls in the text, in order; empty if the model called no tool. A call that is cut off is malformed.
+
+    Arguments nest at most `MAX_DEPTH` deep and hold what JSON can hold: no NaN, no infinity, no half of a surrogate.
+    """
+    return _PARSERS[tool_format](text, is_cut_off)
+
+
+def _parse_hermes(text: str, is_cut_off: bool) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for found in _HERMES.finditer(text):
+        if is_cut_off and not found[0].endswith("</tool_call>"):
+            calls.append(ToolCall(fault=_CUT_OFF))
+            continue
+        try:
+            calls.append(_call(json.loads(found[1])))
+        except (ValueError, RecursionError) as error:
+            calls.append(ToolCall(fault=f"The tool call is not valid JSON: {error}"))
+    return calls
+
+
+def _parse_llama3_json(text: str, is_cut_off: bool) -> list[ToolCall]:
+    """Objects without a name are part of the text: answers may hold JSON or LaTeX."""
+    calls: list[ToolCall] = []
+    decoder, end = json.JSONDecoder(), 0
+    while (start := text.find("{", end)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except RecursionError as error:
+            return [*calls, ToolCall(fault=f"The tool call is not valid JSON: {error}")]
+        except ValueError:
+            if is_cut_off and _BEGUN.match(text, start) and not _is_closed(text[start:]):
+                # Objects within it must not be taken for calls of their own.
+                return [*calls, ToolCall(fault=_CUT_OFF)] if '"name"' in text[start:] else calls
+            end = start + 1
+            continue
+        if "name" in value and ("parameters" in value or "arguments" in value):
+            calls.append(_call(value))
+    return calls
+
+
+def _is_closed(text: str) -> bool:
+    """Whether the object with which the text begins has an end."""
+    depth = 0
+    for brace in re.findall("[{}]", _STRING.sub("", text)):
+        depth += 1 if brace == "{" else -1
+        if depth == 0:
+            return True
+    return False
+
+
+def _call(value: Any) -> ToolCall:
+    """The call that a JSON value stands for."""
+    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(fault='A tool call needs a "name" and "arguments", which are an object.')
+    try:
+        # A tool server must be able to read them again.
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        return ToolCall(fault=f"The tool call is not valid JSON: {_sentence(error)}")
+    if _is_deeper(fields, MAX_DEPTH):
+        return ToolCall(fault=f"The tool call is nested more than {MAX_DEPTH} deep.")
+    return ToolCall(name=name, arguments=cast("dict[str, Any]", arguments))
+
+
+def _sentence(error: Exception) -> str:
+    return "it holds half of a surrogate pair" if isinstance(error, UnicodeError) else str(error)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects nest more than `depth` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = cast("list[Any]", [*value.values()] if isinstance(value, dict) else value)
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
+
+
+_PARSERS: dict[ToolFormat, Callable[[str, bool], list[ToolCall]]] = {
+    "hermes": _parse_hermes,
+    "llama3_json": _parse_llama3_json,
+}

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.checks import how_to_install
-from rl.data.streams import content_id, python_order, split, stream
-from rl.envs.hashed_options import Options
+from rl.data.rows import content_id, python_order, split, stream
+from rl.envs.procedural import Options
 from rl.protocols import Done, Observation, Reply
 
 _Messages = list[dict[str, str]]

@@ -1,20 +1,155 @@
-"""Losses by name. To add one, write a function in a file of this folder and add a row to the table below."""
+"""Losses by name, and the normalisers of their gradients.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+A loss is a pure function of log-probs or values, with options that are checked before any rank computes. It sees no
+model, no batch layout and no rank. It returns a sum over tokens, never a mean; the loop chooses the normaliser at
+`optim_step`, and can do so after all rollout batches of a step are known: `token_mean`, `constant_length` and
+`sequence_mean` return the `grad_scale`.
 
-from rl.checks import check_known
-from rl.losses.base import Loss, custom_loss
-from rl.losses.critic import value
-from rl.losses.cross_entropy import cross_entropy
-from rl.losses.inputs import LossInputs
-from rl.losses.policy_gradient import cispo, dro, gspo, importance_sampling, ppo
-from rl.losses.shared import ENTROPY_OPTIONS, IMPORTANCE_OPTIONS, KL_OPTIONS
+To add a loss, write a function in `functions.py` and add a row to `LOSSES`. This package imports torch only for type
+checking, because the controller, which checks names and options, does not need it.
+"""
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "get_loss"]
+from __future__ import annotations
 
+import importlib
+import inspect
+import math
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, see_working_directory
+from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
+from rl.losses.functions import value as value_loss
+from rl.losses.shared import (
+    ENTROPY_OPTIONS,
+    IMPORTANCE_OPTIONS,
+    KL_OPTIONS,
+    LossFunction,
+    LossInputs,
+    Metrics,
+    SharedOptions,
+)
+from rl.types import Datum, Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LOSSES", "Loss", "LossInputs", "constant_length", "get_loss", "sequence_mean", "token_mean"]
+RESERVED_METRICS = frozenset(
+    {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
+)
+"""What a `forward_backward` reports besides the metrics of its loss."""
+_REQUIRED: Any = inspect.Parameter.empty
+"""Stands for the default of an option without one, and for the type of a parameter that declares none."""
+_NEEDED_FOR = {
+    "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"
+    " importance_cap is above 0 and it clips; leave importance_cap at 0, or choose loss 'importance_sampling', which"
+    " does not clip",
+    "reference_logprobs": " (a reference model's log-probs) because kl_coef is above 0; leave kl_coef at 0",
+}
+"""Loss input -> what a user can do who did not know that an option asks for it."""
 _INPUTS = ("logprobs", "advantages")
 _OPTIONS = (*KL_OPTIONS, *ENTROPY_OPTIONS, *IMPORTANCE_OPTIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss function with its options and requirements."""
+
+    name: str
+    function: LossFunction
+    required_inputs: tuple[str, ...] = ()
+    """Names besides `target_tokens` that every datum's `loss_inputs` must hold, given the options that are set."""
+    head: Head | None = "lm"
+    """The head that the model must have; None for a user's function, which accepts any."""
+    needs_entropy: bool = False
+    """Whether the trainer has to compute the entropy, which costs time and memory."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The function's own options that were set."""
+    takes: tuple[str, ...] = ()
+    """Names of the shared options that the loss accepts."""
+    shared: SharedOptions = field(default_factory=SharedOptions)
+    """Values of the shared options."""
+    clips: bool = False
+    """Whether it clips its importance ratio. With `importance_cap` it then needs `old_logprobs`: without them that
+    ratio would be 1, and never clipped."""
+    checks_values: bool = True
+    """Whether `with_options` checks the ranges of options. A user's function checks its own; only types are checked."""
+
+    def __call__(self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """Evaluates the loss on one micro-batch. The metrics are detached. The function sees no reported position.
+
+        `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
+        """
+        self.check_inputs(inputs.arrays)
+        rows, inputs = inputs.counted()
+        scores, entropy = scores[rows], None if entropy is None else entropy[rows]
+        function = partial(self.function, **self.options)
+        if self.takes:
+            loss, metrics = self.shared.apply(function, scores, entropy, inputs)
+        else:
+            loss, metrics = function(scores, entropy, inputs)
+        if reserved := sorted(RESERVED_METRICS & metrics.keys()):
+            raise ValueError(
+                f"loss {self.name!r} returned a metric {reserved[0]!r}, which the trainer reports; rename it"
+            )
+        if loss.ndim != 0:
+            raise ValueError(
+                f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"
+            )
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def check_inputs(self, given: Collection[str]) -> None:
+        """Raises ValueError if the loss needs an input that is not among those given, saying which option asks for it.
+
+        `given` are the names in a datum's `loss_inputs`, or the names that a loop will put there.
+        """
+        missing = [name for name in self.required_inputs if name not in given]
+        if missing:
+            raise ValueError(
+                f"loss {self.name!r} needs the input {missing[0]!r}{_NEEDED_FOR.get(missing[0], '')}; there are "
+                f"{', '.join(sorted(given))}"
+            )
+
+    def check_head(self, head: Head) -> None:
+        """Raises ValueError if the loss needs another head."""
+        if self.head not in (None, head):
+            raise ValueError(
+                f"loss is {self.name!r}, which needs a trainer with head={self.head!r}; this trainer has head={head!r}"
+            )
+
+    def with_options(self, config: Mapping[str, Any]) -> Loss:
+        """The same loss with these options set. Raises ValueError for an unknown name or a value out of range."""
+        own = option_defaults(self.function)
+        shared = {name: value for name, value in asdict(self.shared).items() if name in self.takes}
+        for name, value in config.items():
+            if name not in own and name not in shared:
+                known = (*own, *shared)
+                raise ValueError(
+                    f"loss_config has {name!r}, which {self.name!r} does not know{did_you_mean(name, known)}"
+                )
+            if not self.checks_values:
+                _check_type(self, name, value)
+            else:
+                _check_value(self.name, name, value, default=own[name] if name in own else shared[name])
+        options = {**self.options, **{name: value for name, value in config.items() if name in own}}
+        if missing := [name for name, default in own.items() if default is _REQUIRED and name not in options]:
+            raise ValueError(f"loss_config lacks {missing[0]!r}, which {self.name!r} needs")
+        changed = replace(self.shared, **{name: value for name, value in config.items() if name in shared})
+        if self.checks_values:
+            _check_thresholds({**own, **options})
+        old_logprobs = ("old_logprobs",) if self.clips and changed.importance_cap > 0 else ()
+        return replace(
+            self,
+            required_inputs=tuple(dict.fromkeys((*self.required_inputs, *changed.required_inputs, *old_logprobs))),
+            needs_entropy=self.needs_entropy or changed.needs_entropy,
+            options=options,
+            shared=changed,
+        )
+
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
@@ -26,7 +161,7 @@ LOSSES: Mapping[str, Loss] = {
         # DRO has no importance ratio that a correction could change.
         Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
         Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
-        Loss(name="value", function=value, required_inputs=("old_values", "returns"), head="value"),
+        Loss(name="value", function=value_loss, required_inputs=("old_values", "returns"), head="value"),
     )
 }
 
@@ -44,3 +179,114 @@ def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | 
     else:
         found = custom_loss(loss)
     return found.with_options(config or {})
+
+
+def custom_loss(function: str | LossFunction) -> Loss:
+    """A user's loss: `"module:function"`, or a function of `(logprobs, entropy, inputs) -> (loss_sum, metrics)`.
+
+    The trainer always computes the entropy for it. With a value head, it is given values instead of log-probs, and None
+    as entropy. Which inputs it needs is not declared: a missing one raises KeyError when the function asks for it.
+    """
+    if isinstance(function, str):
+        module_name, _, attribute = function.partition(":")
+        see_working_directory()
+        with errors_of_user_code(f"loss {module_name}:{attribute} cannot be imported"):
+            function = getattr(importlib.import_module(module_name), attribute)
+    if not callable(function):
+        raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
+    name = getattr(function, "__name__", type(function).__name__)
+    return Loss(name=name, function=function, head=None, needs_entropy=True, checks_values=False)
+
+
+def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a loss function, which are its keyword-only parameters, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def token_mean(batch: Sequence[Datum]) -> float:
+    """1 / (number of scored tokens): every token of a step counts the same, so long completions count for more.
+
+    DAPO, section 3.3 of https://arxiv.org/abs/2503.14476. Raises ValueError if the batch has no scored token.
+    """
+    num_tokens = sum(datum.num_loss_tokens for datum in batch)
+    if num_tokens == 0:
+        raise ValueError("token_mean was given a batch without a scored token; there is nothing to average over")
+    return 1 / num_tokens
+
+
+def constant_length(num_sequences: int, max_tokens: int) -> float:
+    """1 / (num_sequences * max_tokens), a constant.
+
+    So the weight of a token does not depend on the length of its completion, nor on that of any other: Dr. GRPO,
+    https://arxiv.org/abs/2503.20783.
+    """
+    check_at_least(1, num_sequences=num_sequences, max_tokens=max_tokens)
+    return 1 / (num_sequences * max_tokens)
+
+
+def sequence_mean(batch: Sequence[Datum]) -> tuple[list[Datum], float]:
+    """The batch with each datum's weights divided by its number of scored tokens, and 1 / (number of datums).
+
+    Every completion of a step counts the same, so a token of a long one counts for less: GRPO as published, eq. 3 of
+    https://arxiv.org/abs/2402.03300. Datums without scored tokens are counted. Raises ValueError for an empty batch.
+    """
+    if len(batch) == 0:
+        raise ValueError("sequence_mean was given an empty batch; there is nothing to average over")
+    return [datum.weighted(1 / max(datum.num_loss_tokens, 1)) for datum in batch], 1 / len(batch)
+
+
+def _check_value(loss: str, name: str, value: object, default: object) -> None:
+    """Raises ValueError unless the value is text if the default is text, or else a finite number of at least 0."""
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a string such as {default!r}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int in Python
+        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
+    elif not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0")
+
+
+def _check_type(loss: Loss, name: str, value: object) -> None:
+    """Raises ValueError unless the value is of the type that the user's function declares, or of its default's."""
+    try:
+        hint: Any = get_type_hints(loss.function).get(name, _REQUIRED)
+    except Exception:  # names that exist for type checkers alone
+        hint = _REQUIRED
+    default = option_defaults(loss.function)[name]
+    if hint is _REQUIRED and type(default) in (bool, int, float, str):
+        hint = float if type(default) is int else type(default)  # 2 may stand for 2.0
+    if hint is not _REQUIRED and not _is_of(value, hint):
+        shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss.name!r} takes a {shown}")
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as its outermost type says. Types that are not known fit all."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is None:
+        return value is None
+    if origin is Annotated:
+        return _is_of(value, arguments[0])
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_is_of(value, each) for each in arguments)
+    if hint in (float, int) and isinstance(value, bool):  # a bool is an int in Python
+        return False
+    if hint is float:
+        return isinstance(value, int | float)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _check_thresholds(options: Mapping[str, Any]) -> None:
+    """Raises ValueError if the clip thresholds are in the wrong order."""
+    low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
+    dual = options.get("dual_clip_threshold", 0)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"loss_config['clip_low_threshold'] is {low}; it must not exceed clip_high_threshold {high}")
+    if high is not None and 0 < dual < high:
+        raise ValueError(
+            f"loss_config['dual_clip_threshold'] is {dual}; it must be 0 (off) or at least clip_high_threshold {high}"
+        )

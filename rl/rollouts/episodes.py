@@ -179,7 +179,7 @@ class _Player:
             raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
 
     def _seed(self, sample: int, turn: int) -> int | None:
-        """The seed of a later turn: a hash of the sample's seed and the turn, whatever else is in flight."""
+        """The seed of a later turn: a hash of the sample's seed and the turn alone."""
         if self.sampling.seed is None:
             return None
         key = f"{self.sampling.seed + sample}/{turn}".encode()

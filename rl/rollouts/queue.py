@@ -3,8 +3,8 @@
 Producer: one task per group, started in the order of the problems as soon as the bound allows. Consumer: the loop,
 which gets a step's groups from `take`, and calls `advance` once the generator has the weights of that step. `take`
 waits for groups; a finished group unblocks it. Tasks wait to be started; `advance` unblocks them. If a group or the
-loop fails, all other groups are cancelled and the exception leaves the `async with` block unchanged, so nobody waits
-for ever.
+loop fails, all other groups are cancelled and the exception leaves the `async with` block unchanged, so that
+no task waits without end.
 """
 
 import asyncio

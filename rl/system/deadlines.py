@@ -19,7 +19,7 @@ class Deadlines:
     times_slowest: float = 10.0
     """How many times longer than the slowest call so far a call may take."""
     stopped_s: float = 10.0
-    """Seconds after which a process that is stopped (SIGSTOP) counts as hung, whatever it was asked to do."""
+    """Seconds after which a process that is stopped (SIGSTOP) counts as hung, during any call."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

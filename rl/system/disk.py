@@ -3,7 +3,7 @@
 A reader finds a file's old contents or its new ones, and a file of JSON lines ends with a whole line or with one that
 `drop_unfinished_line` removes. A temporary folder vanishes with the process that made it: the process holds a lock on
 the folder, which the kernel releases however the process ends, and the next one to make a folder with the same prefix
-removes those that are no longer locked.
+removes the folders that are no longer locked.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl.secret_fields import hide_all, is_declared
+from rl.system.secret_fields import hide_all, is_declared
 
 if TYPE_CHECKING:
     import pyarrow as pa

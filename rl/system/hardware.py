@@ -60,7 +60,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are those that NVIDIA's driver lists."""
+    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are found by NVIDIA's driver."""
     fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
     processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -125,8 +125,8 @@ def cpu_thread_env(num_threads: int) -> dict[str, str]:
     A step consists of thousands of short parallel loops. If threads slept after each loop, waking them would often take
     longer than the loop itself; if they never slept, they would stall other processes on the same cores. So a thread
     checks for work 3,000 times before it sleeps. On two cores of a Xeon with AMX, SmolLM2's forward and backward pass
-    takes 3.1 s with 3,000 checks, 3.8 with 1,000 and 2.8 with 10,000; beside a process that keeps one of the cores
-    busy, 6.0, 5.3 and 8.5 s.
+    takes 3.1 s with 3,000 checks, 3.8 with 1,000 and 2.8 with 10,000; while another process keeps one of the
+    cores busy, 6.0, 5.3 and 8.5 s.
 
     libgomp follows GOMP_SPINCOUNT only while a process has no more of its threads than cores, and each Python thread
     that has ever computed keeps its own. So a rank computes on one Python thread. Beyond that the policy decides:

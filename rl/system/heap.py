@@ -21,14 +21,14 @@ _STEPS_TO_SETTLE = 4
 class Heap:
     """Hands freed memory back to the kernel once the process has grown by 2 % beyond the steps after the last time.
 
-    The measure is taken anew each time, as the most of four steps: rows differ in length, and what a process holds
-    after its first step is not yet what it needs.
+    The measure is taken anew each time, as the most of four steps: rows differ in length, and a process needs more
+    than it holds after its first step.
     """
 
     def __init__(
         self, resident_bytes: Callable[[], int] | None = None, hand_back: Callable[[], object] | None = None
     ) -> None:
-        """The functions tell what the process holds, and hand back what it has freed; by default glibc's."""
+        """The functions return the bytes that the process holds, and hand freed memory back; by default glibc's."""
         self._resident_bytes = resident_bytes or _resident_bytes
         self._hand_back = hand_back or hand_back_memory
         self._settled, self._steps = 0, 0
@@ -47,7 +47,7 @@ class Heap:
 def hand_back_garbage() -> None:
     """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it, such as drawing.
 
-    Takes most of a second, in which all threads wait, unless the collector passes over what it need not walk
+    Takes most of a second, in which all threads wait, unless the collector passes over long-lived objects
     (`rl.startup`).
     """
     gc.collect()

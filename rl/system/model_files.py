@@ -107,7 +107,7 @@ def check_head(path: Path, *, tied: bool) -> None:
     """Raises ValueError if configuration and files disagree on whether the output layer is the embedding matrix.
 
     Files of a tied model may repeat the matrix. Where they hold another one, transformers and vLLM leave the two
-    untied, whatever the configuration says; an engine that follows the configuration would drop the head.
+    untied, against the configuration; an engine that follows the configuration would drop the head.
     """
     stored = stored_weights(path)
     head, embedding = stored.get(_HEAD), stored.get(_EMBEDDING)

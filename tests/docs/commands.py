@@ -1,13 +1,17 @@
 """Checks a page's commands without running them: programs, targets, recipes, options and files must exist."""
 
-import importlib
 import importlib.util
 import re
 import shlex
 from collections.abc import Callable, Sequence
 
-from controller.commands import serve
-from controller.commands.recipes import find_recipe, load_recipe, override
+from controller.commands.command_line import HELP, parse_command
+from controller.commands.recipes import configuration
+from controller.commands.run import Run
+from controller.commands.show import Show
+from controller.commands.sweep import Sweep, combinations_of
+from controller.server.serve_commands import Serve
+from controller.server.serve_commands import configuration as served
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {
@@ -55,22 +59,19 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 
 def _check_ownloop(arguments: Sequence[str]) -> None:
-    command_line = importlib.import_module("controller.commands.command_line")
-    if {"-h", "--help"} & set(arguments):
-        arguments = [word for word in arguments if word not in ("-h", "--help")]
-    parser, _ = command_line._parser(resuming="--resume" in arguments or "--fork" in arguments)
-    options, overrides = parser.parse_known_args(arguments)
-    if arguments[0] == "show" and arguments[1].startswith(_RUNS):
-        assert not overrides, f"unexpected {overrides}"
-    elif arguments[0] == "sweep":
-        for combination in importlib.import_module("controller.commands.sweep").combinations_of(overrides).values():
-            override(load_recipe(find_recipe(options.recipe)), combination, "ownloop")
-    elif arguments[0] == "serve":
-        serve.configuration(overrides)
-    elif hasattr(options, "recipe"):
-        override(load_recipe(find_recipe(options.recipe)), overrides, "ownloop")
+    command = parse_command([word for word in arguments if word not in HELP])
+    if isinstance(command, Show) and command.recipe.startswith(_RUNS):
+        assert not command.fields, f"unexpected {command.fields}"
+    elif isinstance(command, Sweep):
+        for combination in combinations_of(command.fields).values():
+            configuration(command.recipe, combination, "sweep")
+    elif isinstance(command, Serve):
+        served(command.fields)
+    elif recipe := getattr(command, "recipe", None):
+        configuration(recipe, command.fields, arguments[0])
     else:  # a resumed run has its recipe in its folder
-        assert not overrides or options.resume or options.fork, f"unexpected {overrides}"
+        continues = isinstance(command, Run) and (command.resume or command.fork)
+        assert continues or not getattr(command, "fields", ()), f"unexpected {command.fields}"
 
 
 def _check_python(arguments: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e import inconsistent_read_processes
 from tests.waiting import LIMIT_S, join, wait_until
-from trainer.engines.plain_ranks import preloaded_forkserver
+from trainer.engines.contract.plain_ranks import preloaded_forkserver
 
 pytestmark = pytest.mark.e2e
 

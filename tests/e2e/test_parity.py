@@ -15,7 +15,7 @@ from controller.handles.adapters import BoundGenerator
 from controller.launching.launcher import Launcher
 from controller.runs.mismatch import Comparison, compare, explain, measure_parity
 from generator.config import GeneratorConfig, LoRALimits
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion, Datum, ForwardBackwardOutput, PullMode, SamplingParams

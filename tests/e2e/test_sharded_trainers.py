@@ -19,7 +19,7 @@ from tests.e2e.weight_meshes import GREEDY, PROMPTS
 from tests.generator.served_models import served_qwen3, served_qwen3_moe
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import LENGTHS, plan, relative_error
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error
 
 pytestmark = pytest.mark.e2e
 

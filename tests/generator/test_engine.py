@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generator.engine import GenerationEngine
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.conftest import EngineFactory
 from tests.generator.running import run_paced, started
@@ -141,7 +141,9 @@ def test_vllm_still_names_too_few_block_sizes(engine: GenerationEngine) -> None:
     from vllm.v1.attention.backends import cpu_attn  # loads vLLM, which a worker without these tests need not do
 
     source = inspect.getsource(cpu_attn.CPUAttentionBackend)
-    assert "return [MultipleOf(32)]" in source, "remove `_blocks_of_16` in generator/_compat.py if 16 is among them now"
+    assert "return [MultipleOf(32)]" in source, (
+        "remove `_blocks_of_16` in generator/cpu/patches.py if 16 is among them now"
+    )
 
 
 def test_samples_follow_the_distribution(engine: GenerationEngine, model: Path) -> None:

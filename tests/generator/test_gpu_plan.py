@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from generator import copy_plan
-from generator.copy_plan import CopyPlan, CopyRecorder
+from generator.pull import CopyPlan, CopyRecorder
 from rl.system.hardware import host_identity
 from rl.weights import copies
 from rl.weights.buffer import WeightBuffer
@@ -66,7 +65,7 @@ def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
         calls.append(len(pairs))
         copy(pairs)
 
-    monkeypatch.setattr(copy_plan.copies, "copy", counted)
+    monkeypatch.setattr(copies, "copy", counted)
     memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
     plan: CopyPlan | None = None
     for version in (1, 2, 3):

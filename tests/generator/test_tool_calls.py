@@ -1,11 +1,11 @@
-"""Tool calls as `rl.envs.tool_calls` finds them, against vLLM's own parsers."""
+"""Tool calls as `rl.envs.tools` finds them, against vLLM's own parsers."""
 
 import json
 from typing import Any
 
 import pytest
 
-from rl.envs.tool_calls import ToolFormat, parse_tool_calls
+from rl.envs.tools import ToolFormat, parse_tool_calls
 
 pytestmark = pytest.mark.vllm
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rl.secret_fields import hide_in_text, hide_secrets, is_secret
+from rl.system.secret_fields import hide_in_text, hide_secrets, is_secret
 
 
 @pytest.mark.stranger("F1")

@@ -7,16 +7,16 @@ from importlib.util import find_spec
 
 import pytest
 
-from trainer.engine_table import ENGINES
+from trainer.engine_table import all_engines
 
-_EVERYWHERE = {name: entry for name, entry in ENGINES.items() if name != "megatron_fsdp"}
+_EVERYWHERE = {name: entry for name, entry in all_engines().items() if name != "megatron_fsdp"}
 INSTALLED = [name for name, entry in _EVERYWHERE.items() if not entry.requires or find_spec(entry.requires)]
 
 
 def engine_param(name: str) -> object:
     """A parameter whose first word is an engine's name."""
     engine = name.split()[0]
-    reason = f"the package {ENGINES[engine].requires!r} is not installed"
+    reason = f"the package {all_engines()[engine].requires!r} is not installed"
     return pytest.param(name, marks=pytest.mark.skipif(engine not in INSTALLED, reason=reason))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl.weights.versions import INDEX_KEY, WeightsError, living_versions
 from tests.stores import FakeStore, living, read_buffer
-from trainer.engines.plain_ranks import spawn
+from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 

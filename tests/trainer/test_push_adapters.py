@@ -14,7 +14,7 @@ from rl.lora import LoRAConfig, tensor_name
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.versions import INDEX_KEY, UnknownVersionError, VersionRecord, element_sum, find_record
 from tests.stores import FakeStore, read_buffer
-from trainer.engines.plain_ranks import spawn
+from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 A, B = (tensor_name("model.layers.0.mlp.up_proj", which) for which in ("A", "B"))

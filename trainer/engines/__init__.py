@@ -1,16 +1,14 @@
-"""Training backends, one folder each. `trainer.engine_table` lists them."""
+"""Training backends, one folder each. `trainer.engine_table` lists them; `mcore` and `mfsdp` are optional parts."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from trainer.config import TrainerConfig
-from trainer.engine_table import ENGINES, find_engine
+from trainer.engine_table import find_engine
 from trainer.engines.model_check import check_model
 
 if TYPE_CHECKING:  # the import would load torch
     from trainer.engines.base import Engine
-
-__all__ = ["ENGINES", "load_engine"]
 
 
 def load_engine(config: TrainerConfig) -> "Engine":

@@ -20,8 +20,11 @@ With several ranks, every rank makes the same calls in the same order with the s
 has fewer datums passes empty micro-batches. Losses and gradients are sums over tokens, datums, calls and ranks.
 """
 
+import contextlib
+import re
+import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +36,8 @@ from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
-from trainer.engines.memory import PeakMemory
 
+_RESET_PEAK = "5"  # see proc(5)
 Microbatch = Sequence[Datum]
 
 
@@ -64,6 +67,50 @@ class MicrobatchHooks:
 
 class RankFailureError(RuntimeError):
     """This rank gave up a call because another rank failed in it. The other rank's error says why."""
+
+
+class PeakMemory:
+    """Most bytes held in each phase: by all tensors on a GPU, by whole processes on the CPU."""
+
+    def __init__(self, device: torch.device, children: Sequence[int] = ()) -> None:
+        """`children` are the numbers of processes that compute for this one on the CPU, and count with it."""
+        self._device = device
+        self._children = children
+        self._peaks: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Measures the block. On a CPU whose kernel cannot reset the peak, it counts from the start of the process."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with contextlib.suppress(OSError):
+                for process in ("self", *self._children):
+                    Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
+        try:
+            yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0), self.peak_bytes())
+
+    def peak_bytes(self) -> int:
+        """Most bytes held since the phase began."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return own + sum(map(_peak_bytes_of, self._children))
+
+    def take(self) -> dict[str, float]:
+        """Returns `memory_peak_bytes_PHASE_max` of every phase measured since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return {f"memory_peak_bytes_{name}_max": float(peak) for name, peak in peaks.items()}
+
+
+def _peak_bytes_of(process: int) -> int:
+    """Most bytes that another process held; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    return 0
 
 
 class Engine(ABC):
@@ -113,7 +160,7 @@ class Engine(ABC):
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Applies one AdamW step with exactly these values to the accumulated gradient and clears it.
 
-        A gradient that is not finite is cleared and changes nothing else. The metrics are those of `memory.take()`.
+        A gradient that is not finite is cleared and changes nothing else. The metrics are `memory.take()`'s.
         Raises ValueError, with all state as it was, if no gradient was accumulated or a pattern of
         `learning_rate_multipliers` matches no parameter.
         """
@@ -153,7 +200,7 @@ class Engine(ABC):
         """Writes model, optimizer, random state and version. `path` appears only once everything is on disk.
 
         With `asynchronous`, training continues meanwhile, and `wait_for_checkpoint` raises the error of a failed save.
-        With `keep_last`, only that many checkpoints, this one and those of the highest versions, stay in its directory.
+        With `keep_last`, only that many checkpoints, this one and the highest versions, stay in its directory.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from rl.system.hf_config import is_tied, read_config, read_config_file
 from rl.system.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
-from trainer.engine_table import ENGINES, find_engine
+from trainer.engine_table import all_engines, find_engine
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, parse_decoder_config
 
 
@@ -47,7 +47,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
     entry = find_engine(config.engine)
     check: LayoutCheck = resolve_name(entry.layout_check)
     if config.engine_args and not entry.takes_args:
-        takers = ", ".join(repr(name) for name, each in ENGINES.items() if each.takes_args)
+        takers = ", ".join(repr(name) for name, each in all_engines().items() if each.takes_args)
         raise ValueError(
             f"TrainerConfig.engine_args is {dict(config.engine_args)}; engine {config.engine!r} takes none. The "
             f"engines that do are {takers}"
@@ -87,7 +87,7 @@ def _check_lora(config: TrainerConfig) -> None:
                 f"{accepted!r}, or lora None, which trains the whole model"
             )
     if not find_engine(config.engine).trains_adapters:
-        accepted = ", ".join(repr(name) for name, entry in ENGINES.items() if entry.trains_adapters)
+        accepted = ", ".join(repr(name) for name, entry in all_engines().items() if entry.trains_adapters)
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r} and lora is given; "
             f"the engines that train adapters are {accepted}"

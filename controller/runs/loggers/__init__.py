@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from controller.runs.folder import RunFolder
 from rl.checks import check_known, how_to_install
-from rl.secret_fields import hide_secrets
 from rl.system.disk import to_json
+from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
 NUM_SAMPLES = 8

@@ -23,23 +23,18 @@ from examples.engines.mindspore_engine.arrays import parameter_shapes, row_array
 from examples.engines.mindspore_engine.layout_check import check_layout
 from examples.engines.mindspore_engine.messages import AdamStep, Moments
 from examples.engines.mindspore_engine.start import mindspore_python, start_mindspore
-from rl.data.packing import PackedRow, pack_row
+from rl.data.packing import ModelFlops, PackedRow, pack_row, read_config
 from rl.losses import Loss
-from rl.system.hf_config import ModelFlops, read_config
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
-from trainer import checkpoint
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch
+from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.decoder_config import parse_decoder_config
-from trainer.engines.memory import PeakMemory
 from trainer.engines.model_check import describe_model
-from trainer.engines.pytorch.hf_weights import load_hf_weights
-from trainer.engines.pytorch.offload import HOST, PARTS, Offload
-from trainer.engines.pytorch.outputs import OutputCollector
-from trainer.engines.pytorch.rope import inverse_frequencies
-from trainer.engines.pytorch.row_runner import loss_inputs, of_positions
-from trainer.export import write_hf_directory
-from trainer.saver import CheckpointSaver
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointSaver
+from trainer.engines.pytorch.engine_state import HOST, PARTS, Offload
+from trainer.engines.pytorch.hf_directory import inverse_frequencies, load_hf_weights, write_hf_directory
+from trainer.engines.pytorch.row_runner import OutputCollector, loss_inputs, of_positions
 
 
 class MindSporeEngine(Engine):

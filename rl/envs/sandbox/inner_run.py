@@ -2,12 +2,15 @@
 
 It is started with `python -c` and the text of this file, so it imports nothing but the standard library. Its arguments
 are numbers: bytes of memory, seconds of CPU time, processes that the code may start (-1: as many as the user may have),
-bytes of a file, and whether to filter system calls (1 or 0).
+bytes of a file, and whether to filter system calls (1 or 0). Two more make this file build the sandbox first: the bytes
+of the scratch folder, and the folders to show. It is then process 1 of a PID namespace, with all capabilities over the
+new namespaces only, and leaves the host's files behind, gives up all rights, and continues in a child.
 
 The filter is a seccomp filter, a program of classic BPF (man 2 seccomp) that every later process and thread inherits.
 It refuses, with EPERM, the calls that no namespace separates and no limit counts. Calls newer than those of Linux 6.1
 do not exist for the code (ENOSYS), so that a new kernel opens nothing. A program of another architecture is killed,
-because its calls have other numbers.
+because its calls have other numbers. Names of the C library and numbers of the mounts are those of man 2 mount,
+mount_setattr, pivot_root, prctl and capset.
 """
 
 import builtins
@@ -77,12 +80,18 @@ _REFUSED_WITH = (
 _CLONE3, _NEWEST = 435, 450  # both the same on every architecture
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of the kernel
 _M_ARENA_MAX = -8  # of man 3 mallopt
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MNT_DETACH = 2, 4, 4096, 16384, 2
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _AT_FDCWD = 1, 2, 0x8000, 442, -100
+_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 4, 24, 38, 47, 4
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_TREE = "/sys"  # exists on every Linux and holds nothing that the sandbox shows
+_ROOT = f"{_TREE}/root"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def refused_calls(machine: str) -> dict[str, int]:
-    """The names and numbers of the calls that are refused whatever their arguments."""
+    """The names and numbers of the calls that are refused with any arguments."""
     words = " ".join(_REFUSED.values()).split()
     numbers = words[1::3] if machine == "x86_64" else words[2::3]
     return {name: int(number) for name, number in zip(words[::3], numbers, strict=True) if number != "-"}
@@ -121,7 +130,7 @@ def install_filter(program: list[tuple[int, int, int, int]]) -> None:
 
 
 def count_processes() -> int:
-    """How many processes the kernel counts towards this user's limit: this one and those that built the sandbox."""
+    """How many processes the kernel counts towards this user's limit: this one and the ones that built the sandbox."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     for count in range(1, 1 << 16):
         resource.setrlimit(resource.RLIMIT_NPROC, (count + 1, hard))
@@ -159,8 +168,82 @@ def set_limits(memory_bytes: int, cpu_seconds: int, num_processes: int, file_byt
         resource.setrlimit(limit, (value, value))  # soft and hard are the same, so that the code cannot raise them
 
 
+def call(name: str, *arguments: object) -> None:
+    """Calls a function of the C library. Raises OSError if it fails."""
+    encoded = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
+    if getattr(libc, name)(*encoded):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
+
+
+def tmpfs(path: str, size_bytes: int, num_files: int, mode: str) -> None:
+    """Mounts an empty folder in memory."""
+    call(
+        "mount", "tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_bytes},nr_inodes={num_files},mode={mode}"
+    )
+
+
+def show(path: str) -> None:
+    """Makes a file or folder of the host, or what its symbolic link says, visible under the same path."""
+    target = f"{_ROOT}{path}"
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    call("mount", path, target, None, _MS_BIND | _MS_REC, None)
+
+
+def replace_mounts(scratch_bytes: int, paths: list[str]) -> None:
+    """Replaces all mounts by a tree that shows `paths` read-only and has /tmp to write to."""
+    tmpfs(_TREE, 1 << 20, 256, "0755")
+    for path in paths:
+        show(path)
+    os.mkdir(f"{_ROOT}/tmp")
+    os.symlink("/tmp", f"{_ROOT}/dev/shm")
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, _TREE, _AT_RECURSIVE, attributes, size)
+    tmpfs(f"{_ROOT}/tmp", scratch_bytes, 4096, "1777")
+    os.chdir(_TREE)
+    call("pivot_root", ".", ".")
+    call("umount2", ".", _MNT_DETACH)
+    # The kernel refuses new user namespaces, in which the code would have rights again, to a process in a chroot.
+    os.chroot("/root")
+    os.chdir("/tmp")
+
+
+def give_up_all_rights() -> None:
+    """Drops every capability for good."""
+    call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    number = 0
+    while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:  # fails at the first that this kernel does not have
+        number += 1
+    call("capset", (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process may trace this one
+
+
+def leave_the_host(scratch_bytes: int, paths: list[str]) -> None:
+    """Leaves the host's files behind and gives up all rights. Returns in a child process."""
+    call("sethostname", "sandbox", len("sandbox"))
+    replace_mounts(scratch_bytes, paths)
+    give_up_all_rights()
+    child = os.fork()
+    while child:
+        # Orphans of the sandbox become children of this process. When it ends, the kernel kills all that are left.
+        ended, status = os.wait()
+        if ended == child:
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
 def main() -> None:
     """Runs the code of standard input. Exits as a program of its own would."""
+    if len(sys.argv) > 6:
+        leave_the_host(int(sys.argv[6]), sys.argv[7:])
     *limits, filtered = map(int, sys.argv[1:6])
     machine = os.uname().machine
     if filtered and machine not in _MACHINES:

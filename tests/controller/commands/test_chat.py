@@ -1,6 +1,5 @@
 """`ownloop chat`, with a generator that repeats what it read."""
 
-import argparse
 import asyncio
 import io
 import sys
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.commands.chat import converse
+from controller.commands.chat_and_eval import Chat, converse
 from controller.commands.cli import main
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
@@ -26,9 +25,8 @@ def talk(
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     generator = ScriptedGenerator(lambda prompt, sample, seed: " ".join(f"w{token}" for token in prompt))
     terminal, told = io.StringIO(), list[str]()
-    namespace = argparse.Namespace(**{"max_tokens": 5, "temperature": 0.5, "system": None, **options})
-    talking: Any = converse(generator, Renderer(model, max_model_len), namespace, told.append, terminal)  # type: ignore
-    asyncio.run(talking)
+    command = Chat(model=str(model), max_tokens=5, temperature=0.5, **options)
+    asyncio.run(converse(generator, Renderer(model, max_model_len), command, told.append, terminal))
     return generator, terminal.getvalue().splitlines(), told
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.commands.check_env import load_env
+from controller.commands.check_parts import load_env
 from controller.commands.recipes import find_recipe, load_recipe
 from rl.envs.guess_number import GuessNumber
 from rl.envs.largest_number import LargestNumber

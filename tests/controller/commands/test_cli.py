@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.commands.command_line import CommandEndedError
 from controller.commands.processes import SAME_SIGNAL_S, STOP_WITHIN_S
-from controller.commands.recipes import HelpRequestedError, describe, find_recipe, load_recipe, override
+from controller.commands.recipes import describe, find_recipe, load_recipe, override
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_line, wait_until
 
 pytestmark = pytest.mark.seconds
@@ -167,8 +168,8 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         (("run", str(RECIPE), "--zzz", "3"), "error: unknown option --zzz; see --help"),
         (("run", "--num-steps", "3", str(RECIPE)), "error: --num-steps comes too early, or is not known: see"),
         (("chat", "--top-p", "3"), "error: --top-p comes too early, or is not known: see ownloop chat --help"),
-        (("run",), "error: the following arguments are required: RECIPE"),
-        (("train",), "error: argument COMMAND: invalid choice: 'train'"),
+        (("run",), "error: RECIPE is missing: a name that `ownloop list` shows, or"),
+        (("train",), "error: command is 'train', which is not known; known: certs, chat, check-engine"),
         (
             ("run", str(RECIPE), "--replay", "gone"),
             "error: --replay is for loops that sample rollouts; ToyConfig has no",
@@ -183,7 +184,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
             "error: max_staleness is -1; it must be at least 0",
         ),
         (("compare", "a", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
-        (("list", "--all"), "error: unexpected argument --all"),
+        (("list", "--all"), "error: unknown option --all; see --help"),
         (("model", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],
 )
@@ -262,7 +263,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(arguments: tuple[str, ...], tmp
 
 
 def test_help_of_a_recipe_lists_its_fields() -> None:
-    with pytest.raises(HelpRequestedError, match=r"--optimizer\.learning-rate") as help_text:
+    with pytest.raises(CommandEndedError, match=r"--optimizer\.learning-rate") as help_text:
         override(load_recipe(RECIPE), ["--help"], "ownloop run toy", describe(RECIPE))
     assert "Any machine" in str(help_text.value)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from controller.commands.recipes import HelpRequestedError, configuration, recipe_files
+from controller.commands.command_line import CommandEndedError
+from controller.commands.recipes import configuration, recipe_files
 from generator.config import LoRALimits
 from rl.lora import LoRAConfig
 
@@ -39,7 +40,7 @@ def test_every_recipe_has_the_options_and_shows_them() -> None:
         config = configuration(recipe, ["--lora.rank", "8"], "run")
         assert config.trainer.lora == LoRAConfig(rank=8)
         if recipe.endswith("_cpu"):
-            with pytest.raises(HelpRequestedError, match=r"--lora\.rank INT"):
+            with pytest.raises(CommandEndedError, match=r"--lora\.rank INT"):
                 configuration(recipe, ["--help"], "run")
 
 
@@ -72,7 +73,7 @@ def test_mistakes_are_named(options: list[str], message: str) -> None:
 
 
 def test_help_shows_the_rate_of_the_whole_model() -> None:
-    with pytest.raises(HelpRequestedError) as caught:
+    with pytest.raises(CommandEndedError) as caught:
         configuration("grpo_smollm2_cpu", ["--help"], "run")
     text = str(caught.value)
     assert "--lora.rank" in text

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.commands.command_line import CommandEndedError
 from controller.commands.export_run import add_model_card
-from controller.commands.recipes import HelpRequestedError, find_recipe, load_recipe, override
+from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import resumed_configuration
 from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
 from controller.runs.folder import RunFolder, write_json
@@ -112,7 +113,7 @@ def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
 
 SOWN = """
 from dataclasses import dataclass, field
-from rl.secret_fields import Secret
+from rl.system.secret_fields import Secret
 from tests.controller.commands.toy_recipe import ToyConfig
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ def test_no_secret_is_in_a_page_a_help_text_or_a_file_that_others_read(tmp_path:
     write_report(folder.path, None, command_of(folder.path), None)
     shown = [path.read_text() for path in folder.path.rglob("*") if path.is_file() and path.name != "recipe.json"]
     assert len(shown) >= 5  # metrics, configuration, lock, card and its model's, page
-    with pytest.raises(HelpRequestedError) as help_text:
+    with pytest.raises(CommandEndedError) as help_text:
         override(load_recipe(file), ["--help"], "ownloop")
     for text in (*shown, how_to_go_on(folder.path), str(help_text.value)):
         assert not re.findall(r"SOWN-?\d*", text)

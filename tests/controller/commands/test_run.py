@@ -129,7 +129,7 @@ def test_every_command_has_a_help(command: str, option: str, capfd: pytest.Captu
     output = capfd.readouterr()
     assert (stop.value.code, output.err) == (0, "")
     assert output.out.startswith(f"usage: ownloop {command} ")
-    named = {"run": ["--resume RUN", "--replay RUN", "--name NAME", "--runs RUNS"], "parity": ["--limit LIMIT"]}
+    named = {"run": ["--resume RUN", "--replay RUN", "--name STR", "--runs PATH"], "parity": ["--limit FLOAT"]}
     for expected in named.get(command, []):
         assert f"  {expected}" in output.out
 

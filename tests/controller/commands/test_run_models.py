@@ -1,17 +1,17 @@
 """Which model of a run `ownloop chat`, `eval` and the others take."""
 
-import argparse
 import asyncio
 from pathlib import Path
 
-from controller.commands.eval_run import model_of
+from controller.commands.chat_and_eval import model_of
+from controller.commands.command import OfCheckpoint
 from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import add_checkpoint
 
 
 def _model_of(run: Path, step: int | None = None) -> Path:
-    options = argparse.Namespace(model=str(run), runs=run.parent, step=step, trust=False)
-    return Path(asyncio.run(model_of(options, run / "scratch", print)))
+    options = OfCheckpoint(runs=run.parent, step=step)
+    return Path(asyncio.run(model_of(options, str(run), run / "scratch", print)))
 
 
 def _write_model(directory: Path) -> Path:

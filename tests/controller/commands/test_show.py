@@ -1,18 +1,17 @@
 """`ownloop show RUN`: rollouts as text."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from controller.commands.show import show
+from controller.commands.show import Show
 from controller.runs.folder import RunFolder
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 
 
 def _show(name: str, runs: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
-    assert show(argparse.Namespace(recipe=name, runs=runs), overrides) == 0
+    assert Show(recipe=name, runs=runs, fields=overrides).run() == 0
     return capfd.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """`ownloop sweep`: runs one after the other, in processes of their own."""
 
-import argparse
 import os
 import signal
 import subprocess
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.sweep import combinations_of, sweep
+from controller.commands.sweep import Sweep, combinations_of
 from controller.runs.folder import RunFolder
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
@@ -72,8 +71,8 @@ def test_gpus_are_asked_of_the_hosts_that_compute(
     Path("mine_gpu.py").write_text(RECIPE)
     assert "is for GPUs, and no GPU is visible here" in refused(capfd, "sweep", "mine_gpu.py", *OPTIONS[1:])
     Path("theirs_gpu.py").write_text(RECIPE.replace("    seed: int", '    hosts: str | None = "n1"\n    seed: int'))
-    options = argparse.Namespace(recipe="theirs_gpu.py", runs=tmp_path / "runs", name=None)
-    assert (sweep(options, OPTIONS[1:]), len(started)) == (0, 2)
+    sweep = Sweep(recipe="theirs_gpu.py", runs=tmp_path / "runs", name=None, fields=OPTIONS[1:])
+    assert (sweep.run(), len(started)) == (0, 2)
 
 
 def test_a_wrong_value_is_refused_before_any_run(

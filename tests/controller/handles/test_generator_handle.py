@@ -14,7 +14,7 @@ from controller.handles.version_records import VersionRecords
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.processes.mesh import Mesh
 from generator.config import GeneratorConfig
-from generator.engine_status import EngineStatus, EngineStoppedError
+from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.system.deadlines import Deadlines
 from rl.types import SamplingParams
 from tests.waiting import run_virtual

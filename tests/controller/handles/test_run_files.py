@@ -9,8 +9,8 @@ from controller.handles.run_files import RunFiles
 from controller.hosts import files
 from controller.processes.place import Place, ThisHost
 from tests.controller.handles.other_hosts import OtherHost, files_of
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointInfo
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointInfo
 
 PIECE = 1 << 22  # of a file that is transferred
 SHARDS = {

@@ -8,7 +8,7 @@ import pytest
 
 from controller.runs.folder import read_metrics
 from controller.runs.recording import RecordedEnv, read_recording
-from rl.advantages.group_relative import has_signal
+from rl.advantages import has_signal
 from rl.algorithms.shaping import unshaped
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem

@@ -22,11 +22,11 @@ from controller.runs.folder import RunFolder
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
-from rl.advantages.group_relative import ADVANTAGES
+from rl.advantages import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.envs.even_words import EvenWords
-from rl.losses.reduction import token_mean
+from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.schedules import adapted_to_kl
 from rl.tiny_models import VOCAB_SIZE

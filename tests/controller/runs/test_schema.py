@@ -3,7 +3,6 @@
 Everything that reads a run's metrics refuses it in one sentence, which names the schema found and the one expected.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from controller.commands.compare import comparison
 from controller.commands.resume import recording_file, saved_recipe
-from controller.commands.show import show
+from controller.commands.show import Show
 from controller.runs.folder import RunFolder, read_metrics
 from controller.runs.report.page import write_report
 
@@ -32,7 +31,7 @@ def _run(path: Path, schema: int | None) -> Path:
     [
         lambda run: read_metrics(run / "metrics.jsonl"),
         lambda run: [*comparison(run, run)],
-        lambda run: show(argparse.Namespace(recipe=str(run), runs=run), ()),
+        lambda run: Show(recipe=str(run), runs=run).run(),
         recording_file,
         saved_recipe,
         write_report,

@@ -30,9 +30,17 @@ from rl.tiny_models import critic_batch, random_batch, tiny_critic, tiny_llama, 
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.comparisons import gradients, parameters, require_close, require_equal
-from trainer.engines.contract.one_rank import BATCH, MICROBATCHES, MODEL_CHECKS, PARAMS, Check, Subject, step
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
+from trainer.engines.contract.one_rank import (
+    BATCH,
+    MICROBATCHES,
+    MODEL_CHECKS,
+    PARAMS,
+    STATE_CHECKS,
+    Check,
+    Subject,
+    step,
+)
+from trainer.engines.contract.reference import gradients, parameters, require_close, require_equal
 from trainer.engines.pytorch.frozen_base import FrozenBase
 
 

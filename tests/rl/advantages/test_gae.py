@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.advantages.gae import Array, explained_variance, gae, normalize, reinforce_plus_plus, token_rewards
-from rl.advantages.group_relative import group_mean
+from rl.advantages import Array, explained_variance, gae, group_mean, normalize, reinforce_plus_plus, token_rewards
 
 FINITE = st.floats(-10, 10)
 STEPS = st.lists(st.tuples(FINITE, FINITE), max_size=8)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.advantages.group_relative import ADVANTAGES, group_mean, group_mean_std, leave_one_out
+from rl.advantages import ADVANTAGES, group_mean, group_mean_std, leave_one_out
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 FOUR = np.array([1.0, 0.0, 0.5, 0.0])

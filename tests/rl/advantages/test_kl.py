@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.advantages.kl import gather_scored, kl_estimates, kl_from_generator, scatter_scored
-from rl.data.supervised import text_to_datum
+from rl.advantages import gather_scored, kl_estimates, kl_from_generator, scatter_scored
+from rl.data.sources import text_to_datum
 from rl.losses.shared import KLEstimator, kl_terms
 from rl.rollouts.episodes import with_inputs
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.losses.shared import KLEstimator
 from rl.rollouts.episodes import with_inputs
 from rl.types import Datum, ForwardBackwardOutput

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl.algorithms.distillation import eval_kl, reverse_kl_advantages
-from rl.data.supervised import text_to_datum
+from rl.data.sources import text_to_datum
 from rl.envs.procedural import TextProblem
 from rl.lora import LivePolicy, Policy
 from rl.rollouts.episodes import with_inputs

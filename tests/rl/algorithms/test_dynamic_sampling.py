@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rl.algorithms.dynamic_sampling import SampledGroups, sample_with_signal
+from rl.algorithms.shaping import SampledGroups, sample_with_signal
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 

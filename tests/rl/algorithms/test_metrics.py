@@ -3,8 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.advantages.gae import token_rewards
-from rl.advantages.kl import kl_estimates, kl_from_generator
+from rl.advantages import kl_estimates, kl_from_generator, token_rewards
 from rl.algorithms.actor_critic import PPOParams, ppo_advantages
 from rl.algorithms.distillation import reverse_kl_advantages
 from rl.algorithms.metrics import (

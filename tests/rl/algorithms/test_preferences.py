@@ -21,8 +21,8 @@ from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams
 from tests.trainer.engine_trainer import EngineTrainer
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy
-from trainer.engines.plain_ranks import relative_error
 
 BETA = 0.3
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,8 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.packing import Document, pack_row, pad_row
-from rl.data.prefixes import group_by_prefix
+from rl.data.packing import Document, group_by_prefix, pack_row, pad_row
 from rl.types import REPORTED_WEIGHT, Datum
 from tests.rl.data.row_definition import attended
 

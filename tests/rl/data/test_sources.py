@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from rl.data.rows import is_eval
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
-from rl.data.streams import is_eval
+from rl.envs.even_words import NumberWords
 from rl.envs.largest_number import LargestNumber
-from rl.envs.number_words import NumberWords
 from rl.envs.procedural import TextProblem
 from rl.protocols import Problem
 

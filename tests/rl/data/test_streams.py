@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from rl.data.streams import Order, content_id, is_eval, numpy_order, python_order, split, stream
+from rl.data.rows import Order, content_id, is_eval, numpy_order, python_order, split, stream
 
 
 @pytest.mark.parametrize(

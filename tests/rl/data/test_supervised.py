@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rl.data.sources import Example
-from rl.data.supervised import eval_loss, examples_to_data, text_to_datum
+from rl.data.sources import Example, eval_loss, examples_to_data, text_to_datum
 from rl.rollouts.evaluation import Measurement, bootstrap
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama

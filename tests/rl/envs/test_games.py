@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from rl.envs.even_words import NumberWords
 from rl.envs.guess_number import GuessNumber
-from rl.envs.number_words import NumberWords
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.protocols import Done, Observation, Reply
 from rl.types import Answer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rl.envs.even_words import NumberWords
 from rl.envs.guess_number import GuessNumber
 from rl.envs.judged import Judge, JudgedEnv
-from rl.envs.number_words import NumberWords
 from rl.protocols import Observation
 from rl.rollouts.episodes import rollout_groups
 from rl.types import Group, SamplingParams

@@ -22,11 +22,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 
-from rl.data.tables import read_columns
+from rl.data.rows import read_columns
 from rl.envs.check import check_env
 from rl.envs.math_answers import Comparison, MathComparer, last_boxes, math_comparer, plain
-from rl.envs.math_problems import AnswerForm, MathProblem, MathProblems, final_answer
-from rl.envs.word_problems import word_problems_file, write_word_problems
+from rl.envs.math_problems import (
+    AnswerForm,
+    MathProblem,
+    MathProblems,
+    final_answer,
+    word_problems_file,
+    write_word_problems,
+)
 from rl.rollouts.guard import EnvironmentFailedError, call_environment
 from rl.types import Answer
 from tests.waiting import LIMIT_S, join, wait_for_ends, wait_for_line, wait_until

@@ -1,6 +1,6 @@
 import pytest
 
-from rl.envs.number_words import NumberWords, in_words
+from rl.envs.even_words import NumberWords, in_words
 
 _VALUES = {
     word: value

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl.data.streams import is_eval
+from rl.data.rows import is_eval
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.reasoning import ReasoningGym
 

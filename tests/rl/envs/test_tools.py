@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rl.envs.calculator import calculate
 from rl.envs.check import check_env
 from rl.envs.procedural import TextProblem, eval_set, train_stream
-from rl.envs.tool_calls import ToolFormat, parse_tool_calls
-from rl.envs.tools import MAX_CALLS, ToolEnv
+from rl.envs.tools import MAX_CALLS, ToolEnv, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.losses import LOSSES, LossInputs, get_loss
-from rl.losses.base import option_defaults
+from rl.losses import LOSSES, LossInputs, get_loss, option_defaults
 from rl.types import REPORTED_WEIGHT
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl.losses.reduction import constant_length, sequence_mean, token_mean
+from rl.losses import constant_length, sequence_mean, token_mean
 from rl.types import REPORTED_WEIGHT, Datum
 
 

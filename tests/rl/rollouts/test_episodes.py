@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.runs.folder import RunFolder
-from rl.advantages.group_relative import ADVANTAGES, group_mean
+from rl.advantages import ADVANTAGES, group_mean
 from rl.data.batching import validate_batch
 from rl.data.packing import pack_row
 from rl.envs.procedural import TextProblem

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from rl.advantages.group_relative import ADVANTAGES
+from rl.advantages import ADVANTAGES
 from rl.data.packing import pack_row
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.episodes import group_to_data, rollout_group, rollout_to_datum

@@ -17,11 +17,10 @@ from generator.config import GeneratorConfig
 from rl.system.hf_config import inspect_model
 from rl.system.model_files import check_no_stray_weights, stored_shapes, weight_files
 from rl.tiny_models import tiny_llama, tiny_qwen3
-from trainer.base_identity import base_identity
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
-from trainer.engines.pytorch.hf_weights import load_hf_weights
-from trainer.export import write_hf_directory
+from trainer.engines.pytorch.frozen_base import base_identity
+from trainer.engines.pytorch.hf_directory import load_hf_weights, write_hf_directory
 
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

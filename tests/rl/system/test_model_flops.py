@@ -11,8 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from rl.data.packing import pack_row
-from rl.system.hf_config import ModelFlops
+from rl.data.packing import ModelFlops, pack_row
 from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import Datum
 

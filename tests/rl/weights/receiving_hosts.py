@@ -19,7 +19,7 @@ from rl.weights.receiving_process import RECEIVERS_KEY, Call, ReceivingHost, Rec
 from rl.weights.versions import VersionRecord, WeightsError
 from tests.stores import FakeStore
 from tests.waiting import join
-from trainer.engines.plain_ranks import preloaded_forkserver
+from trainer.engines.contract.plain_ranks import preloaded_forkserver
 
 
 def host_entry(process: ReceivingProcess, identity: str | None = None) -> ReceivingHost:

@@ -24,7 +24,7 @@ from rl.weights.versions import PublisherGoneError, UnknownVersionError, Version
 from tests.rl.weights.host_sharing import HostSharing
 from tests.stores import FakeStore, living
 from tests.waiting import join
-from trainer.engines.plain_ranks import preloaded_forkserver, spawn
+from trainer.engines.contract.plain_ranks import preloaded_forkserver, spawn
 from trainer.push import WeightPublisher
 
 SHAPES = {"embedding": (300, 10), "norm": (7,), "scale": (), "up": (41, 7), "down": (30, 10)}

@@ -22,7 +22,7 @@ from tests.rl.weights.receiving_hosts import (
     register,
 )
 from tests.stores import FakeStore, living
-from trainer.engines.plain_ranks import spawn
+from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
 

@@ -26,7 +26,7 @@ from tests.rl.weights.receiving_hosts import (
 )
 from tests.stores import FakeStore
 from tests.waiting import join
-from trainer.engines.plain_ranks import preloaded_forkserver
+from trainer.engines.contract.plain_ranks import preloaded_forkserver
 
 pytestmark = pytest.mark.seconds
 

@@ -17,11 +17,11 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import AdamParams
 from tests.trainer.adapters import randomize
-from trainer.base_identity import base_identity
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.reference import ReferencePolicy
+from trainer.engines.pytorch.frozen_base import base_identity
 
 BATCH = random_batch((1, 17, 5, 40))
 CONFIG = LoRAConfig(rank=4, alpha=6.0)

@@ -18,9 +18,9 @@ from tests.trainer.adapters import randomize
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy, cross_entropy
-from trainer.engines.plain_ranks import relative_error
-from trainer.engines.pytorch.adapter_parameters import check_targets
+from trainer.engines.pytorch.low_rank import check_targets
 
 ENGINES = ("torchtitan", "fsdp2")
 MODELS: dict[str, Callable[[Path], Path]] = {

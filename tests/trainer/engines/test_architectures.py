@@ -15,10 +15,10 @@ from rl.types import AdamParams
 from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
 from trainer.engines.decoder_config import FAMILIES
 from trainer.engines.model_check import check_model
-from trainer.engines.plain_ranks import relative_error
 
 
 @pytest.mark.filterwarnings("ignore:no test covers")

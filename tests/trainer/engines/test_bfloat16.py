@@ -14,7 +14,7 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_qwen3_moe
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"data_parallel_shard": 2},

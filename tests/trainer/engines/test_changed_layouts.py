@@ -16,7 +16,7 @@ from tests.stores import FakeStore, living, read_buffer
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.plain_ranks import plan, relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import plan, relative_error, spawn, whole
 from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.ranks

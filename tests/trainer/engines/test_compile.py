@@ -11,7 +11,7 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import plan, relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import plan, relative_error, spawn, whole
 
 pytestmark = pytest.mark.slow  # compiling takes a minute
 

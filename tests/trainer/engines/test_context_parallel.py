@@ -6,9 +6,9 @@ import torch
 from rl.data.packing import Document
 from tests.rl.data.row_definition import attended
 from trainer.config import TrainerConfig
-from trainer.engines.pytorch.attention_plan import document_mask
+from trainer.engines.pytorch.block_attention import document_mask
 from trainer.engines.pytorch.context_parallel import attend_in_context, context_masks, shard_row
-from trainer.engines.titan.model.row_lengths import row_multiple
+from trainer.engines.titan.model.row_scorer import row_multiple
 
 DOCUMENTS = (Document(5), Document(3, (4, 0, 2)), Document(2, (2, 1, 2), depths=(1, 2, 1)), Document(6), Document(9))
 LENGTH = 36

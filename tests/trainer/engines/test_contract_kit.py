@@ -13,16 +13,14 @@ from controller.commands.cli import main
 from rl.losses import Loss
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, parse_layout
 from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
-from trainer.engines.contract.comparisons import ContractError
 from trainer.engines.contract.kit import Finding, check_engine
-from trainer.engines.contract.one_rank import MODEL_CHECKS, Subject
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
+from trainer.engines.contract.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
+from trainer.engines.contract.reference import ContractError
 from trainer.engines.hf.fsdp2 import Fsdp2Engine
-from trainer.layout import parse_layout
 
 
 class Averages(Fsdp2Engine):

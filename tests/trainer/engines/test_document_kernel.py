@@ -23,9 +23,9 @@ from rl.tiny_models import random_batch
 from tests.trainer.engines.test_transformers_policy import SHAPE, save
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.fsdp2 import Fsdp2Engine
-from trainer.engines.plain_ranks import relative_error
 
 CPU = torch.device("cpu")
 BATCH = random_batch((1, 17, 5, 40))

@@ -14,8 +14,8 @@ from rl.types import REPORTED_WEIGHT, AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy, cross_entropy, importance_sampling, random_groups
-from trainer.engines.plain_ranks import relative_error
 
 LENGTHS = (1, 17, 5, 40, 9, 23)
 

@@ -22,10 +22,8 @@ from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
-from trainer.engines.contract.comparisons import gradients, require_equal
-from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, Check, Subject
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
-from trainer.engines.contract.reference import ReferencePolicy
+from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
+from trainer.engines.contract.reference import ReferencePolicy, gradients, require_equal
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 
 MODELS: dict[str, Callable[[Path], Path]] = {

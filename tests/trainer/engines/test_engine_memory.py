@@ -16,8 +16,7 @@ from rl.types import AdamParams
 from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.base import Engine
-from trainer.engines.memory import PeakMemory
+from trainer.engines.base import Engine, PeakMemory
 
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 BATCH = random_batch((1, 17, 5, 40, 12, 7))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.engines.pytorch import logprobs
-from trainer.engines.pytorch.logits_memory import LogitsMemory
+from trainer.engines.pytorch.logprobs import LogitsMemory
 
 
 @pytest.fixture

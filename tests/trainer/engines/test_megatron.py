@@ -18,13 +18,12 @@ from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.comparisons import gradients
 from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, PARAMS, Subject, check_gradients
-from trainer.engines.contract.reference import ReferencePolicy
+from trainer.engines.contract.plain_ranks import relative_error
+from trainer.engines.contract.reference import ReferencePolicy, gradients
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.mcore.names import Piece, pieces_of
 from trainer.engines.model_check import check_model
-from trainer.engines.plain_ranks import relative_error
 
 needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the package 'megatron' is not installed")
 

@@ -19,9 +19,8 @@ from tests.trainer.cpu_streams import build_on_cpu, install
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.comparisons import gradients, require_close, require_equal
-from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, Check, Subject
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
+from trainer.engines.contract.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
+from trainer.engines.contract.reference import gradients, require_close, require_equal
 from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, LayoutResults, layout_script, run_layout
 from trainer.engines.model_check import check_model
 
@@ -74,9 +73,9 @@ def test_what_megatron_fsdp_cannot_do_is_refused(
 def test_megatron_core_stays_importable_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     core = pytest.importorskip("megatron.core")
     for name in list(sys.modules):
-        if name.startswith("megatron_fsdp") or name == "trainer.engines.hf.mfsdp_api":
+        if name.startswith("megatron_fsdp") or name == "trainer.engines.mfsdp._compat":
             monkeypatch.delitem(sys.modules, name)
-    import trainer.engines.hf.mfsdp_api as api
+    import trainer.engines.mfsdp._compat as api
 
     assert api.fully_shard_model.__module__ == "megatron_fsdp.fully_shard"
     settings = sys.modules["megatron_fsdp.fully_shard"].__dict__["DistributedDataParallelConfig"]

@@ -13,13 +13,12 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, trainer_env
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.pytorch import optimizer
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.optimizer import Optimizer
-from trainer.environment import trainer_env
 
 BATCH = random_batch((1, 17, 5, 40))
 

@@ -13,7 +13,7 @@ from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.plain_ranks import spawn, whole
+from trainer.engines.contract.plain_ranks import spawn, whole
 from trainer.engines.pytorch.optimizer import Optimizer
 
 BATCH = random_batch((5, 17, 8, 30))

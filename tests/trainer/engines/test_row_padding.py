@@ -8,7 +8,7 @@ from rl.data.packing import PackedRow, pack_row, pad_row
 from rl.tiny_models import random_batch, tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import read_decoder_config
-from trainer.engines.pytorch.segment_mask import segment_mask
+from trainer.engines.pytorch.document_attention import segment_mask
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
 

@@ -15,7 +15,7 @@ from rl.types import AdamParams
 from tests.trainer.adapters import randomize
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
-from trainer.engines.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
 
 pytestmark = pytest.mark.ranks
 

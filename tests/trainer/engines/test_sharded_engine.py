@@ -14,10 +14,9 @@ from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import INSTALLED
 from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
-from trainer.engines.contract.comparisons import require_equal
-from trainer.engines.contract.reference import by_stored_name
+from trainer.engines.contract.plain_ranks import spawn
+from trainer.engines.contract.reference import by_stored_name, require_equal
 from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
-from trainer.engines.plain_ranks import spawn
 
 pytestmark = pytest.mark.ranks
 

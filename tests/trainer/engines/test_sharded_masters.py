@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
-from rl.losses.inputs import LossFunction
+from rl.losses.shared import LossFunction
 from rl.tiny_models import random_batch, tiny_qwen3
 from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn, whole
 from trainer.engines.mcore.masters import local
-from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
 
 pytest.importorskip("megatron.core")
 

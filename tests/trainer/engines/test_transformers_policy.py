@@ -24,8 +24,8 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy, importance_sampling
-from trainer.engines.plain_ranks import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:no test covers")
 

@@ -17,13 +17,14 @@ from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
 from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
-from trainer.engines import ENGINES, load_engine
+from trainer.engine_table import all_engines
+from trainer.engines import load_engine
 from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import random_groups
 from trainer.engines.model_check import check_model
-from trainer.engines.plain_ranks import relative_error
 from trainer.engines.pytorch import logprobs
-from trainer.engines.pytorch.logits_memory import LogitsMemory
+from trainer.engines.pytorch.logprobs import LogitsMemory
 
 LENGTHS = (1, 17, 5, 40)
 BATCH = critic_batch(LENGTHS)
@@ -166,7 +167,7 @@ def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Bui
     with pytest.raises(ValueError, match="entropy was asked for"):
         engine.forward([BATCH], entropy=True)
     assert not gradients(engine)
-    for name in ENGINES:
+    for name in all_engines():
         with pytest.raises(ValueError, match=r"needs TrainerConfig\.head 'value', not 'lm'"):
             check_model(TrainerConfig(model=critic, engine=name))
 

@@ -15,12 +15,11 @@ from torch.multiprocessing import ProcessRaisedException
 
 from rl.checks import see_working_directory
 from rl.tiny_models import tiny_llama, tiny_qwen3
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, parse_layout
 from trainer.engine_table import find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.one_rank import MODEL_CHECKS, Subject
-from trainer.engines.contract.one_rank_state import STATE_CHECKS
+from trainer.engines.contract.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from trainer.engines.contract.several_ranks import (
     LAYOUT_CHECKS,
     Build,
@@ -29,7 +28,6 @@ from trainer.engines.contract.several_ranks import (
     run_layout,
 )
 from trainer.engines.model_check import check_model
-from trainer.layout import parse_layout
 
 Outcome = Literal["passed", "failed", "refused"]
 _REFUSED = "refused"
@@ -62,7 +60,7 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     engine = "torchtitan" if ":" in name else name  # a class is built directly, and need not look at its name
     outcomes: list[Outcome] = []
 
-    def tell(finding: Finding) -> None:
+    def note(finding: Finding) -> None:
         outcomes.append(finding.outcome)
         report(finding)
 
@@ -71,10 +69,10 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
         config = TrainerConfig(model=model, engine=engine, compute_dtype="float32")
         if build is load_engine:
             check_model(config)  # raises what every check would fail with, such as a package that is not installed
-        _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", tell)
+        _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", note)
     one = TrainerConfig(model=models["one rank"], engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50)
     for text, layout in chosen.items():
-        _check_layout(text, build, replace(one, **layout), one, scratch / text, tell)
+        _check_layout(text, build, replace(one, **layout), one, scratch / text, note)
     return "failed" not in outcomes
 
 
@@ -145,5 +143,5 @@ def _finding(subject: str, name: str, check: Callable[[], str]) -> Finding:
         return Finding(subject, name, "passed", check())
     except AssertionError as error:
         return Finding(subject, name, "failed", str(error) or traceback.format_exc().splitlines()[-2].strip())
-    except Exception as error:  # whatever a stranger's engine raises is a finding
+    except Exception as error:  # any exception of a stranger's engine is a finding
         return Finding(subject, name, "failed", f"{type(error).__name__}: {error}")

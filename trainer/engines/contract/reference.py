@@ -1,7 +1,13 @@
-"""What the engine must equal: transformers and plain autograd, one datum at a time, in float32."""
+"""What the engine must equal: transformers and plain autograd, one datum at a time, in float32.
 
-from collections.abc import Callable, Mapping, Sequence
+The comparisons say in words what differs. `published` is a push without a generator: the weights that one would get,
+read back in the same process.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
+from rl.weights.buffer import WeightBuffer
+from rl.weights.versions import living_versions
+from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import relative_error
+from trainer.push import WeightPublisher
 
 TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """(log-probs [T], loss inputs [T]) -> loss [T], before weights."""
@@ -111,3 +122,93 @@ def cross_entropy(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """-exp(p - q) A"""
     return -torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
+
+
+def published(version: int, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Publishes parameters in float32 and returns what lies in shared memory then, on rank 0; {} on other ranks.
+
+    A collective.
+    """
+    store = LocalStore()
+    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
+    asyncio.run(publisher.publish(version, parameters))
+    if not store.values:
+        return {}
+    record = asyncio.run(living_versions(store))[-1]
+    buffer = WeightBuffer.open(record.location)
+    with buffer.reading(record):
+        buffer.check_checksums(record)
+        return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
+
+
+class LocalStore:
+    """A dictionary with TorchStore's interface."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        """See `Store`."""
+        self.values[key] = value
+
+    async def get(self, key: str) -> Any:
+        """See `Store`."""
+        return self.values[key]
+
+    async def delete(self, key: str) -> None:
+        """See `Store`."""
+        del self.values[key]
+
+
+class ContractError(AssertionError):
+    """An engine does not keep its contract. The message says what was compared and by how much it differs."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ContractError with the message unless the condition holds."""
+    if not condition:
+        raise ContractError(message)
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """A copy of every gradient of this rank, by Hugging Face name."""
+    return {name: p.grad.clone() for name, p in engine.hf_parameters() if p.grad is not None}
+
+
+def parameters(engine: Engine) -> dict[str, Tensor]:
+    """A copy of every parameter of this rank, by Hugging Face name."""
+    return {name: p.detach().clone() for name, p in engine.hf_parameters()}
+
+
+def require_close(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
+    """Returns the worst relative error of any tensor. Raises ContractError if it is above the tolerance."""
+    require_names(what, actual, expected)
+    errors = {name: _error(actual[name], expected[name]) for name in expected}
+    name = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))  # NaN is the worst
+    if not errors[name] <= tolerance:
+        raise ContractError(f"{what}: {name} differs by {errors[name]:.1e}; at most {tolerance:.0e} is accepted")
+    return errors[name]
+
+
+def require_equal(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises ContractError unless all tensors are the same to the last bit."""
+    require_names(what, actual, expected)
+    differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    require(not differing, f"{what}: {len(differing)} of {len(expected)} differ, the first is {(differing or [''])[0]}")
+
+
+def require_names(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises ContractError unless both hold tensors of the same names and shapes."""
+    missing, surplus = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
+    if missing or surplus:
+        raise ContractError(f"{what}: missing are {missing[:3] or 'none'}, not expected are {surplus[:3] or 'none'}")
+    for name, tensor in expected.items():
+        if actual[name].shape != tensor.shape:
+            raise ContractError(
+                f"{what}: {name} has shape {tuple(actual[name].shape)} instead of {tuple(tensor.shape)}"
+            )
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """The relative error, also of zeros."""
+    return 0.0 if torch.equal(actual, expected) else relative_error(actual, expected)

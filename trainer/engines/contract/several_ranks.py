@@ -17,10 +17,15 @@ from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.engines.contract.comparisons import require, require_close, require_names
-from trainer.engines.contract.local_push import published
-from trainer.engines.contract.reference import ReferencePolicy, random_groups
-from trainer.engines.plain_ranks import LENGTHS, plan, spawn, whole
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn, whole
+from trainer.engines.contract.reference import (
+    ReferencePolicy,
+    published,
+    random_groups,
+    require,
+    require_close,
+    require_names,
+)
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
 Build = Callable[[TrainerConfig], Engine]
@@ -84,7 +89,7 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
         steps.append(engine.optim_step(replace(PARAMS, grad_clip_norm=0.0), 0.01))
     results["grad_norms"] = [step.grad_norm for step in steps]
     results["parameters"] = whole(engine)
-    engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks go on below
+    engine.save_checkpoint(directory / "checkpoint", asynchronous=True)  # while the ranks continue below
     engine.export_hf(directory / "export", torch.float32)
     if config.lora is not None:
         engine.export_peft(directory / "export_peft", torch.float32)
@@ -110,15 +115,15 @@ def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossIn
 
 
 def check_gradients(results: LayoutResults) -> str:
-    """Gradients are those of one rank."""
+    """Gradients equal those of one rank."""
     return f"within {require_close('gradients', results.many['gradients'], results.one['gradients'], 1e-5):.0e}"
 
 
 def check_failure(results: LayoutResults) -> str:
     """A loss that raises on one rank raises on all and changes nothing."""
-    told = results.many.get("error", "nothing")
-    expected = "longest datum" in told or "RankFailureError" in told
-    require(expected, f"rank 0 raised {told} when the loss of one rank raised")
+    raised = results.many.get("error", "nothing")
+    expected = "longest datum" in raised or "RankFailureError" in raised
+    require(expected, f"rank 0 raised {raised} when the loss of one rank raised")
     require_close("gradients", results.many["gradients_after_error"], results.many["gradients"], 0.0)
     return "gradient as it was"
 
@@ -177,8 +182,8 @@ def check_forward(results: LayoutResults) -> str:
 
 def check_nothing_scored(results: LayoutResults) -> str:
     """A batch of which no token is scored has a loss of 0 and a gradient of zeros, which makes a step."""
-    told = results.many["nothing_scored"]
-    require(told == (0.0, 0.0), f"loss and grad_norm are {told}; (0.0, 0.0) is expected")
+    found = results.many["nothing_scored"]
+    require(found == (0.0, 0.0), f"loss and grad_norm are {found}; (0.0, 0.0) is expected")
     return "a gradient of zeros"
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from trainer.engines.pytorch.flash_attention import installed_flash_attention
+from trainer.engines.pytorch.document_attention import installed_flash_attention
 
 NAME = "ownloop_documents"
 """As which transformers knows the function."""

@@ -13,8 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rl.data.packing import PackedRow
 from trainer.config import TrainerConfig
-from trainer.engines.hf.flat_engine import FlatEngine, ShardedModel
-from trainer.engines.hf.flat_shards import FlatShards
+from trainer.engines.hf.flat_engine import FlatEngine, FlatShards, ShardedModel
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.pytorch.ranks import DTYPES
 

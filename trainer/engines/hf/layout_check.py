@@ -26,7 +26,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
 def _check_unproven(config: TrainerConfig, architectures: list[str]) -> None:
     """Builds the model, without its weights. Raises ValueError if a weight has no match by name; else warns."""
     # Imports transformers, which takes seconds, so models of proven architectures do without.
-    from trainer.engines.hf.weight_names import check_weight_names
+    from trainer.engines.hf.transformers_policy import check_weight_names
 
     check_weight_names(config.model, config.head)
     warnings.warn(
@@ -53,7 +53,7 @@ def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     found = next((name for name in names if (hf_config.get(name) or 0) > 1), None)
     if found is not None:
-        # transformers stacks the weights of experts, so their parameters are not those of the checkpoint.
+        # transformers stacks the weights of experts, so their parameters are not the checkpoint's.
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r} and config.json has {found} {hf_config[found]}; this engine "
             "does not train mixtures of experts. The engine 'torchtitan' trains Qwen3-MoE"

@@ -16,12 +16,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
+from rl.system.model_files import stored_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
-from trainer.engines.pytorch.hf_weights import load_hf_weights
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
@@ -121,7 +123,7 @@ class TransformersPolicy(nn.Module):
 
         Returns log-probs [P] float32 of the row's scored pairs and, if asked for, entropies [P] float32. A value head
         returns values [P] float32 and None. Only scored positions go through the output projection. Positions
-        begin at 0 in every document, which is how transformers tells documents apart.
+        begin at 0 in every document, by which transformers separates documents.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
@@ -219,3 +221,26 @@ def _hidden(model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None
     """[1, L, D] last hidden states."""
     more = document_kernel.arguments(bounds)
     return model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **more).last_hidden_state
+
+
+def check_weight_names(model: Path, head: Head) -> None:
+    """Raises ValueError if the engine cannot train the model, or if names or shapes differ, naming the weights."""
+    policy = TransformersPolicy(model, head, torch.float32)
+    policy.model.tie_weights()
+    built = {name: tuple(parameter.shape) for name, parameter in policy.parameters_by_name().items()}
+    stored = stored_shapes(model)
+    left_out = {VALUE_HEAD, "lm_head.weight"}  # made where the files lack it; not of a critic, or a copy of another
+    problems = [
+        f"{what} {first_names(names)}"
+        for what, names in (
+            ("the checkpoint lacks", built.keys() - stored.keys() - {VALUE_HEAD}),
+            ("transformers has no", stored.keys() - built.keys() - left_out),
+            ("of another shape in the checkpoint:", {n for n in built.keys() & stored.keys() if built[n] != stored[n]}),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{model}: parameters of transformers and weights of the checkpoint do not match, so they cannot be pushed "
+            f"to vLLM; {'; '.join(problems)}. A checkpoint written by save_pretrained may match"
+        )

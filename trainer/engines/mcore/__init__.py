@@ -1,1 +1,10 @@
-"""The megatron engine: Megatron-core's model and its tensor and expert parallelism, driven by our loop."""
+"""The engine `megatron`, on Megatron-core. An optional part: only an entry point names its row."""
+
+from trainer.engine_table import EngineEntry
+
+ENTRY = EngineEntry(
+    engine="trainer.engines.mcore.engine:MegatronEngine",
+    layout_check="trainer.engines.mcore.layout_check:check_layout",
+    requires="megatron",
+    takes_args=True,
+)

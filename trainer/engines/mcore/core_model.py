@@ -1,4 +1,12 @@
-"""Builds this rank's stages of a Megatron-core model and the table of its parameters."""
+"""Builds this rank's stages of a Megatron-core model and the table of its parameters.
+
+A `Stage` is a policy or a critic: the forward pass of the last one ends in log-probs or in values. Under expert
+parallelism `RaggedDispatcher` gathers all tokens of a group, whose ranks have rows of different lengths, and each rank
+computes its experts. Megatron-core's own gather wants equally many tokens on every rank and CUDA; this one pads, and
+works on any device.
+
+Legend: N most tokens of any rank, R ranks of the group, D size of a vector.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -6,19 +14,21 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
-from trainer.engines.mcore.engine_args import MODEL_PROVIDER
-from trainer.engines.mcore.expert_dispatch import RaggedDispatcher
 from trainer.engines.mcore.groups import RankGroups
-from trainer.engines.mcore.layers import SplitAttention, decoder_spec
+from trainer.engines.mcore.layers import SplitAttention, decoder_spec, gather_tokens, split_tokens
+from trainer.engines.mcore.layout_check import MODEL_PROVIDER
 from trainer.engines.mcore.names import Piece, pieces_of
-from trainer.engines.mcore.stage import Stage
+from trainer.engines.pytorch.hf_directory import inverse_frequencies
+from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.ranks import DTYPES
 
 _PORTABLE: Mapping[str, Any] = {
@@ -33,6 +43,74 @@ _PORTABLE: Mapping[str, Any] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
+
+
+class Stage(nn.Module):
+    """The whole model, or the layers of one pipeline stage. Legend: L tokens of a row, D model dimension."""
+
+    def __init__(
+        self, model: Any, decoder: DecoderConfig, head: Head, tensor_group: dist.ProcessGroup, *, splits_tokens: bool
+    ) -> None:
+        """`model` is a GPTModel, on the meta device. A value head replaces its output projection.
+
+        With `splits_tokens` a tensor-parallel rank holds a shard of the hidden states; see `layers.py`.
+        """
+        super().__init__()
+        if head == "value" and model.post_process:
+            model.output_layer = nn.Linear(decoder.dim, 1, bias=False, device="meta", dtype=model.config.params_dtype)
+        self.model = model
+        self._head = head
+        self._config = decoder
+        self._group = tensor_group
+        self._is_sharded = dist.get_world_size(tensor_group) > 1
+        self._splits_tokens = splits_tokens
+        self._frequencies: Tensor | None = None
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, plan: Any, *, scored: Tensor, targets: Tensor, entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
+
+        Returns log-probs [S] float32 and entropies [S] float32 if asked for. Only scored positions go through the
+        output projection. A value head returns values [S] float32 and None. In a pipeline, every stage but the first
+        takes hidden states [1, L, D] instead of tokens, and every stage but the last returns them; only a shard of L of
+        them where the tokens are split.
+        """
+        embedded: Tensor | None = None
+        if self.model.pre_process:
+            whole: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
+            embedded = split_tokens(whole, self._group) if self._splits_tokens else whole
+        else:
+            self.model.set_input_tensor(tokens.transpose(0, 1))
+        hidden: Tensor = self.model.decoder(
+            hidden_states=embedded, attention_mask=plan, rotary_pos_emb=self._angles(positions)
+        )
+        if not self.model.post_process:
+            return hidden.transpose(0, 1)
+        hidden = hidden.squeeze(1)
+        # A rank's gradient of the hidden states is that of its part of the vocabulary, but a value head is not sharded.
+        if self._splits_tokens:
+            hidden = gather_tokens(hidden, self._group, sums_gradients=self._head == "lm")
+        hidden = hidden.index_select(0, scored)
+        if self._head == "value":
+            return values(hidden, self.model.output_layer.weight), None
+        if self._is_sharded and not self._splits_tokens:
+            hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
+        weight: Any = (
+            self.model.shared_embedding_or_output_weight()
+            if self._config.tie_embeddings
+            else self.model.output_layer.weight
+        )
+        return logprobs_and_entropy(
+            hidden, weight, targets, entropy=entropy, group=self._group if self._is_sharded else None
+        )
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """[1, L] positions -> [L, 1, 1, head_dim] angles, the form in which Megatron-core takes them."""
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            self._frequencies = inverse_frequencies(self._config).to(positions.device)
+        angles = torch.outer(positions[0].float(), self._frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 class BuiltModel(NamedTuple):
@@ -144,3 +222,67 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
         }
     given = {name: value for name, value in config.engine_args.items() if name != MODEL_PROVIDER}
     return core_api.TransformerConfig(**{**options, **given})
+
+
+class RaggedDispatcher(core_api.MoEAllGatherTokenDispatcher):
+    """Gathers the tokens of ranks that may have different numbers of them."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, D] tokens and [n, experts] scores of this rank -> [R N, D] and [R N, experts] of all ranks."""
+        if self.ep_size == 1:
+            return hidden_states, probs
+        longest = torch.tensor(len(hidden_states), device=hidden_states.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.ep_group)
+        self._num_tokens, self._longest = len(hidden_states), int(longest)
+        # Scores of padding are zeros and its routing map is false, so it goes to no expert.
+        self.routing_map = self._gather(self.routing_map.to(probs.dtype)) > 0
+        return self._gather(hidden_states), self._gather(probs)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """[R N, D] contributions of this rank's experts to all tokens -> [n, D] sums for this rank's tokens."""
+        if self.ep_size == 1:
+            return hidden_states
+        start = dist.get_rank(self.ep_group) * self._longest
+        combined: Any = _Combine.apply(hidden_states, start, start + self._num_tokens, self.ep_group)
+        return combined
+
+    def _gather(self, tokens: Tensor) -> Tensor:
+        gathered: Any = _Gather.apply(tokens, self._longest, self.ep_group)
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """[n, D] -> [R N, D]. Every rank's loss depends on all of it, so gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, longest: int, group: dist.ProcessGroup) -> Tensor:
+        start = dist.get_rank(group) * longest
+        ctx.region, ctx.group = slice(start, start + len(tokens)), group
+        everyone = tokens.new_zeros(dist.get_world_size(group) * longest, *tokens.shape[1:])
+        everyone[ctx.region] = tokens
+        dist.all_reduce(everyone, group=group)
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[ctx.region], None, None
+
+
+class _Combine(torch.autograd.Function):
+    """[R N, D] -> [n, D], the sum over ranks of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, start: int, stop: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.region, ctx.group, ctx.shape = slice(start, stop), group, parts.shape
+        total = parts.clone()
+        dist.all_reduce(total, group=group)
+        return total[ctx.region]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].new_zeros(ctx.shape)
+        grad[ctx.region] = grads[0]
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None, None, None

@@ -1,7 +1,7 @@
 """The megatron engine: Megatron-core's decoder, with its tensor and expert parallelism, driven by our loop.
 
-Gradients, AdamW, failures, offload and checkpoints are those of every engine on PyTorch, because Megatron-core's own
-work on CUDA only. Stages of a pipeline are run by torch's schedules, as those of torchtitan are. TransformerEngine is
+Gradients, AdamW, failures, offload and checkpoints are as in every engine on PyTorch, because Megatron-core's own
+work on CUDA only. Stages of a pipeline are run by torch's schedules, as torchtitan's are. TransformerEngine is
 not used.
 """
 
@@ -15,18 +15,15 @@ from rl.data.packing import PackedRow, pack_row, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
-from trainer.engines.mcore.core_model import build_model
+from trainer.engines.mcore.core_model import Stage, build_model
 from trainer.engines.mcore.groups import make_groups
 from trainer.engines.mcore.layers import plan_documents, plan_shard
-from trainer.engines.mcore.masters import MasterSlices, by_name
-from trainer.engines.mcore.sharded_masters import ShardedMasters
-from trainer.engines.mcore.stage import Stage
+from trainer.engines.mcore.masters import MasterSlices, ShardedMasters, by_name
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.hf_weights import load_hf_weights
-from trainer.engines.pytorch.pipeline import Pipeline, StageInputs
-from trainer.engines.pytorch.pipelined_rows import PipelinedRows
+from trainer.engines.pytorch.hf_directory import load_hf_weights
+from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows, to_tensor
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.pytorch.hf_weights import VALUE_HEAD
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from rl.data.packing import Document
-from trainer.engines.pytorch.attention_plan import document_mask
+from trainer.engines.pytorch.block_attention import document_mask
 
 
 class RowShard(NamedTuple):

@@ -1,24 +1,41 @@
-"""The one place that chooses how attention over a packed row is computed on the CPU, document by document.
+"""The one place that chooses how attention over a packed row is computed.
 
-`python -m benchmarks.attention` measures the ways to compute it, for documents of every length, and the choice.
+On the CPU, each document of the row is computed by PyTorch's kernel or in tiles (`block_attention.py`);
+`python -m benchmarks.attention` measures both for documents of every length, and the choice.
+
+On an NVIDIA GPU, FlashAttention computes documents in bfloat16: the fastest that the GPU can run and that is installed.
+FlashAttention 2 is part of torch. FlashAttention 3 (Hopper, arXiv 2407.08608) and 4 (Blackwell) are packages of their
+own, which the registries do not have for every torch, so neither is required. FlexAttention computes documents that
+share a prefix; `segment_mask` is its mask.
+
+Legend: L tokens of the row.
 """
 
 import functools
+import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from rl.data.packing import Document
 from rl.system.hardware import has_fast_bfloat16
-from trainer.engines.pytorch.attention_plan import AttentionPlan, plan_attention
-from trainer.engines.pytorch.block_attention import block_attention
+from trainer.engines.pytorch.block_attention import AttentionPlan, block_attention, plan_attention
 
 # Above this many tokens PyTorch's kernel takes less time for a document without suffixes.
 _LONG_DOCUMENT = 640
+_FASTER: tuple[tuple[str, tuple[int, int], str], ...] = (
+    ("FA4", (10, 0), "flash_attn.cute.interface"),
+    ("FA3", (9, 0), "flash_attn_interface"),
+)
+"""Implementations as torch names them, the least compute capability of each, and the module that it needs."""
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query, key) indices -> whether the query may attend to the key."""
 
 
 class RowPart(NamedTuple):
@@ -75,3 +92,53 @@ def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, d
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix products: float32 for bfloat16 inputs where the processor is faster in float32."""
     return torch.float32 if dtype == torch.bfloat16 and not has_fast_bfloat16() else dtype
+
+
+def choose_flash_attention(
+    capability: tuple[int, int], has_module: Callable[[str], bool]
+) -> tuple[str | None, str | None]:
+    """The implementation for a GPU, None for torch's own, and a sentence on a faster one that is not installed."""
+    advice: str | None = None
+    for name, least, module in _FASTER:
+        if capability < least:
+            continue
+        if has_module(module):
+            return name, advice
+        advice = advice or f"{name} would be faster on this GPU; it needs the module {module}, which is not installed"
+    return None, advice
+
+
+@cache
+def installed_flash_attention() -> str | None:
+    """The implementation for this machine's GPU, in torch's terms; None for torch's own, or without a GPU.
+
+    Says once, in the trainer's log, which one runs.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    name, advice = choose_flash_attention(torch.cuda.get_device_capability(), _has_module)
+    print(f"attention: {name or 'FA2, of torch'}" + (f" ({advice})" if advice else ""), flush=True)
+    return name
+
+
+def _has_module(name: str) -> bool:
+    """Whether a module can be imported. Imports the packages above it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def segment_mask(documents: Sequence[Document], device: torch.device) -> MaskFunction:
+    """The mask of a row of these documents. Its tensors lie on `device`."""
+    sizes = [document.num_tokens for document in documents]
+    starts = np.cumsum((0, *sizes))
+    until = np.concatenate([d.seen_until() + start for d, start in zip(documents, starts, strict=False)])
+    opening = np.repeat([document.opening for document in documents], sizes)
+    seen_until, opening_of = torch.from_numpy(until).to(device), torch.from_numpy(opening).to(device)
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head
+        return (key <= query) & ((query < seen_until[key]) | (key < opening_of[query]))
+
+    return mask

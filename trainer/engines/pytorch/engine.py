@@ -17,24 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl.data.packing import PackedRow, pack_row
+from rl.data.packing import ModelFlops, PackedRow, pack_row
 from rl.losses import Loss
-from rl.system.hf_config import ModelFlops
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from rl.weights.ranks import own_rank
-from trainer import checkpoint
 from trainer.config import TrainerConfig
-from trainer.engines.base import Engine, Microbatch
-from trainer.engines.memory import PeakMemory
-from trainer.engines.pytorch.gradients import Gradients
-from trainer.engines.pytorch.mixed_precision import MasterWeights, MixedPrecision
-from trainer.engines.pytorch.offload import PARTS, Offload, Part
+from trainer.engines.base import Engine, Microbatch, PeakMemory
+from trainer.engines.pytorch import checkpoint
+from trainer.engines.pytorch.checkpoint import CheckpointSaver
+from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part
+from trainer.engines.pytorch.hf_directory import write_hf_directory
 from trainer.engines.pytorch.optimizer import Optimizer
-from trainer.engines.pytorch.outputs import OutputCollector
 from trainer.engines.pytorch.ranks import DTYPES
-from trainer.engines.pytorch.row_runner import RowRunner
-from trainer.export import write_hf_directory
-from trainer.saver import CheckpointSaver
+from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner
 
 
 class TorchEngine(Engine):
@@ -57,7 +52,7 @@ class TorchEngine(Engine):
         A parameter that is not a DTensor is held alike by `replicas` ranks. With one rank and a compute dtype other
         than float32, the parameters of `model` become copies in that dtype, and the engine keeps the float32 ones;
         a frozen model is in that dtype already, and its layers cast an adapter's parameters. With `masters`, these are
-        the parameters, and they are not those of the model.
+        the parameters, and the model has copies.
         """
         self._config = config
         self._model = model

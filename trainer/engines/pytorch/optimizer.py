@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl.types import AdamParams
-from trainer.engines.pytorch.offload import move, to_host
+from trainer.engines.pytorch.engine_state import move, to_host
 
 PIECE_BYTES = 1 << 30
 """Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""
@@ -64,7 +64,7 @@ class Optimizer:
     def step(self, params: AdamParams, grad_scale: float, *, fetch_to: torch.device | None = None) -> float:
         """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping.
 
-        With `fetch_to`, moments are on the host: those of a few parameters at a time are brought to this device,
+        With `fetch_to`, moments are on the host: a few parameters' moments at a time are brought to this device,
         updated and sent back. So are moments that are not in float32.
         """
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]

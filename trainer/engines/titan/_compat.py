@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.engines.pytorch.flash_attention import installed_flash_attention
+from trainer.engines.pytorch.document_attention import installed_flash_attention
 
 _LOOP = "torchtitan.trainer"
 

@@ -2,7 +2,7 @@
 
 With more than one rank torchtitan's `parallelize_fn` applies tensor, context and expert parallelism, activation
 checkpointing and FSDP2, to each stage of a pipeline if there is one. With one rank nothing is sharded, and
-`pytorch/mixed_precision.py` keeps the compute copies.
+`pytorch/engine_state.py` keeps the compute copies.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
-from trainer.engines.pytorch.pipelined_rows import PipelinedRows
+from trainer.engines.pytorch.pipeline import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.model.attention import shares_prefixes
@@ -64,7 +64,7 @@ class TitanEngine(TorchEngine):
 
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         state = super()._state(optimizer=optimizer)
-        # By the names that all engines use, so that each of them can go on from the checkpoint.
+        # By the names that all engines use, so that each of them can resume from the checkpoint.
         state["model"] = dict(part for named in state["model"].items() for part in split_experts(*named))
         if optimizer:
             state["optimizer"] = dict(part for named in state["optimizer"].items() for part in split_moments(*named))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.envs import sandbox as ways
 from rl.envs.python_arithmetic import PythonArithmetic
-from rl.envs.sandbox import find_way, ways
+from rl.envs.sandbox import find_way
 from tests.rl.envs.sandbox.here import REAL, need
 from tests.waiting import LIMIT_S
 

@@ -26,8 +26,7 @@ from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
-from trainer.engines.pytorch.document_attention import document_attention, plan_row
-from trainer.engines.pytorch.segment_mask import segment_mask
+from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
 
 
 class DocumentAttention(FlexAttention):
@@ -50,7 +49,7 @@ class DocumentAttention(FlexAttention):
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan, see `document_attention`.
 
-        Under context parallelism the queries are those of a shard of the row, and `attention_masks` its `ContextMasks`.
+        Under context parallelism the queries are of a shard of the row, and `attention_masks` its `ContextMasks`.
         """
         if isinstance(attention_masks, ContextMasks):
             return attend_in_context(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale=scale)

@@ -1,15 +1,20 @@
-"""Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs."""
+"""Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs.
+
+`AdaptedLinear` is torchtitan's `Linear` with an adapter. Under tensor parallelism every rank holds A and B whole and
+computes with the part that fits its part of the weight. A rank's gradients of A and B are then parts of sums over the
+group, as they are over data-parallel ranks.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.overrides import TorchFunctionMode
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -17,18 +22,18 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.pytorch.low_rank import freeze
+from trainer.engines.pytorch.low_rank import Adaptable, LowRank, freeze
 from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.titan._compat import without_torchtitans_loop
-from trainer.engines.titan.model.adapted import make_adaptable, name_adaptable
 from trainer.engines.titan.model.attention import choose_inner_attention
-from trainer.engines.titan.model.specs import build_spec, load_weights, share_rope_cache
+from trainer.engines.titan.model.specs import build_spec, hf_name, load_weights, share_rope_cache
 
 
 class BuiltModel(NamedTuple):
@@ -167,8 +172,8 @@ def _build_parallel(
     model = _built(config, spec)
     options: dict[str, Any] = {
         "parallel_dims": dims,
-        # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here and
-        # nobody uses: `Pipeline` makes its own for every call.
+        # In a pipeline the batch size is the number of micro-batches of a schedule that torchtitan builds here, which
+        # is never used: `Pipeline` makes its own for every call.
         "training": TrainingConfig(mixed_precision_param=config.compute_dtype, local_batch_size=config.num_stages),
         "parallelism": parallelism,
         "compile_config": _compile_config(config, device),
@@ -195,3 +200,53 @@ def _activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointing.
     if config.activation_checkpointing == "none":
         return None
     return FullAC.Config() if config.activation_checkpointing == "full" else SelectiveAC.Config()
+
+
+class AdaptedLinear(Adaptable, Linear):
+    """A `Linear` to whose output the adapter in use adds its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """Same fields as `Linear.Config`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[..., in] -> [..., out]"""
+        y = super().forward(x)
+        if self.low_rank is None:
+            return y
+        if isinstance(x, DTensor) and isinstance(y, DTensor) and isinstance(self.weight, DTensor):
+            return y + _sharded_product(self.low_rank, x, y, self.weight)
+        return y + self.low_rank.product(x)
+
+
+def _sharded_product(whole: LowRank, x: DTensor, y: DTensor, weight: DTensor) -> DTensor:
+    """The product in the placement of `y`: for a weight of which ranks hold rows (dim 0) or columns (dim 1)."""
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    assert isinstance(placement, Shard)
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if placement.dim == 0:
+        part = whole._replace(b=whole.b.chunk(size)[rank])
+        grad: Placement = Partial()
+    else:
+        part = whole._replace(a=whole.a.chunk(size, dim=1)[rank])
+        grad = x.placements[0]
+    product = part.product(x.to_local(grad_placements=[grad]))
+    return DTensor.from_local(product, mesh, y.placements, run_check=False)
+
+
+def make_adaptable(spec: ModelSpec) -> None:
+    """Replaces the projections of attention and of dense feed-forward networks, as torchtitan's converters do."""
+    for name, config, parent, attribute in list(spec.model.traverse(Linear.Config)):
+        if type(config) is not Linear.Config or ".router." in name:
+            continue
+        adapted = AdaptedLinear.Config(**{f.name: getattr(config, f.name) for f in fields(config) if f.init})
+        assert isinstance(attribute, str)  # the list of layers holds no projections
+        setattr(parent, attribute, adapted)
+
+
+def name_adaptable(parts: Sequence[nn.Module]) -> None:
+    """Gives every layer that can be adapted its Hugging Face name."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, Adaptable):
+                module.hf_module = hf_name(f"{name}.weight").removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""Qwen3's mixture-of-experts layers: those of torchtitan, but in any dtype, and with a name for each expert's weights.
+"""Qwen3's mixture-of-experts layers: torchtitan's, but in any dtype, and with a name for each expert's weights.
 
 torchtitan stacks the weights of a layer's experts into one parameter per projection, while Hugging Face checkpoints
 name the weights of each expert. Here an expert is a view of the stack, so nothing is copied on load, push or export.

@@ -1,5 +1,6 @@
 """From packed rows to the inputs of torchtitan's decoders, and from their outputs to the scores of whole rows."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,11 @@ from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor
 from trainer.engines.titan.model.attention import attention_masks, needs_flex, sharded_attention_masks
-from trainer.engines.titan.model.row_lengths import row_length, row_multiple
+
+# Positions per block of a block mask, on a GPU.
+_BLOCK = 128
+# torchao's float8 kernels need the inner size of a product to be a multiple of this.
+_FLOAT8_MULTIPLE = 16
 
 
 class RowScorer:
@@ -72,3 +77,25 @@ class RowScorer:
         if self._context_mesh is None or shard is None:
             return scores
         return gather_scored(scores, shard, num_scored, self._context_mesh.get_group())
+
+
+def row_multiple(config: TrainerConfig, device: torch.device) -> int:
+    """The number of which a row's length must be a multiple, for equal shards and for float8."""
+    if config.context_parallel == 1:
+        # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
+        parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
+        # The gradient of a float8 weight sums over tokens, which its kernel takes in multiples.
+        return math.lcm(parts, _FLOAT8_MULTIPLE if config.float8 != "none" else 1)
+    block = 1 if device.type == "cpu" else _BLOCK
+    return 2 * config.context_parallel * config.tensor_parallel * block
+
+
+def row_length(length: int, multiple: int) -> int:
+    """The length to which a row of this many tokens is padded for a kernel that is compiled for its lengths.
+
+    There are at most 8 lengths between a number and its double, so that a run soon has seen all of them; less than an
+    eighth of a row is padding, apart from the padding to `multiple`.
+    """
+    step = 1 << max(0, length.bit_length() - 4)
+    stepped = -(-length // step) * step
+    return -(-stepped // multiple) * multiple

@@ -1,0 +1,1 @@
+"""What vLLM needs on a CPU: kernels and patches, each with its reason and the condition for its removal."""

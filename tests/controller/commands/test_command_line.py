@@ -1,0 +1,145 @@
+"""How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands.chat_and_eval import Chat, Eval
+from controller.commands.check_parts import CheckEngine
+from controller.commands.cli import main
+from controller.commands.command_line import parse_command
+from controller.commands.export_run import Export
+from controller.commands.host_commands import Doctor, Worker
+from controller.commands.run import Run
+from controller.commands.show import Show
+from controller.server.serve_commands import Key, Serve
+from tests.controller.commands.test_cli import ownloop
+from tests.controller.commands.test_run import refused
+from tests.waiting import LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (
+            "run a --num-steps 3 --name b --hosts ssh trainer=n1",
+            Run(recipe="a", name="b", fields=("--num-steps", "3", "--hosts", "ssh", "trainer=n1")),
+        ),
+        ("run --name b a --num_steps=3", Run(recipe="a", name="b", fields=("--num_steps=3",))),
+        ("run --resume=b --num-steps 3 --trust", Run(resume="b", trust=True, fields=("--num-steps", "3"))),
+        ("run --fork b --seed 1 --at 3", Run(fork="b", at=3, fields=("--seed", "1"))),
+        ("run a --help", Run(recipe="a", fields=("--help",))),
+        ("chat m --temperature 0 --max-len 3", Chat(model="m", temperature=0.0, fields=("--max-len", "3"))),
+        ("eval m --step 2 a --model x", Eval(model="m", recipe="a", step=2, fields=("--model", "x"))),
+        ("export b --to=c --adapter", Export(name="b", to=Path("c"), adapter=True)),
+        ("show a --runs r --seed -1", Show(recipe="a", runs=Path("r"), fields=("--seed", "-1"))),
+        ("serve --model a --help", Serve(fields=("--model", "a", "--help"))),
+        ("key add ann --operator", Key(action="add", name="ann", operator=True)),
+        ("check-engine e --layout a=1 --layout b=2", CheckEngine(engine="e", layout=("a=1", "b=2"))),
+        ("worker --certs - --lost-after 3 --listen n1:9", Worker(listen="n1:9", certs=Path("-"), lost_after=3.0)),
+        ("doctor --hosts a b --mb 3 --hosts=c", Doctor(hosts=("a", "b", "c"), mb=3)),
+    ],
+)
+def test_words_become_a_command(words: str, command: Any) -> None:
+    assert parse_command(words.split()) == command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "COMMAND is missing; see ownloop --help"),
+        (["chta", "m"], "command is 'chta', which is not known; did you mean 'chat'?"),
+        (["chat"], "RUN|MODEL is missing; see ownloop chat --help"),
+        (["chat", "m", "--step", "x"], "--step is 'x'; it must be a whole number"),
+        (["chat", "m", "--temperature", "hot"], "--temperature is 'hot'; it must be a number"),
+        (["chat", "m", "--temperature", "-1"], "SamplingParams.temperature is -1.0; it must be finite and at least 0"),
+        (["chat", "m", "--step"], "--step needs a value"),
+        (["chat", "m", "--trust=yes"], "--trust takes no value"),
+        (["eval", "m"], "RECIPE is missing; see ownloop eval --help"),
+        (["key", "ad"], "action is 'ad', which is not known; known: 'add', 'list', 'revoke'"),
+        (["key", "add"], "ownloop key add needs the user's NAME"),
+        (["hosts", "slurm", "trainer=1"], "cluster is 'slurm', which is not known; known: 'kubernetes'"),
+        (["certs"], "HOST is missing: a host's name as the others know it; see ownloop certs --help"),
+        (["compare"], "compare was given no run; it needs at least two"),
+        (["runs", "--rans", "x"], "unknown option --rans; did you mean '--runs'?"),
+        (["run", "a", "--at", "3"], "--at is for --resume and --fork; a recipe is run from its beginning"),
+        (["run", "--resume", "a", "--name", "b"], "--name is for a new run; --resume goes on in the folder of a"),
+        (["run", "--resume", "a", "--fork", "b"], "--resume goes on with a run and --fork begins a new one; give one"),
+        (["run", "a", "--resume", "b"], "unexpected argument a"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    error = refused(capfd, *words)
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> None:
+    path = f"{'folder/' * 30}curves.pdf"
+    assert f"--plot is {path}; " in refused(capfd, "compare", "a", "b", "--plot", path)
+
+
+@pytest.mark.parametrize("command", "sweep eval chat export runs report worker hosts key certs".split())
+def test_a_command_explains_its_arguments(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    output = capfd.readouterr()
+    assert (stop.value.code, output.err) == (0, "")
+    assert output.out.startswith(f"usage: ownloop {command} ")
+    assert " (default: " in output.out
+
+
+PART = """
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+@dataclass(frozen=True, kw_only=True)
+class Greet:
+    '''Greets a user.'''
+
+    name: Annotated[str, Positional, arg(metavar="NAME")]
+    loudly: bool = False
+
+    def run(self):
+        print(f"hello {self.name}".upper() if self.loudly else f"hello {self.name}")
+        return 3
+
+nothing = 1
+"""
+
+
+@pytest.mark.seconds
+def test_an_installed_part_brings_commands(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text(PART)
+    (tmp_path / "part-1.dist-info").mkdir()
+    (tmp_path / "part-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: part\nVersion: 1\n")
+    entry_points = "[ownloop.commands]\ngreet = part:Greet\nbroken = part:nothing\n"
+    (tmp_path / "part-1.dist-info" / "entry_points.txt").write_text(entry_points)
+
+    result = ownloop(tmp_path, "greet", "ann", "--loudly")
+    assert (result.returncode, result.stdout, result.stderr) == (3, "HELLO ANN\n", "")
+    assert "\n  greet         Greets a user.\n" in ownloop(tmp_path, "--help").stdout
+    assert ownloop(tmp_path, "greet").stderr == "error: NAME is missing; see ownloop greet --help\n"
+    assert ownloop(tmp_path, "broken").stderr == (
+        "error: the entry point 'broken' of ownloop.commands names 1; a dataclass with a method run is needed\n"
+    )
+
+
+@pytest.mark.seconds
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = (
+        "import sys\nfrom controller.commands.command_line import run_command\nassert run_command(['--help']) == 0\n"
+        "loaded = {name for name in sys.modules if name.startswith('controller.commands.')}\n"
+        "assert loaded == {'controller.commands.command_line'}, loaded\nassert 'tyro' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = result.stdout.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert {"run", "serve", "key", "certs", "hosts"} <= {row.split()[0] for row in rows}
+    assert all(len(row.split()) > 2 and row.endswith(".") for row in rows), "each has a summary"

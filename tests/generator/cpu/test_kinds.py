@@ -1,0 +1,133 @@
+"""Covers generator/cpu/weight_packing.py: pulls on every kind of CPU that this machine can pretend to be.
+
+Kinds of CPU differ in the kernels and in the packed form of weights that vLLM chooses for a layer. Other tests of pulls
+see the machine's own kind only.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import vllm.model_executor.layers.utils as gemm
+from torch import nn
+
+from generator.config import LoRALimits
+from generator.cpu.patches import patch_cpu
+from generator.engine import GenerationEngine
+from rl.lora import LoRAConfig
+from rl.system.hardware import cpu_features
+from rl.types import Completion, SamplingParams
+from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
+from tests.generator.conftest import EngineFactory
+from tests.generator.published import PROMPTS, export, moved, pull
+from tests.generator.served_models import served_llama, served_qwen2, served_qwen3, served_qwen3_moe
+from tests.stores import FakeStore
+from trainer.push import WeightPublisher
+
+pytestmark = pytest.mark.vllm
+
+CAP = "ONEDNN_MAX_CPU_ISA"
+KINDS = {
+    "AVX2": ("avx2", {"ATEN_CPU_CAPABILITY": "avx2"}),
+    "AVX512_CORE": ("avx512f", {}),
+    "AVX512_CORE_BF16": ("avx512_bf16", {}),
+    "AVX512_CORE_AMX": ("amx_bf16", {}),
+}
+"""Values of oneDNN's cap, the instructions that each allows at most, and what else such a processor would have set."""
+CASES: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
+    "experts": (
+        served_qwen3_moe,
+        {},
+    ),  # first: the first engine of a process decides whether there is a group for experts
+    "plain": (partial(served_llama, tied=False), {}),
+    "tied": (partial(served_qwen3, tied=True), {}),
+    "biased": (partial(served_qwen2, tied=False), {}),
+    "biased-tied": (partial(served_qwen2, tied=True), {}),
+    "float32-head": (
+        partial(served_llama, tied=False),
+        {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
+    ),
+    "float32-head-tied": (
+        partial(served_qwen3, tied=True),
+        {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
+    ),
+    "adapted": (partial(served_qwen2, tied=False), {"lora": LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)}),
+}
+ADAPTER = LoRAConfig(rank=4, alpha=8.0)
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(autouse=True)
+def pretended_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has vLLM, which asks PyTorch, see no more of the processor than oneDNN does."""
+    kinds, cap = list(KINDS), os.environ.get(CAP, "")
+    if cap in kinds[:2]:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+async def _sample(engine: GenerationEngine, directory: Path, dtype: torch.dtype, *, adapted: bool) -> list[Completion]:
+    """Greedy samples, of a new version of an adapter too where there is room for one."""
+    found = [(await engine.generate(prompt, GREEDY))[0] for prompt in PROMPTS]
+    if adapted:
+        await pull_adapter(engine, "a", 1, random_adapter(directory, 1, ADAPTER), ADAPTER, dtype=dtype)
+        found += [(await engine.generate(prompt, GREEDY, policy="a"))[0] for prompt in PROMPTS]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory, case: str, dtype: torch.dtype) -> None:
+    write, options = CASES[case]
+    directory, name, adapted = write(tmp_path / "model"), str(dtype).removeprefix("torch."), "lora" in options
+    store = FakeStore()
+    publisher = WeightPublisher(dtype, store=store)
+
+    async def main() -> None:
+        engine = build_engine(directory, name, **options)
+        before = [(await engine.generate(prompt, GREEDY))[0] for prompt in PROMPTS]
+        for version in (1, 2, 3):
+            await publisher.publish(version, moved(directory, version).items())
+            await pull(engine, store, version)
+        after = await _sample(engine, directory, dtype, adapted=adapted)
+        assert [c.logprobs for c in after[: len(before)]] != [c.logprobs for c in before]
+        exported = export(directory, moved(directory, 3), dtype, tmp_path / "exported")
+        fresh = await _sample(build_engine(exported, name, **options), directory, dtype, adapted=adapted)
+        assert [c.logprobs for c in after] == [c.logprobs for c in fresh]
+        if dtype == torch.float32:  # and what a fresh engine computes is right
+            model = merged(exported, {})
+            assert all(largest_error(model, p, c) < 5e-5 for p, c in zip(PROMPTS, after, strict=False))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_are_plain_or_refused(dtype: torch.dtype) -> None:
+    patch_cpu()
+    convolution = nn.Module()
+    convolution.weight = nn.Parameter(torch.randn(64, 1, 4).to(dtype), requires_grad=False)
+    plain = convolution.weight.clone()
+    packs = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ValueError, match="use dtype float32") if packs else contextlib.nullcontext():
+        gemm.dispatch_cpu_unquantized_gemm(convolution, remove_weight=True)
+    assert packs or torch.equal(convolution.weight, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", KINDS)
+def test_pulls_equal_a_fresh_engine_on(cap: str) -> None:
+    flag, environment = KINDS[cap]
+    if flag not in cpu_features():
+        pytest.skip(f"this CPU has no {flag}, so it cannot pretend to be {cap}")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, **environment, CAP: cap}, capture_output=True, text=True, timeout=540, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"{2 * len(CASES) + 2} passed" in done.stdout

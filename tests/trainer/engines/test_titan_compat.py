@@ -1,0 +1,36 @@
+"""The torchtitan engine is built without torchtitan's own loop."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rl.tiny_models import tiny_llama
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.contract.plain_ranks import spawn
+from trainer.engines.titan._compat import without_torchtitans_loop
+
+
+@pytest.mark.ranks
+def test_ranks_are_built_without_torchtitans_loop(tmp_path: Path) -> None:
+    spawn(2, _build_two_ranks, tiny_llama(tmp_path / "model"))
+
+
+def _build_two_ranks(_: int, model: Path) -> None:
+    load_engine(TrainerConfig(model=model, data_parallel_shard=2))
+    assert not {"torchtitan.trainer", "datasets"} & sys.modules.keys()
+
+
+def test_what_imports_torchtitans_loop_later_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, loop = "torchtitan.trainer", ModuleType("torchtitan.trainer")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with without_torchtitans_loop():
+        from torchtitan.trainer import Trainer
+    assert not isinstance(TrainerConfig(model=Path("model")), Trainer.Config)
+    assert name not in sys.modules
+    monkeypatch.setitem(sys.modules, name, loop)
+    with without_torchtitans_loop():
+        assert sys.modules[name] is loop
+    assert sys.modules[name] is loop

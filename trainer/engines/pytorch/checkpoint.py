@@ -1,0 +1,317 @@
+"""Writes directories that are either complete or absent, and never overwrites a directory that ownloop did not write.
+
+`torch.distributed.checkpoint` writes a checkpoint into a hidden sibling directory, which is renamed once all ranks are
+done, so a killed save leaves nothing that loads. The file `ownloop.json` in it states the format, the policy version,
+the model and the size of every file. The engine decides what the state holds.
+
+    every rank   begin -> .NAME.partial/ made by rank 0 -> write: each rank's shards -> complete: rank 0 adds
+                 ownloop.json and renames the directory to NAME -> keep_newest: rank 0 deletes older ones
+    background   the same, on copies in host memory, in a thread and a process group of their own, so that the
+                 collectives of a save cannot mix with the next step's
+
+`CheckpointSaver` makes these calls, one save after the other.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
+
+_FILE = "ownloop.json"
+_FORMAT = 1
+Kind = Literal["checkpoint", "export"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """The contents of `ownloop.json`, except for the file sizes."""
+
+    kind: Kind
+    """A `checkpoint` can be resumed from; an `export` is a Hugging Face model directory."""
+    policy_version: int
+    model: Mapping[str, Any]
+    """The model's description; a checkpoint of a model with another description is refused."""
+    num_ranks: int
+    """Number of ranks that wrote it, each with its own random state."""
+    format: int = _FORMAT
+
+
+def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
+    """Has `write` fill a hidden directory on every rank, and renames it to `path` once it is complete.
+
+    Raises ValueError, before anything is written, if `path` exists and ownloop did not write it, if it cannot be
+    written, or if there is no room for `size_bytes`. A collective.
+    """
+    partial = begin(path, size_bytes)
+    write(partial)
+    complete(path, info)
+
+
+def begin(path: Path, size_bytes: int, group: dist.ProcessGroup | None = None) -> Path:
+    """Makes and returns the hidden directory that `complete` will rename to `path`. A collective of the group.
+
+    Raises ValueError in the same cases as `with_directory`.
+    """
+    on_rank_0(lambda: _prepare(path, _partial(path), size_bytes), group)
+    return _partial(path)
+
+
+def complete(path: Path, info: CheckpointInfo, group: dist.ProcessGroup | None = None) -> None:
+    """Renames the hidden directory to `path` after every rank has written to it. A collective of the group."""
+    on_rank_0(lambda: _publish(path, _partial(path), info), group)
+
+
+def complete_collected(path: Path) -> None:
+    """Renames the hidden directory to `path` after the files of all hosts were brought to it.
+
+    Its `ownloop.json`, which lists the files of one host only, is written anew.
+    """
+    file = _partial(path) / _FILE
+    content = json.loads(file.read_text())
+    del content["file_sizes"]
+    file.unlink()
+    complete(path, CheckpointInfo(**content))
+
+
+def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Writes every rank's shards to the hidden directory that `begin` made. A collective of the group.
+
+    If one rank cannot write, every rank raises OSError, which says why.
+    """
+    try:
+        dcp.save(tensors, checkpoint_id=_partial(path), process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"{path} could not be written: rank {rank} raised {type(cause).__name__}: {cause}; "
+            f"{free / 1e9:.2f} GB are free there"
+        ) from cause
+
+
+def keep_newest(written: Path, count: int) -> None:
+    """Deletes older checkpoints of ownloop in the directory of `written`, but for the `count` - 1 of highest versions.
+
+    `written` stays, even if its version is lower, as it is for a policy that resumed from an older checkpoint.
+    """
+    found = [path for path in written.parent.iterdir() if not path.name.startswith(".") and _is_ours(path)]
+    versions = {path: json.loads((path / _FILE).read_text()) for path in found}
+    ours = [path for path in found if versions[path]["kind"] == "checkpoint"]
+    for path in sorted(ours, key=lambda path: (path.name == written.name, versions[path]["policy_version"]))[:-count]:
+        shutil.rmtree(path)
+
+
+def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
+    """Reads and checks `ownloop.json`.
+
+    Raises ValueError if the directory is missing, damaged, of another kind or not written by ownloop.
+    """
+    if not path.is_dir():
+        raise ValueError(f"checkpoint path {path} does not exist or is not a directory")
+    if not _is_ours(path):
+        raise ValueError(f"{path} is not an ownloop checkpoint: it holds no {_FILE}")
+    try:
+        content = json.loads((path / _FILE).read_text())
+        sizes: dict[str, int] = content.pop("file_sizes")
+        info = CheckpointInfo(**content)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / _FILE} cannot be read: {error!r}") from error
+    if info.format != _FORMAT:
+        raise ValueError(f"{path} has checkpoint format {info.format}; this version reads format {_FORMAT}")
+    if info.kind != kind:
+        raise ValueError(f"{path} is an ownloop {info.kind}; a {kind} is needed")
+    for name, size in sizes.items():
+        file = path / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise ValueError(f"checkpoint {path} is damaged: {name} {found}; {size} bytes were written")
+    return info
+
+
+def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
+    """Fills the tensors of `state` in place. A collective.
+
+    Raises ValueError, before anything is changed, if `read_info` does, if the checkpoint is of another model, and if
+    its `.metadata` names code to run; and for a shard that does or that cannot be read.
+    """
+    info = read_info(path)
+    _check_model(path, info.model, model)
+    reader = CheckpointReader(path)
+    reader.read_metadata()  # here too, because DCP logs its error with a traceback before it reads the next file
+    try:
+        dcp.load(dict(state), storage_reader=reader)
+    except CheckpointException as error:
+        reasons = dict.fromkeys(
+            str(failure) for failure, _ in error.failures.values()
+        )  # ranks fail for the same reason
+        raise ValueError(f"checkpoint {path} cannot be read: {'; '.join(reasons)}") from error
+    return info
+
+
+def _check_model(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises ValueError if a checkpoint of the model `theirs` does not fit the model `ours`.
+
+    The description of an adapter has a `base`, with the name of the model under it and a hash of that model's weights.
+    """
+    their_base, our_base = theirs.get("base"), ours.get("base")
+    if (their_base is None) != (our_base is None):
+        what = ("a whole model", "an adapter") if their_base is None else ("an adapter", "a whole model")
+        raise ValueError(f"{path} is a checkpoint of {what[0]}; {what[1]}'s is needed")
+    if their_base is not None and our_base is not None and their_base["weights"] != our_base["weights"]:
+        raise ValueError(
+            f"{path} is a checkpoint of an adapter over another model: {their_base['name']!r} (weights "
+            f"{their_base['weights']}) instead of {our_base['name']!r} (weights {our_base['weights']})"
+        )
+    differing = [key for key in ours if key != "base" and theirs.get(key) != ours[key]]
+    if differing:
+        details = ", ".join(f"{key} {theirs.get(key)!r} instead of {ours[key]!r}" for key in differing)
+        raise ValueError(f"{path} is a checkpoint of another model: {details}")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / _FILE).is_file()
+
+
+def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
+    """Checks that `path` can be written, then makes an empty hidden directory."""
+    if path.exists() and not _is_ours(path):
+        raise ValueError(f"{path} exists and is not an ownloop checkpoint; it will not be overwritten")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from error
+    free = shutil.disk_usage(partial).free
+    if free < size_bytes:
+        partial.rmdir()
+        raise ValueError(f"{path} needs {size_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB are free there")
+
+
+def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
+    """Writes `ownloop.json` and renames the hidden directory to `path`."""
+    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
+    with (partial / _FILE).open("w") as file:
+        json.dump({**asdict(info), "file_sizes": sizes}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    # A directory cannot be renamed onto one that holds files, so an older checkpoint is moved aside first.
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def on_rank_0(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Runs an action on rank 0 while every rank of the group waits. If it raises, all of them raise the same."""
+    problem: list[Exception | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            problem = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem, src=0, group=group)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+class CheckpointSaver:
+    """One per rank. Every rank makes the same calls in the same order; each is a collective."""
+
+    def __init__(self) -> None:
+        """Starts no thread yet."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_take_idle_time)
+        # Half of a write's CPU time would go into checksums that torch does not read when it loads a file.
+        torch.serialization.set_crc32_options(False)
+        self._pending: Future[None] | None = None
+        self._background_group: dist.ProcessGroup | None = None
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        info: CheckpointInfo,
+        *,
+        size_bytes: int,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> None:
+        """Writes nested dictionaries of tensors, sharded or not. `path` appears only once everything is on disk.
+
+        With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
+        `keep_last`, only that many checkpoints, this one and the highest versions, stay in its directory.
+        Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
+        `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
+        and OSError, on every rank, if one cannot write.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}; it must be at least 1")
+        self.wait()
+        path = path.absolute()
+        begin(path, size_bytes)
+
+        def prune() -> None:
+            if keep_last is not None:
+                keep_newest(path, keep_last)
+
+        def save(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+            write(path, tensors, group)
+            complete(path, info, group)
+            on_rank_0(prune, group)
+
+        if not asynchronous:
+            save(dict(state), None)
+            return
+        if dist.is_initialized() and self._background_group is None:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._background_group = group
+        self._pending = self._thread.submit(save, _copied(state), self._background_group)
+
+    def wait(self) -> None:
+        """Returns once no save is under way. Raises the error of the last one, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits, as `wait` does, and frees the thread and the process group."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._background_group is not None:
+                dist.destroy_process_group(self._background_group)
+                self._background_group = None
+
+
+def _take_idle_time() -> None:
+    """Gives the calling thread the lowest priority, so that a step has the processor first. Linux only."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else _copied(value)
+        for key, value in state.items()
+    }

@@ -1,0 +1,213 @@
+"""Reads the weights of a Hugging Face model directory, and writes a policy as one, or an adapter as one of PEFT.
+
+The rotary frequencies that a directory's config.json asks for are computed here, as transformers computes them.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from rl.lora import LoRAConfig, adapted_modules
+from rl.system.hf_config import read_config_file
+from rl.system.model_files import other_files, weight_files
+from rl.types import Head
+from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
+from trainer.engines.pytorch.checkpoint import on_rank_0
+
+VALUE_HEAD = "score.weight"
+"""Name of a value head's parameter, [1, dim]. transformers' sequence classifiers use it, and reward models are
+published and served by vLLM in that form."""
+
+
+def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
+    """Fills parameters in place from the files of a model directory. Each rank reads only its shards.
+
+    A value head that the files lack becomes zero, so that all values begin at 0.
+
+    Raises ValueError if there are no files, or if they lack a parameter or hold one of another shape.
+    """
+    reader = HuggingFaceStorageReader(str(path))
+    reader.fs = _Listed(weight_files(path))
+    stored = reader.read_metadata().state_dict_metadata
+    if VALUE_HEAD in parameters and VALUE_HEAD not in stored:
+        torch.nn.init.zeros_(parameters[VALUE_HEAD])
+        parameters = {name: parameter for name, parameter in parameters.items() if name != VALUE_HEAD}
+    for name, parameter in parameters.items():
+        if name not in stored:
+            raise ValueError(f"{path} holds no weight {name!r}")
+        shape = tuple(getattr(stored[name], "size", ()))
+        if shape != tuple(parameter.shape):
+            raise ValueError(f"{path}: {name} has shape {shape}; config.json asks for {tuple(parameter.shape)}")
+    dcp.load(dict(parameters), storage_reader=reader)
+
+
+class _Listed(FileSystem):
+    """Shows a reader some files of a directory: torch's reader would take every safetensors file."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = [str(file) for file in files]
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """The files; `path` is not looked at."""
+        del path
+        return self._files
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """[head_dim / 2] float32 angles per position, the fastest first."""
+    inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    return inv_freq if config.rope_scaling is None else scale_llama3(inv_freq, config.rope_scaling)
+
+
+def scale_llama3(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Stretches long wavelengths by the factor, keeps short ones and interpolates in between (arXiv 2407.21783)."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    rotations = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+
+
+def write_hf_directory(
+    directory: Path,
+    source: Path,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    head: Head,
+    *,
+    untied: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Fills `directory` with weights of `dtype` and with the configuration and tokenizer files of `source`.
+
+    Weights of more than `shard_bytes` are split over several files.
+
+    A model with a value head becomes a sequence classifier of transformers with one label, like reward models. With
+    `untied`, the parameters hold an output projection of their own, even if that of `source` is the input embedding.
+    A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them. What rank 0
+    raises, every rank raises.
+    """
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size_bytes = 0
+    for name, tensor in _gathered(parameters, dtype):
+        if not is_writer:
+            continue
+        if size_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size_bytes = 0
+        shards[-1][name] = tensor
+        size_bytes += tensor.nbytes
+
+    def write() -> None:
+        _write_shards(directory, shards)
+        _copy_other_files(directory, source, dtype, head, untied=untied)
+
+    on_rank_0(write)
+
+
+def write_peft_directory(
+    directory: Path,
+    source: Path,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    config: LoRAConfig,
+) -> None:
+    """Fills `directory` with an adapter of the model `source`, as peft writes it. A collective, as above."""
+    tensors = dict(_gathered(parameters, dtype))
+
+    def write() -> None:
+        save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+        content = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(source),
+            "r": config.rank,
+            "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "use_rslora": False,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "target_modules": sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)}),
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(content, indent=2))
+
+    on_rank_0(write)
+
+
+def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter of any rank whole on rank 0. On other ranks the contents of a tensor are undefined."""
+    mine = dict(parameters)
+    if not dist.is_initialized():
+        yield from ((name, _whole(parameter, dtype)) for name, parameter in mine.items())
+        return
+    shapes: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
+    holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
+    for name, holder in sorted(holders.items()):
+        # Every holder takes part in gathering a tensor; only the first of them sends it.
+        full = _whole(mine[name], dtype) if name in mine else torch.empty(shapes[holder][name], dtype=dtype)
+        if holder != 0 and dist.get_rank() == holder:
+            dist.send(full, dst=0)
+        elif holder != 0 and dist.get_rank() == 0:
+            dist.recv(full, src=holder)
+        yield name, full
+
+
+def _whole(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = parameter.detach().to(dtype)
+    full = cast.full_tensor() if isinstance(cast, DTensor) else cast
+    return full.cpu().contiguous()
+
+
+def _write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
+    metadata = {"format": "pt"}  # transformers refuses a file without it
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata)
+        weight_map.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: Head, *, untied: bool) -> None:
+    """Copies configuration, tokenizer and chat templates, but no weights, and records dtype and head in config.json."""
+    for file in other_files(source):
+        (directory / file).parent.mkdir(exist_ok=True)
+        shutil.copy(source / file, directory / file)
+    config = dict(read_config_file(source))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        config["architectures"] = [_classifier(config["model_type"])]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    if untied:
+        config["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _classifier(model_type: str) -> str:
+    """The name of transformers' sequence classifier for a model type, as which an exported critic loads."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    names: dict[str, str] = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if model_type not in names:
+        raise ValueError(f"a critic of model_type {model_type!r} cannot be exported: transformers has no class for it")
+    return names[model_type]
