@@ -56,13 +56,13 @@ def test_large_parts_are_cut_and_small_ones_share_messages() -> None:
 
 @pytest.mark.parametrize("ahead", [0, CAST_AHEAD])
 def test_values_arrive_cast_and_in_their_places(ends: tuple[Link, Link], ahead: int) -> None:
-    manifest = build_manifest(
-        [("a", (30, 8), torch.bfloat16), ("b", (), torch.int64), ("c", (300, 400), torch.float32)]
-    )
-    tensors = [torch.randn(30, 8), torch.tensor(7), torch.randn(300, 400)]
+    dtypes = (torch.bfloat16, torch.int64, torch.bfloat16, torch.float32)
+    # No message of "c" has a multiple of eight bytes.
+    manifest = build_manifest(zip("abcd", ((30, 8), (), (3001, 401), (300, 400)), dtypes, strict=True))
+    tensors = [torch.randn(30, 8), torch.tensor(7), torch.randn(3001, 401), torch.randn(300, 400)]
     places = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in manifest]
     # Columns lie in several pieces, and a whole tensor in one.
-    parts = [Part(0, ((0, 30), (2, 5))), Part(1, ()), Part(2, ((0, 300), (0, 400)))]
+    parts = [Part(0, ((0, 30), (2, 5))), Part(1, ()), Part(2, ((0, 3001), (0, 401))), Part(3, ((0, 300), (0, 400)))]
     messages = list(cut_messages(parts, manifest))
     sending = threading.Thread(
         target=send_messages,
@@ -74,10 +74,13 @@ def test_values_arrive_cast_and_in_their_places(ends: tuple[Link, Link], ahead: 
     for message in messages:
         receive_message(ends[1], message, manifest, lambda part: places[part.tensor][part.slices])
     sending.join(LIMIT_S)
+    ends[0].close()
+    ends[1].receive_end()
     assert torch.equal(places[0][:, 2:5], tensors[0][:, 2:5].bfloat16())
     assert not places[0][:, :2].any()
     assert torch.equal(places[1], tensors[1])
-    assert torch.equal(places[2], tensors[2])
+    assert torch.equal(places[2], tensors[2].bfloat16())
+    assert torch.equal(places[3], tensors[3])
 
 
 def test_nothing_is_overwritten_before_it_is_sent() -> None:
@@ -118,6 +121,12 @@ def test_a_link_that_ends_is_an_error_at_the_other_end(ends: tuple[Link, Link]) 
     ends[0].close()
     with pytest.raises(LinkError, match="the other end has closed the link"):
         ends[1].receive_bytes(4)
+
+
+def test_bytes_that_were_not_planned_are_an_error(ends: tuple[Link, Link]) -> None:
+    ends[0].send(b"a")
+    with pytest.raises(LinkError, match="more arrived than was planned"):
+        ends[1].receive_end()
 
 
 def test_an_interrupted_link_wakes_the_thread_that_waits(ends: tuple[Link, Link]) -> None:
