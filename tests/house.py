@@ -26,7 +26,7 @@ OPTIONAL = (
 ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
-    *("controller/loops", "controller/server", "controller/commands", "configs"),
+    *("controller/loops", "controller/commands", "controller/server", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

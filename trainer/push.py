@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from rl.lora import LoRAConfig
 from rl.system.hardware import host_identity
 from rl.types import WeightTransport
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
-from rl.weights.receivers import receiving_hosts
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
+from rl.weights.receiving_process import receiving_hosts
 from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
 from rl.weights.versions import (
     Manifest,
@@ -164,17 +164,12 @@ class WeightPublisher:
         """The transports to try, on every rank the same."""
         if self._choice != "auto":
             return [self._choice]
-        problem: WeightsError | None = None
-        other_hosts = False
-        if self._rank == 0:
-            try:
-                other_hosts = bool(await receiving_hosts(await self._get_store()))
-            except WeightsError as error:
-                problem = error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
-        other_hosts = (await asyncio.to_thread(all_gather, other_hosts))[0]
+        other_hosts = await on_rank_0(self._has_other_hosts)
         names = [name for name in TRANSPORTS if not (name == "gpu_memory" and self._keeps_off_gpus)]
         return [name for name in names if load_transport(name).suits(other_hosts=other_hosts)]
+
+    async def _has_other_hosts(self) -> bool:
+        return bool(await receiving_hosts(await self._get_store()))
 
     async def _warn_if_unchanged(self, sender: Sender, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Warns of a new version that holds what the one before held."""

@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, str] = {
     "model": "controller.commands.export_run:Model",
     "worker": "controller.commands.host_commands:Worker",
     "doctor": "controller.commands.host_commands:Doctor",
+    "certs": "controller.commands.host_commands:Certs",
 }
 """Name -> `module:class` of every command that is always there."""
 _GROUP = "ownloop.commands"

@@ -4,11 +4,11 @@ The card (README.md) says from what a model was made, how, and what it reached. 
 Face Hub reads: https://huggingface.co/docs/hub/model-cards
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +20,10 @@ from controller.commands.processes import finish
 from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.recording import write_whole
-from rl.checks import how_to_install
+from rl.checks import check_known
 
 _CARD = "README.md"
-
-
+_GROUP = "ownloop.exports"
 _FROM_TRAINING = (
     "reward_mean",
     "loss",
@@ -53,8 +52,11 @@ class Export(OfCheckpoint, TakesFields):
 
     def run(self) -> int:
         """Prints the directory on standard output."""
-        if self.name.startswith("tinker://"):
-            return self._export_saved()
+        scheme, is_path, _ = self.name.partition("://")
+        if is_path:
+            exporters = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
+            check_known("RUN is a path whose scheme", scheme, exporters)
+            return exporters[scheme].load()(self)
         if self.adapter:
             raise ValueError("--adapter is for tinker:// paths; a run's export has its adapter in adapter/")
         from controller.commands.resume import resumed_configuration
@@ -65,30 +67,14 @@ class Export(OfCheckpoint, TakesFields):
         directory = self.to or run / "exports" / checkpoint.name
         with CapturedOutput() as output:
             config = resumed_configuration(run, self.fields, trust=self.trust)
-            logs = _logs(run, output)
+            logs = export_logs(run, output)
             finish(export_checkpoint(config, checkpoint, directory, logs, output.say), output)
             add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
             print(directory, file=output.terminal)
         return 0
 
-    def _export_saved(self) -> int:
-        """As `run`, for a checkpoint that a client of `ownloop serve` saved."""
-        if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
-            raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
-        if self.fields:
-            raise ValueError(f"unexpected argument {self.fields[0]}")
-        from controller.server.archive import export_saved, find_saved
 
-        saved = find_saved(self.folder, self.name)
-        directory = self.to or self.folder / "exports" / self.name.removeprefix("tinker://").replace(":", "-")
-        with CapturedOutput() as output:
-            logs = _logs(self.folder, output)
-            finish(export_saved(saved, directory, logs, adapter_only=self.adapter), output)
-            print(directory, file=output.terminal)
-        return 0
-
-
-def _logs(folder: Path, output: CapturedOutput) -> Path:
+def export_logs(folder: Path, output: CapturedOutput) -> Path:
     """The folder of an export's logs, to which this process's output goes from now on."""
     logs = folder / "logs" / "export"
     logs.mkdir(parents=True, exist_ok=True)

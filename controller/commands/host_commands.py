@@ -1,4 +1,4 @@
-"""`ownloop worker` and `ownloop doctor`: a host that takes part in runs, and whether hosts would do."""
+"""`ownloop worker`, `doctor` and `certs`: a host that takes part in runs, checks of hosts, their TLS certificates."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from controller.commands.command_line import FAILED
 
@@ -167,3 +167,28 @@ def report(found: "Examination") -> list[str]:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certs:
+    """Makes TLS certificates for the hosts of a lab."""
+
+    hosts: Annotated[tuple[str, ...], Positional, arg(metavar="HOST ...")]
+    """A host's name as the others know it, and its other names and addresses after commas: n1,10.0.0.1."""
+    to: Path = Path("certs")
+    """Where the certificates go."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if no host is named."""
+        if not self.hosts:
+            raise ValueError("HOST is missing: a host's name as the others know it; see ownloop certs --help")
+
+    def run(self) -> int:
+        """Makes the certificates."""
+        from controller.hosts.certificates import CA_KEY, make_certificates
+
+        for folder in make_certificates(self.to, self.hosts):
+            print(f"{folder}: copy this folder to {folder.name} as ~/.config/ownloop/certs")
+        print(f"{self.to / CA_KEY} lets further hosts in; keep it to yourself. Anyone who has a host's key.pem can run")
+        print("any program on every host of this authority.")
+        return 0

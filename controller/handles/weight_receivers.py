@@ -1,25 +1,26 @@
 """The receiving processes of a run's generator hosts, each of which keeps the weights in the memory of its host.
 
-What they do is in `rl/weights/receiving_process.py`. Trainer ranks find them through their directory in the store, and
+What they do is in `rl/weights/receiving_process.py`. Trainers find them through their directory in the store, and
 call them directly; the controller starts them, replaces the ones that have died and keeps the directory.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from controller.processes.mesh import Mesh
 from controller.processes.place import Place
-from rl.weights.receivers import RECEIVERS_KEY, Received, ReceivingHost, Transfer
-from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.messages import LinkAddress
+from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingHost, ReceivingProcess
 from rl.weights.versions import WeightsError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _LOOK_S = 1.0
 
@@ -39,7 +40,7 @@ class GeneratorHost:
 
 
 class WeightReceiver(Actor):
-    """The endpoints of a `ReceivingProcess`, in a process of its own."""
+    """A `ReceivingProcess` in a process of its own."""
 
     def __init__(self) -> None:
         """Listens."""
@@ -51,74 +52,26 @@ class WeightReceiver(Actor):
         return self._process.port, self._process.link_timeout_s
 
     @concurrent_endpoint
-    async def ping(self) -> None:
-        """See `Control`, as for all below."""
-
-    @concurrent_endpoint
-    async def check_room(self, size_bytes: int, publisher: str) -> None:
-        """See `Control`."""
-        await self._process.check_room(size_bytes, publisher)
-
-    @concurrent_endpoint
-    async def begin(self, transfer: Transfer) -> None:
-        """See `Control`."""
-        await self._process.begin(transfer)
-
-    @concurrent_endpoint
-    async def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
-        """See `Control`."""
-        return await self._process.finish(transfer_id, element_sums)
-
-    @concurrent_endpoint
-    async def give_up_next(self, transfer_id: str) -> None:
-        """See `Control`."""
-        await self._process.give_up_next(transfer_id)
-
-    @concurrent_endpoint
-    async def abandon(self, transfer_id: str) -> None:
-        """See `Control`."""
-        await self._process.abandon(transfer_id)
-
-    @concurrent_endpoint
-    async def drop(self, policy: str | None, publisher: str) -> None:
-        """See `Control`."""
-        await self._process.drop(policy, publisher)
+    async def execute(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """What a method of the process returns."""
+        return await asyncio.to_thread(method, self._process, *arguments)
 
 
-class ActorControl:
-    """Implements `rl.weights.receivers.Control` by calls to a `WeightReceiver`. Travels through the store."""
+class ActorCall:
+    """Implements `rl.weights.receiving_process.Call` by a `WeightReceiver`. Travels through the store."""
 
     def __init__(self, actor: Any) -> None:
         """`actor` is the one rank."""
         self._actor = actor
 
-    async def ping(self) -> None:
-        """See `Control`, as for all below."""
-        await _answer(self._actor.ping.call_one())
-
-    async def check_room(self, size_bytes: int, publisher: str) -> None:
-        """See `Control`."""
-        await _answer(self._actor.check_room.call_one(size_bytes, publisher))
-
-    async def begin(self, transfer: Transfer) -> None:
-        """See `Control`."""
-        await _answer(self._actor.begin.call_one(transfer))
-
-    async def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
-        """See `Control`."""
-        return await _answer(self._actor.finish.call_one(transfer_id, element_sums))
-
-    async def give_up_next(self, transfer_id: str) -> None:
-        """See `Control`."""
-        await _answer(self._actor.give_up_next.call_one(transfer_id))
-
-    async def abandon(self, transfer_id: str) -> None:
-        """See `Control`."""
-        await _answer(self._actor.abandon.call_one(transfer_id))
-
-    async def drop(self, policy: str | None, publisher: str) -> None:
-        """See `Control`."""
-        await _answer(self._actor.drop.call_one(policy, publisher))
+    async def __call__(self, method: Callable[[ReceivingProcess, *Ts], T], *arguments: *Ts) -> T:
+        """See `Call`."""
+        try:
+            return await self._actor.execute.call_one(method, arguments)
+        except ActorError as error:
+            raise error.exception from None
+        except SupervisionError as error:
+            raise WeightsError("its receiving process has ended") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +173,8 @@ class WeightReceivers:
         entry = ReceivingHost(
             name=host.name,
             identity=host.identity,
-            address=host.address,
-            port=port,
-            link_timeout_s=link_timeout_s,
+            links=LinkAddress(host.address, port, link_timeout_s),
             process=f"{host.identity}/{mesh.pids[0]}",
-            control=ActorControl(mesh.actor(0)),
+            call=ActorCall(mesh.actor(0)),
         )
         return _Running(mesh, entry)
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    """Monarch's answer. Raises the receiving process's own error, and `WeightsError` if the process is gone."""
-    try:
-        return await call
-    except ActorError as error:
-        raise error.exception from None
-    except SupervisionError as error:
-        raise WeightsError("its receiving process has ended") from error

@@ -17,7 +17,7 @@ import torch
 from rl.weights import copies as gpu_copies
 from rl.weights.buffer import BufferLocation, WeightBuffer
 from rl.weights.gpu_sharing import CUDASharing, GPUPart, MemorySharing
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, raise_on_every_rank
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, raise_on_every_rank
 from rl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from rl.weights.versions import (
     HEADER_BYTES,
@@ -63,7 +63,7 @@ class GPUMemorySender(SharedMemorySender):
 
     def _make_buffers(self, manifest: Manifest) -> list["GPUBuffer"]:
         """Every rank allocates its part of each buffer, then all open those of the others."""
-        begin, num_bytes = cut(manifest, len(all_gather(None)))[self._rank]
+        begin, num_bytes = cut(manifest, num_ranks())[self._rank]
         own: list[tuple[torch.Tensor, GPUPart]] = []
         buffers: list[GPUBuffer] = []
         problem: WeightsError | None = None

@@ -1,32 +1,62 @@
-"""How the bytes of a version are cut into messages: which rank sends which parts of which tensors, in which order.
+"""Messages: how the bytes of a version travel from process to process, each over a TCP connection of its own, a link.
 
-Trainer ranks and receiving hosts make the same plan from the same shards, so a message carries nothing but bytes.
+    trainer rank --connect, send_messages--> receiving process --connect, send_messages--> the next host's process
+                                             receive_plan, receive_message
+
+A link brings the id of its transfer, then the plan, which says which parts of which tensors each message holds, and
+then the messages' bytes. What arrives is never run, but neither end proves who it is and nothing is encrypted: links
+are for networks that one trusts.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 
-from rl.weights.versions import Manifest
+from rl.weights.versions import Manifest, WeightsError
+
+LINK_TIMEOUT_S = 20.0
+"""The usual `LinkAddress.timeout_s`: a link survives an interruption of ten seconds."""
 
 MESSAGE_BYTES = 2 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
 
+CAST_AHEAD = 3
+"""Messages that a trainer rank casts while it sends the one before them."""
+
 _ALONE_BYTES = 1 << 17  # smaller parts share messages, because a message costs as much as copying this twice
 _ALIGN_BYTES = 8  # of a part in a message, so that it can be viewed in any dtype
+_ID_BYTES = 32  # of `uuid4().hex`
+_LENGTH = struct.Struct("=Q")  # of the plan
 
-Span = tuple[int, int]
+
+class LinkError(WeightsError):
+    """The other end of a link is gone, or does not take or send what it should."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class LinkAddress(NamedTuple):
+    """Where a receiving process accepts links."""
+
+    host: str
+    """A name or an IP address."""
+    port: int
+    timeout_s: float
+    """How long a link may carry nothing, or take to be made."""
+
+
+class Part(NamedTuple):
     """A rectangular piece of one tensor."""
 
     tensor: int
     """The tensor's index in the manifest."""
-    region: tuple[Span, ...]
+    region: tuple[tuple[int, int], ...]
     """First element and end along each dim; empty for a tensor without dims."""
 
     @property
@@ -39,82 +69,179 @@ class Part:
         return math.prod(end - begin for begin, end in self.region) * manifest[self.tensor].dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Parts that one rank sends at once, one behind the other."""
+Message = tuple[Part, ...]
+"""Parts that are sent at once, one behind the other."""
 
-    sender: int
-    """The trainer rank."""
-    parts: tuple[Part, ...]
-    nbytes: int
-    """Size with padding between the parts."""
+Values = Callable[[Part], torch.Tensor]
+"""Finds the values of a part."""
 
 
-def shard_part(manifest: Manifest, tensor: int, region: Sequence[slice]) -> Part:
-    """The part that a shard is; an empty `region` stands for the full tensor."""
-    shape = manifest[tensor].shape
-    whole = tuple((0, size) for size in shape)
-    return Part(tensor, tuple((s.start, s.stop) for s in region) if region else whole)
+class Link:
+    """One end of a connection. The methods that send and receive raise `LinkError`."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """The sending end is made by `connect`."""
+        # The kernel's limit, so that one call receives a whole message. With Python's, each piece wakes the thread.
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Returns when the kernel has taken the bytes, which may be overwritten then."""
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise LinkError(f"sending weights: {error}") from error
+
+    def receive(self, into: memoryview) -> None:
+        """Waits until as many bytes have arrived as `into` has room for."""
+        try:
+            while len(into) > 0:
+                num_bytes = self._connection.recv_into(into, flags=socket.MSG_WAITALL)
+                if num_bytes == 0:
+                    raise LinkError("receiving weights: the other end has closed the link")
+                into = into[num_bytes:]
+        except OSError as error:
+            raise LinkError(f"receiving weights: {error}") from error
+
+    def receive_bytes(self, num_bytes: int) -> bytes:
+        """Waits until so many bytes have arrived."""
+        data = bytearray(num_bytes)
+        self.receive(memoryview(data))
+        return bytes(data)
+
+    def receive_id(self) -> str:
+        """The id of the transfer that the link is for, which comes first."""
+        return self.receive_bytes(_ID_BYTES).decode("ascii", "replace")
+
+    def interrupt(self) -> None:
+        """Ends the link under a thread that waits in it, which gets `LinkError`. What was sent still arrives."""
+        with suppress(OSError):  # the other end may be gone
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the link. What was sent still arrives."""
+        self._connection.close()
 
 
-def plan_messages(manifest: Manifest, shards: Sequence[Sequence[Part]]) -> tuple[Message, ...]:
-    """The messages of all ranks, in the order in which they arrive; `shards` are each rank's.
-
-    The ranks take turns, so that all of them send at the same time. Raises ValueError if shards do not cover a tensor.
-    """
-    _check_covered(manifest, shards)
-    ordered: list[tuple[int, Message]] = []
-    for sender, parts in enumerate(shards):
-        sent = 0
-        for message in _messages(manifest, sender, parts):
-            ordered.append((sent, message))
-            sent += message.nbytes
-    return tuple(message for _, message in sorted(ordered, key=lambda item: (item[0], item[1].sender)))
+def connect(address: LinkAddress, transfer_id: str) -> Link:
+    """The sending end of a link. Raises `LinkError`."""
+    host, port, timeout_s = address
+    try:
+        link = Link(socket.create_connection((host, port), timeout_s), timeout_s)
+    except OSError as error:
+        raise LinkError(f"no link to {host}:{port} within {timeout_s:g} s: {error}") from error
+    link.send(transfer_id.encode())
+    return link
 
 
-def part_views(message: Message, manifest: Manifest, data: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Each part of a message, and a view of it in the message's bytes (uint8 [N])."""
-    offset = 0
-    for part in message.parts:
-        size = part.nbytes(manifest)
-        shape = [end - begin for begin, end in part.region]
-        yield part, data[offset : offset + size].view(manifest[part.tensor].dtype).view(shape)
-        offset += _aligned(size)
-
-
-def as_bytes(
-    message: Message, manifest: Manifest, source: Callable[[Part], torch.Tensor], scratch: torch.Tensor
-) -> torch.Tensor:
-    """The bytes to send (uint8 [N]): the source itself if it can be sent as it is, else a copy in `scratch`."""
-    if len(message.parts) == 1:
-        tensor = source(message.parts[0])
-        if tensor.dtype == manifest[message.parts[0].tensor].dtype and tensor.is_contiguous() and tensor.is_cpu:
-            return tensor.view(-1).view(torch.uint8)
-    data = scratch[: message.nbytes]
-    for part, view in part_views(message, manifest, data):
-        view.copy_(source(part))
-    return data
-
-
-def _messages(manifest: Manifest, sender: int, parts: Sequence[Part]) -> Iterator[Message]:
+def cut_messages(parts: Iterable[Part], manifest: Manifest) -> Iterator[Message]:
+    """Cuts parts into messages. Large parts are cut along dim 0, small ones share messages."""
     together: list[Part] = []
     filled = 0
     for part in parts:
-        for piece in _cut(part, manifest):
+        for piece in _pieces(part, manifest):
             size = piece.nbytes(manifest)
             if size >= _ALONE_BYTES:
-                yield Message(sender, (piece,), size)
+                yield (piece,)
                 continue
             if filled + size > MESSAGE_BYTES:
-                yield Message(sender, tuple(together), filled)
+                yield tuple(together)
                 together, filled = [], 0
             together.append(piece)
             filled += _aligned(size)
     if together:
-        yield Message(sender, tuple(together), filled)
+        yield tuple(together)
 
 
-def _cut(part: Part, manifest: Manifest) -> Iterator[Part]:
+def send_messages(
+    link: Link,
+    messages: Sequence[Message],
+    manifest: Manifest,
+    values: Values,
+    *,
+    ready: Callable[[], None] | None = None,
+    ahead: int = 0,
+) -> None:
+    """Sends messages. Raises `LinkError`, and what `ready` and `values` raise.
+
+    Values may be of any dtype and on any device: a thread casts up to `ahead` messages while an earlier one is sent. It
+    calls `ready` before each message, which returns when the values are there.
+    """
+    plan = json.dumps(messages).encode()
+    link.send(_LENGTH.pack(len(plan)) + plan)
+    rooms = deque(torch.empty(0, dtype=torch.uint8) for _ in range(ahead + 1))
+    casts: deque[Future[torch.Tensor]] = deque()
+
+    def cast(message: Message) -> torch.Tensor:
+        if ready is not None:
+            ready()
+        tensors = [values(part) for part in message]
+        whole = tensors[0]
+        is_final = whole.dtype == manifest[message[0].tensor].dtype and whole.is_cpu and whole.is_contiguous()
+        if is_final and len(tensors) == 1:
+            return whole
+        rooms.rotate()
+        if rooms[0].nbytes < (size := _size(message, manifest)):
+            rooms[0] = torch.empty(max(size, MESSAGE_BYTES), dtype=torch.uint8)
+        for view, tensor in zip(_views(message, manifest, rooms[0]), tensors, strict=True):
+            view.copy_(tensor)
+        return rooms[0][:size]
+
+    with ThreadPoolExecutor(1, "cast", initializer=torch.set_grad_enabled, initargs=(False,)) as thread:
+        try:
+            for message in messages:
+                casts.append(thread.submit(cast, message))
+                if len(casts) > ahead:
+                    link.send(_memory(casts.popleft().result()))
+            while casts:
+                link.send(_memory(casts.popleft().result()))
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+
+def receive_plan(link: Link) -> list[Message]:
+    """The messages that a link will bring. Raises `LinkError`."""
+    (length,) = _LENGTH.unpack(link.receive_bytes(_LENGTH.size))
+    plan = json.loads(link.receive_bytes(length))
+    return [tuple(Part(t, tuple((begin, end) for begin, end in region)) for t, region in parts) for parts in plan]
+
+
+def receive_message(link: Link, message: Message, manifest: Manifest, places: Values) -> None:
+    """Receives the next message into the places of its parts. Raises `LinkError`."""
+    tensors = [places(part) for part in message]
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        link.receive(_memory(tensors[0]))
+        return
+    data = torch.empty(_size(message, manifest), dtype=torch.uint8)
+    link.receive(_memory(data))
+    for view, tensor in zip(_views(message, manifest, data), tensors, strict=True):
+        tensor.copy_(view)
+
+
+def _views(message: Message, manifest: Manifest, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A view of each part in the message's bytes (uint8 [N])."""
+    offset = 0
+    for part in message:
+        size = part.nbytes(manifest)
+        shape = [end - begin for begin, end in part.region]
+        yield data[offset : offset + size].view(manifest[part.tensor].dtype).view(shape)
+        offset += _aligned(size)
+
+
+def _size(message: Sequence[Part], manifest: Manifest) -> int:
+    return sum(_aligned(part.nbytes(manifest)) for part in message)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _pieces(part: Part, manifest: Manifest) -> Iterator[Part]:
     """Pieces along dim 0 of at most `MESSAGE_BYTES`, or of a single row."""
     size = part.nbytes(manifest)
     if size <= MESSAGE_BYTES:
@@ -125,20 +252,6 @@ def _cut(part: Part, manifest: Manifest) -> Iterator[Part]:
     rows = max(1, MESSAGE_BYTES // (size // (end - begin)))
     for first in range(begin, end, rows):
         yield Part(part.tensor, ((first, min(first + rows, end)), *others))
-
-
-def _check_covered(manifest: Manifest, shards: Sequence[Sequence[Part]]) -> None:
-    # A part that nobody sends would silently keep the bytes of an older version.
-    covered = [0] * len(manifest)
-    for parts in shards:
-        for part in parts:
-            covered[part.tensor] += part.nbytes(manifest)
-    for spec, num_bytes in zip(manifest, covered, strict=True):
-        if num_bytes != spec.nbytes:
-            raise ValueError(
-                f"{spec.name!r}: the ranks' shards hold {num_bytes} bytes; the tensor has {spec.nbytes}, each of which "
-                "one rank has to send"
-            )
 
 
 def _aligned(num_bytes: int) -> int:

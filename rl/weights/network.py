@@ -1,30 +1,38 @@
 """The transport between hosts: trainer ranks send their shards to the generators' hosts, once for each host.
 
-The trainer's ranks send to one host, and every host passes what arrives on to the next; so the trainer sends every byte
-once, however many hosts there are. Each host's receiving process keeps the versions in shared memory, where generators
-read them as they would read those of a trainer on their own host.
+    rank 0:    next_route -> begin on every host of a chain, in which each host passes on to the next
+    all ranks: connect to the first host, cast and send their shards
+    rank 0:    finish -> what every host received; the hosts that lack the version get a second transfer
+    rank 0:    the version goes into the index, with its location on every host that has it
 
-Rank 0 directs a push; see `network_push.py`.
+Hosts keep the version in shared memory, where generators read it as they would read that of a trainer on their own
+host; see `receiving_process`. The push fails if no host has the version in the end. Otherwise it warns of the hosts
+that lack it, whose generators cannot pull it, and tries them again at the next push.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+import os
+import time
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVarTuple
 
 import torch
 
 from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.links import Link, LinkAddress, connect, rank_link
-from rl.weights.message_streams import room_to_send, send_messages
-from rl.weights.messages import Message, Part, plan_messages, shard_part
-from rl.weights.network_push import PushDirector
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
+from rl.weights.messages import CAST_AHEAD, LinkAddress, Part, connect, cut_messages, send_messages
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, on_rank_0, own_rank, raise_on_every_rank
+from rl.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer, receiving_hosts
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.transport import Shard
 from rl.weights.versions import (
+    LIVING_VERSIONS,
     Manifest,
     Store,
     UnknownVersionError,
@@ -36,7 +44,13 @@ from rl.weights.versions import (
     element_sum,
 )
 
-T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+ALIVE_S = 5.0  # for an answer that costs no work
+REPLACED_S = 15.0  # within which the controller replaces receiving processes that have died
+LOOK_S = 1.0
+_MAX_TRANSFERS = 2  # of one push
+_BYTES_PER_S = 50e6  # that a host checks or passes on at least, once the trainer has sent everything
 
 
 class Network:
@@ -67,112 +81,82 @@ class NetworkSender:
     """Casts this rank's shards and sends them to the first host."""
 
     def __init__(self, index: VersionIndex, reader_timeout_s: float) -> None:
+        """A host waits at most `reader_timeout_s` for readers of the version that is replaced."""
         self._index = index
+        self._reader_timeout_s = reader_timeout_s
         self._rank = own_rank()
-        self._director = PushDirector(index, reader_timeout_s) if self._rank == 0 else None
+        self._publisher = f"{host_identity()}/{os.getpid()}"
         self._manifest: Manifest = ()
-        self._tensors: dict[str, int] = {}  # the index of each tensor in the manifest
-        self._of_ranks: list[tuple[Part, ...]] = []  # what each rank holds
-        self._messages: tuple[Message, ...] = ()
-        self._room: list[torch.Tensor] = []
-        self._link: tuple[LinkAddress, Link] | None = None
+        # Rank 0's: what it pushed last, and which buffers are in the index, which keeps as many entries.
+        self._published: VersionRecord | None = None
+        self._unchanged = False
+        self._hosts: Sequence[ReceivingHost] = ()
+        self._announced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
 
     async def prepare(self, manifest: Manifest) -> None:
         """Raises `WeightsError` on every rank if no host receives, or if one has too little memory."""
-        problem: WeightsError | None = None
-        if self._director is not None:
-            try:
-                await self._director.check_room(buffer_size(manifest))
-            except WeightsError as error:
-                problem = error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         self._manifest = manifest
-        self._tensors = {spec.name: tensor for tensor, spec in enumerate(manifest)}
+        await on_rank_0(self._check_room)
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
         """Sends the shards until every host has the version or has been given up."""
-        own = await self._agree(shards)
-        if self._director is not None:
-            self._director.start(record, self._of_ranks)
-        while True:
-            address = await _of_rank_0(await self._director.next_route() if self._director is not None else None)
-            if address is None:
-                break
-            await self._attempt(address, own, sums_wanted=record.full_checksums)
-        problem: WeightsError | None = None
-        result: tuple[VersionRecord, tuple[int, ...]] = record, ()
-        if self._director is not None:
-            try:
-                result = await self._director.publish()
-            except WeightsError as error:
-                problem = error
+        own = _OwnShards(self._manifest, record.full_checksums)
+        problem: Exception | None = None
+        try:
+            for shard in shards:
+                own.add(shard)
+        except Exception as error:  # of any kind, here and below, because the other ranks wait to hear of it
+            problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
-        return result
+        before = {} if self._published is None else self._published.location
+        push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s)
+        while (route := await on_rank_0(push.next_route)) is not None:
+            try:
+                mine = None, await asyncio.to_thread(own.send, *route)
+            except Exception as error:
+                mine = str(error), {}
+            problems, sums = zip(*await asyncio.to_thread(all_gather, mine), strict=True)
+            totals = [add_up(of_rank.get(i, 0) for of_rank in sums) for i in range(len(self._manifest))]
+            found = next(filter(None, problems), None)
+            await on_rank_0(partial(push.finish, found, tuple(totals) if record.full_checksums else None))
+        return await on_rank_0(partial(self._publish, push))
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
         """What the first host found: it compared every byte with those of the version that it had before."""
         del before, record
-        return self._director is not None and self._director.unchanged
+        return self._unchanged
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Has every host free its memory."""
-        self._close_link()
-        if self._director is not None:
-            await self._director.close({record.policy for record in withdrawn})
+        for policy in {record.policy for record in withdrawn}:
+            await _ask_all(self._hosts, ReceivingProcess.drop, policy, self._publisher, get_store=self._index.get_store)
 
-    async def _agree(self, shards: Iterable[Shard]) -> "_OwnShards":
-        """Tells the ranks what each holds, and plans the messages if that has changed."""
-        problem: Exception | None = None
-        own = _OwnShards(self._manifest)
-        try:
-            for shard in shards:
-                if shard.local is not None:
-                    own.add(self._tensors[shard.name], shard)
-        except ValueError as error:
-            problem = error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
-        known = self._of_ranks[self._rank] if self._of_ranks else None
-        changed = await asyncio.to_thread(all_gather, None if own.parts == known else own.parts)
-        if any(parts is not None for parts in changed):
-            before = self._of_ranks or [()] * len(changed)
-            self._of_ranks = [old if new is None else new for old, new in zip(before, changed, strict=True)]
-            planned = plan_messages(self._manifest, self._of_ranks)  # raises on every rank alike
-            self._messages = tuple(message for message in planned if message.sender == self._rank)
-            self._room = room_to_send(self._messages)
-        return own
+    async def _check_room(self) -> None:
+        hosts = await receiving_hosts(await self._index.get_store())
+        if not hosts:
+            raise WeightsError("no generator host receives weights over the network")
+        asked = ReceivingProcess.check_room, LIVING_VERSIONS * buffer_size(self._manifest), self._publisher
+        outcomes = await _ask_all(hosts, *asked, get_store=self._index.get_store)
+        for host, outcome in zip(hosts, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                raise WeightsError(f"generator host {host.name}: {outcome}") from outcome
 
-    async def _attempt(self, address: LinkAddress, own: "_OwnShards", *, sums_wanted: bool) -> None:
-        """Sends everything once. What came of it, the director knows."""
-        sums: dict[int, int] | None = {} if sums_wanted else None
-        problem: str | None = None
-        try:
-            await asyncio.to_thread(self._send, rank_link(address, self._rank), own, sums)
-        except Exception as error:  # of any kind, because the other ranks wait to hear of it
-            problem = str(error)
-        of_ranks = await asyncio.to_thread(all_gather, (problem, sums))
-        if self._director is not None:
-            found = next((text for text, _ in of_ranks if text is not None), None)
-            await self._director.finish(found, self._totals([each for _, each in of_ranks if each is not None]))
-        if await _of_rank_0(self._director is not None and self._director.broken):
-            self._close_link()
-
-    def _totals(self, sums: Sequence[dict[int, int]]) -> tuple[int, ...] | None:
-        """The `element_sum` of every tensor; None if the ranks did not sum."""
-        tensors = range(len(self._manifest))
-        return tuple(add_up(of_rank.get(i, 0) for of_rank in sums) for i in tensors) if sums else None
-
-    def _send(self, address: LinkAddress, own: "_OwnShards", sums: dict[int, int] | None) -> None:
-        if not self._messages:
-            return
-        if self._link is None or self._link[0] != address:
-            self._close_link()
-            self._link = address, connect(address)
-        send_messages(self._link[1], self._messages, self._manifest, lambda part: own.value(part, sums), self._room)
-
-    def _close_link(self) -> None:
-        if self._link is not None:
-            self._link[1].close()
-            self._link = None
+    async def _publish(self, push: "_Push") -> tuple[VersionRecord, tuple[int, ...]]:
+        """Enters the version into the index. Returns its record and checksums. Raises `WeightsError`."""
+        self._hosts = push.hosts
+        record, first = push.result()
+        places = frozenset(record.location.items())
+        if places not in self._announced:  # the headers of announced buffers say which version they hold
+            await self._index.announce(record)
+            self._announced.append(places)
+        self._published, self._unchanged = record, first.unchanged
+        if push.lost:
+            warnings.warn(
+                f"version {record.version} did not reach every generator host, and cannot be pulled there; "
+                f"{'; '.join(push.lost)}",
+                stacklevel=2,
+            )
+        return record, first.checksums
 
 
 class NetworkReceiver:
@@ -201,39 +185,215 @@ class NetworkReceiver:
 class _OwnShards:
     """What this rank sends of one version."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, sums_wanted: bool) -> None:
         self._manifest = manifest
-        self._shards: dict[int, tuple[Part, torch.Tensor]] = {}
+        self._indices = {spec.name: index for index, spec in enumerate(manifest)}
+        self._shards: dict[int, tuple[Part, torch.Tensor]] = {}  # by the tensor's index in the manifest
+        self._sums_wanted = sums_wanted
+        self._sums: dict[int, int] = {}
 
-    def add(self, tensor: int, shard: Shard) -> None:
+    def add(self, shard: Shard) -> None:
         """Adds what this rank holds of a tensor."""
-        assert shard.local is not None
-        self._shards[tensor] = shard_part(self._manifest, tensor, shard.region), shard.local
+        if shard.local is not None:
+            index = self._indices[shard.name]
+            region = shard.region or [slice(0, size) for size in self._manifest[index].shape]
+            self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What this rank holds, in the manifest's order."""
-        return tuple(self._shards[tensor][0] for tensor in sorted(self._shards))
+    def send(self, address: LinkAddress, transfer_id: str) -> dict[int, int]:
+        """Sends all shards. Returns the sums of their bits as they are sent, if wanted. Raises `LinkError`."""
+        self._sums = {}
+        parts = [self._shards[index][0] for index in sorted(self._shards)]
+        with contextlib.closing(connect(address, transfer_id)) as link:
+            messages = list(cut_messages(parts, self._manifest))
+            send_messages(link, messages, self._manifest, self._values, ahead=CAST_AHEAD)
+        return self._sums
 
-    def value(self, part: Part, sums: dict[int, int] | None) -> torch.Tensor:
-        """The values of a part of a shard. Adds the sum of their bits, as they are sent, to `sums`."""
+    def _values(self, part: Part) -> torch.Tensor:
         whole, local = self._shards[part.tensor]
         if part.region:
             first = whole.region[0][0]
             begin, end = part.region[0]
             local = local[begin - first : end - first]
-        if sums is not None:
+        if self._sums_wanted:
             local = local.to(self._manifest[part.tensor].dtype)
-            sums[part.tensor] = sums.get(part.tensor, 0) + element_sum(local)
+            self._sums[part.tensor] = self._sums.get(part.tensor, 0) + element_sum(local)
         return local
+
+
+@dataclass(slots=True)
+class _Push:
+    """One push, as rank 0 directs it: which hosts it goes to, in which order, and what came of it."""
+
+    record: VersionRecord
+    locations: Mapping[str, BufferLocation]
+    """Where the version before lies, which hosts keep; by the host's identity, like all maps below."""
+    get_store: Callable[[], Awaitable[Store]]
+    publisher: str
+    reader_timeout_s: float
+    hosts: Sequence[ReceivingHost] = ()
+    _id: str = ""
+    _chain: Sequence[ReceivingHost] = ()
+    _num_transfers: int = 0
+    _has_waited: bool = False
+    _received: dict[str, Received] = field(default_factory=dict[str, Received])
+    _refused: set[str] = field(default_factory=set[str])
+    _reasons: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def lost(self) -> list[str]:
+        """The hosts that lack the version, and why."""
+        names = {host.identity: host.name for host in self.hosts}
+        return [
+            f"{names.get(who, 'no host')}: {why}" for who, why in self._reasons.items() if who not in self._received
+        ]
+
+    def result(self) -> tuple[VersionRecord, Received]:
+        """The version's record, and what the first host received. Raises `WeightsError`."""
+        if not self._received:
+            raise WeightsError(f"version {self.record.version} reached no generator host; {'; '.join(self.lost)}")
+        first = next(iter(self._received.values()))
+        if any(each.checksums != first.checksums for each in self._received.values()):
+            raise WeightsError(f"version {self.record.version} is corrupted: hosts received different bytes")
+        locations = {identity: each.location for identity, each in self._received.items()}
+        return replace(self.record, location=locations), first
+
+    async def next_route(self) -> tuple[LinkAddress, str] | None:
+        """Where every rank sends its shards, and the transfer's id; None if no host lacks them, or none can take them.
+
+        Every host of the chain expects them by then.
+        """
+        try:
+            self.hosts = self.hosts or await receiving_hosts(await self.get_store())
+            while self._num_transfers < _MAX_TRANSFERS or await self._is_replaced():
+                left = [host for host in self.hosts if host.identity not in self._received.keys() | self._refused]
+                self._chain = await self._alive(left)
+                if not self._chain:
+                    self._num_transfers = _MAX_TRANSFERS  # only the successor of a dead process can help
+                elif await self._begin():
+                    self._num_transfers += 1
+                    return self._chain[0].links, self._id
+        except WeightsError as error:
+            self._reasons[""] = str(error)
+        return None
+
+    async def finish(self, problem: str | None, element_sums: tuple[int, ...] | None) -> None:
+        """Asks every host of the chain what it received. `problem` is that of the ranks that sent."""
+        if problem is None:
+            limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
+            calls = [host.call(ReceivingProcess.finish, self._id, element_sums) for host in self._chain]
+            # A host that fails keeps the next one waiting.
+            outcomes = await _outcomes(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
+            self._succeeded(self._chain, outcomes)
+            received = zip(self._chain, outcomes, strict=True)
+            self._received |= {host.identity: each for host, each in received if isinstance(each, Received)}
+        else:
+            self._reasons = {host.identity: problem for host in self._chain} | self._reasons
+        if any(host.identity not in self._received for host in self._chain):
+            await self._abandon()
+
+    async def _begin(self) -> bool:
+        """Has every host of the chain expect a transfer. Returns whether all of them do."""
+        self._id = uuid.uuid4().hex
+        begins: list[Awaitable[object]] = []
+        for position, host in enumerate(self._chain):
+            transfer = Transfer(
+                id=self._id,
+                record=self.record,
+                publisher=self.publisher,
+                keep=self.locations.get(host.identity),
+                reader_timeout_s=self.reader_timeout_s,
+                num_links=num_ranks(),
+                next_host=self._chain[position + 1].links if position + 1 < len(self._chain) else None,
+            )
+            begins.append(host.call(ReceivingProcess.begin, transfer))
+        limit_s = self.reader_timeout_s + 2 * self._idle_s
+        ready = self._succeeded(self._chain, await _outcomes(self._chain, begins, self.get_store, limit_s))
+        if len(ready) == len(self._chain):
+            return True
+        self._refused |= {host.identity for host in self._chain if host not in ready}
+        await self._abandon()
+        return False
+
+    async def _is_replaced(self) -> bool:
+        """Waits for the successor of a dead receiving process, once, if no other host has the version."""
+        if self._received or self._has_waited:
+            return False
+        if len(await self._alive(self.hosts)) == len(self.hosts):
+            return False
+        self._has_waited = True
+        before = {host.process for host in self.hosts}
+        end = time.monotonic() + REPLACED_S
+        while time.monotonic() < end:
+            await asyncio.sleep(LOOK_S)
+            hosts = await receiving_hosts(await self.get_store())
+            if {host.process for host in hosts} - before:
+                self.hosts, self._num_transfers, self._refused = hosts, 0, set()
+                return True
+        return False
+
+    async def _abandon(self) -> None:
+        """Has all hosts of the chain end the transfer."""
+        await _ask_all(self._chain, ReceivingProcess.abandon, self._id, get_store=self.get_store)
+
+    async def _alive(self, hosts: Sequence[ReceivingHost]) -> list[ReceivingHost]:
+        """The hosts that answer."""
+        return self._succeeded(hosts, await _ask_all(hosts, ReceivingProcess.ping, get_store=self.get_store))
+
+    def _succeeded(self, hosts: Sequence[ReceivingHost], outcomes: Sequence[object]) -> list[ReceivingHost]:
+        """The hosts without an error. Keeps the others' errors as the reasons why they lack the version."""
+        outcome_of = list(zip(hosts, outcomes, strict=True))
+        self._reasons |= {host.identity: str(each) for host, each in outcome_of if isinstance(each, Exception)}
+        return [host for host, each in outcome_of if not isinstance(each, Exception)]
+
+    @property
+    def _idle_s(self) -> float:
+        """The longest that a link of the chain may carry nothing."""
+        return max(host.links.timeout_s for host in self._chain)
+
+
+async def _ask_all(
+    hosts: Sequence[ReceivingHost],
+    method: Callable[[ReceivingProcess, *Ts], object],
+    *arguments: *Ts,
+    get_store: Callable[[], Awaitable[Store]],
+) -> list[object]:
+    """The `_outcomes` of a call to each host that costs little work."""
+    return await _outcomes(hosts, [host.call(method, *arguments) for host in hosts], get_store, ALIVE_S)
+
+
+async def _outcomes(
+    hosts: Sequence[ReceivingHost],
+    calls: Sequence[Awaitable[object]],
+    get_store: Callable[[], Awaitable[Store]],
+    within_s: float,
+    after_failure_s: float = float("inf"),
+) -> list[object]:
+    """What each call returned, or the error that it raised or that says why it was given up.
+
+    Calls have `within_s`, and `after_failure_s` once another one has failed. A call to a host that the controller has
+    taken off the directory is given up: the trainer is not told that a host is lost, and the call would take its limit.
+    """
+    tasks = {asyncio.ensure_future(call): host for host, call in zip(hosts, calls, strict=True)}
+    given_up: dict[asyncio.Future[object], str] = {}
+    limit_s, end = within_s, time.monotonic() + within_s
+    pending = set(tasks)
+    while pending and (left_s := end - time.monotonic()) > 0:
+        done, pending = await asyncio.wait(pending, timeout=min(left_s, LOOK_S), return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.exception() is not None for task in done):
+            limit_s, end = min((limit_s, end), (after_failure_s, time.monotonic() + after_failure_s))
+        elif pending:
+            with contextlib.suppress(WeightsError):  # the store may answer later
+                listed = {host.process for host in await receiving_hosts(await get_store())}
+                gone = {task for task in pending if tasks[task].process not in listed}
+                given_up |= dict.fromkeys(gone, "it is gone")
+                pending -= gone
+    given_up |= dict.fromkeys(pending, f"it does not answer within {limit_s:.0f} s")
+    for task in given_up:
+        task.cancel()
+    return [WeightsError(given_up[t]) if t in given_up else t.exception() or t.result() for t in tasks]
 
 
 def _location_here(record: VersionRecord) -> BufferLocation | None:
     """Where this host has the version, or an older or a newer one; None if its process is gone."""
     location: BufferLocation | None = record.location.get(host_identity())
     return location if location is not None and is_kept(location) else None
-
-
-async def _of_rank_0(value: T) -> T:
-    """Rank 0's value. A collective."""
-    return (await asyncio.to_thread(all_gather, value))[0]

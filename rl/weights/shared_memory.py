@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rl.system.hardware import host_identity
 from rl.weights import copies as gpu_copies
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.copies import Workers
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.transport import Shard
 from rl.weights.versions import LIVING_VERSIONS, Manifest, Store, TensorSpec, VersionIndex, VersionRecord, WeightsError
 
@@ -97,7 +98,8 @@ class SharedMemorySender:
         buffer = self._buffer(record)
         record = replace(record, location=buffer.location)
         await self._introduce(record)
-        await asyncio.to_thread(self._begin, buffer)
+        # No rank may write before rank 0 has locked readers out.
+        await on_rank_0(lambda: asyncio.to_thread(buffer.begin_write, self._reader_timeout_s))
         # Not in a thread: the threads of `cpu_thread_env` are quick only while one Python thread computes.
         return record, self._write(buffer, record, shards)
 
@@ -123,24 +125,8 @@ class SharedMemorySender:
         """Tells TorchStore of a buffer, before the first push into it."""
         if record.location in self._introduced:
             return
-        problem: Exception | None = None
-        try:
-            if self._rank == 0:
-                await self._index.announce(record)
-        except WeightsError as error:
-            problem = error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        await on_rank_0(partial(self._index.announce, record))
         self._introduced.add(record.location)
-
-    def _begin(self, buffer: WeightBuffer) -> None:
-        """Waits until rank 0 has locked readers out, which no rank may write before."""
-        problem: Exception | None = None
-        try:
-            if self._rank == 0:
-                buffer.begin_write(self._reader_timeout_s)
-        except WeightsError as error:
-            problem = error
-        raise_on_every_rank(problem, CANNOT_PUBLISH)
 
     @torch.no_grad()
     def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> tuple[int, ...]:

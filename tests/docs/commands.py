@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from controller.commands.command_line import HELP, parse_command
 from controller.commands.recipes import configuration
 from controller.commands.run import Run
-from controller.commands.serve import Serve
-from controller.commands.serve import configuration as served
 from controller.commands.show import Show
 from controller.commands.sweep import Sweep, combinations_of
+from controller.server.serve_commands import Serve
+from controller.server.serve_commands import configuration as served
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {

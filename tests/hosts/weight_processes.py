@@ -6,6 +6,7 @@
 Calls go over Unix sockets, which simulated hosts share as they share their files.
 """
 
+import asyncio
 import itertools
 import socket
 import sys
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 
 from rl.system.hardware import host_identity
+from rl.weights.messages import LinkAddress
 from rl.weights.network import NetworkReceiver
-from rl.weights.receivers import RECEIVERS_KEY, ReceivingHost
-from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingHost, ReceivingProcess
 from rl.weights.versions import VersionRecord
-from tests.rl.weights.receiving_hosts import RemoteControl, answer_calls
+from tests.rl.weights.receiving_hosts import RemoteCall, answer_calls
 from tests.stores import FakeStore
 from tests.waiting import wait_until
 from trainer.push import WeightPublisher
@@ -55,11 +56,11 @@ class Host(ReceivingProcess):
         self._receiver = NetworkReceiver()
         self._weights: dict[str, torch.Tensor] = {}
 
-    async def describe(self) -> tuple[int, str]:
+    def describe(self) -> tuple[int, str]:
         """Its port and identity."""
         return self.port, host_identity()
 
-    async def pull(self, record: VersionRecord) -> float:
+    def pull(self, record: VersionRecord) -> float:
         """Copies a version into tensors of this process. Returns the seconds that it took."""
         begin = time.perf_counter()
         with self._receiver.open(record, None) as buffer:
@@ -69,12 +70,12 @@ class Host(ReceivingProcess):
                 self._weights[spec.name].copy_(buffer.tensor(spec))
         return time.perf_counter() - begin
 
-    async def differing(self, megabytes: float, version: int) -> list[str]:
+    def differing(self, megabytes: float, version: int) -> list[str]:
         """The tensors, as they were pulled last, that are not those of a version."""
         expected = weights(megabytes, version)
         return [name for name, tensor in expected.items() if not tensor.bfloat16().equal(self._weights[name])]
 
-    async def fetch(self, address: str, port: int, num_bytes: int) -> float:
+    def fetch(self, address: str, port: int, num_bytes: int) -> float:
         """Reads bytes over plain TCP. Returns the seconds that it took."""
         data, got = _memory(torch.ones(num_bytes, dtype=torch.uint8)), 0
         begin = time.perf_counter()
@@ -100,23 +101,21 @@ class Trainer:
             self._entries[name] = ReceivingHost(
                 name=name,
                 identity=identity,
-                address=address,
-                port=port,
-                link_timeout_s=link_timeout_s,
+                links=LinkAddress(address, port, link_timeout_s),
                 process=f"{name}/{port}",
-                control=RemoteControl(Client(path, "AF_UNIX")),
+                call=RemoteCall(Client(path, "AF_UNIX")),
             )
 
-    async def push(self, megabytes: float, version: int, names: tuple[str, ...]) -> tuple[VersionRecord, float]:
+    def push(self, megabytes: float, version: int, names: tuple[str, ...]) -> tuple[VersionRecord, float]:
         """Pushes a version to these hosts. Returns its record and the seconds that it took."""
-        await self._store.put(RECEIVERS_KEY, tuple(self._entries[name] for name in names))
+        self._store.values[RECEIVERS_KEY] = tuple(self._entries[name] for name in names)
         tensors = weights(megabytes, version)
         begin = time.perf_counter()
-        record = await self._publisher.publish(version, tensors.items())
+        record = asyncio.run(self._publisher.publish(version, tensors.items()))
         assert record is not None
         return record, time.perf_counter() - begin
 
-    async def serve(self, num_bytes: int) -> int:
+    def serve(self, num_bytes: int) -> int:
         """Sends bytes over plain TCP to the first who connects. Returns the port."""
         server, data = socket.create_server(("0.0.0.0", 0)), torch.ones(num_bytes, dtype=torch.uint8)
 

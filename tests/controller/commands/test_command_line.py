@@ -14,8 +14,8 @@ from controller.commands.command_line import parse_command
 from controller.commands.export_run import Export
 from controller.commands.host_commands import Doctor, Worker
 from controller.commands.run import Run
-from controller.commands.serve import Key, Serve
 from controller.commands.show import Show
+from controller.server.serve_commands import Key, Serve
 from tests.controller.commands.test_cli import ownloop
 from tests.controller.commands.test_run import refused
 from tests.waiting import LIMIT_S

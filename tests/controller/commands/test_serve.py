@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands import cli
-from controller.commands.serve import configuration
+from controller.server.serve_commands import configuration
 from rl.tiny_models import tiny_llama
 
 pytest.importorskip("tinker")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.handles.weight_receivers import GeneratorHost, WeightReceivers
-from rl.weights.receivers import receiving_hosts
+from rl.weights.receiving_process import receiving_hosts
 from tests.meshes_in_process import InProcessMesh, meshes_in_process
 
 

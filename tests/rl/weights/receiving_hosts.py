@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rl.system.hardware import host_identity
+from rl.weights.messages import LinkAddress
 from rl.weights.network import NetworkReceiver
-from rl.weights.receivers import RECEIVERS_KEY, Control, Received, ReceivingHost, Transfer
-from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.receiving_process import RECEIVERS_KEY, Call, ReceivingHost, ReceivingProcess
 from rl.weights.versions import VersionRecord, WeightsError
 from tests.stores import FakeStore
 from tests.waiting import join
@@ -24,21 +24,17 @@ from trainer.engines.contract.plain_ranks import preloaded_forkserver
 
 def host_entry(process: ReceivingProcess, identity: str | None = None) -> ReceivingHost:
     """The directory's entry for a receiving process that is this one."""
-    identity = identity or host_identity()
-    return entry(identity, process.port, process.link_timeout_s, process)
+
+    async def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.to_thread(method, process, *arguments)
+
+    return entry(identity or host_identity(), process.port, process.link_timeout_s, call)
 
 
-def entry(identity: str, port: int, link_timeout_s: float, control: Control) -> ReceivingHost:
+def entry(identity: str, port: int, link_timeout_s: float, call: Call) -> ReceivingHost:
     """An entry of the directory, reached over the loopback interface."""
-    return ReceivingHost(
-        name=identity,
-        identity=identity,
-        address="127.0.0.1",
-        port=port,
-        link_timeout_s=link_timeout_s,
-        process=f"{identity}/{port}",
-        control=control,
-    )
+    links = LinkAddress("127.0.0.1", port, link_timeout_s)
+    return ReceivingHost(name=identity, identity=identity, links=links, process=f"{identity}/{port}", call=call)
 
 
 def register(store: FakeStore, *hosts: ReceivingHost) -> None:
@@ -55,39 +51,18 @@ def read_at(identity: str, record: VersionRecord, patch: pytest.MonkeyPatch) -> 
             return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
 
 
-class RemoteControl:
-    """A `Control` that asks a process over a pipe."""
+class RemoteCall:
+    """A `Call` that asks a process over a pipe."""
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
         self._ids = itertools.count()
         self._answers: dict[int, Any] = {}
 
-    async def ping(self) -> None:
-        await self._ask("ping")
-
-    async def check_room(self, size_bytes: int, publisher: str) -> None:
-        await self._ask("check_room", size_bytes, publisher)
-
-    async def begin(self, transfer: Transfer) -> None:
-        await self._ask("begin", transfer)
-
-    async def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
-        return await self._ask("finish", transfer_id, element_sums)
-
-    async def give_up_next(self, transfer_id: str) -> None:
-        await self._ask("give_up_next", transfer_id)
-
-    async def abandon(self, transfer_id: str) -> None:
-        await self._ask("abandon", transfer_id)
-
-    async def drop(self, policy: str | None, publisher: str) -> None:
-        await self._ask("drop", policy, publisher)
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def __call__(self, method: Callable[..., Any], *arguments: Any) -> Any:
         number = next(self._ids)
         try:
-            self._pipe.send((number, method, arguments))
+            self._pipe.send((number, method.__name__, arguments))
             while number not in self._answers:
                 while self._pipe.poll():
                     answered, answer = self._pipe.recv()
@@ -112,7 +87,7 @@ class HostProcess:
         self.process = context.Process(target=_serve, args=(theirs, link_timeout_s), daemon=True)
         self.process.start()
         theirs.close()
-        self.entry = entry(identity, pipe.recv(), link_timeout_s, RemoteControl(pipe))
+        self.entry = entry(identity, pipe.recv(), link_timeout_s, RemoteCall(pipe))
 
 
 @contextmanager
@@ -134,13 +109,13 @@ def _serve(pipe: "Connection[Any, Any]", link_timeout_s: float) -> None:
     answer_calls(pipe, receiving)
 
 
-def answer_calls(pipe: Any, receiving: ReceivingProcess) -> None:
-    """Answers the calls of a `RemoteControl` until its end of the pipe is closed."""
+def answer_calls(pipe: Any, target: Any) -> None:
+    """Answers calls of the target's methods, such as those of a `RemoteCall`, until the pipe's other end is closed."""
     lock = threading.Lock()
 
     def answer(number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
-            result = asyncio.run(getattr(receiving, method)(*arguments))
+            result = getattr(target, method)(*arguments)
         except Exception as error:
             result = error
         with lock:

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl.system.hardware import host_identity
 from rl.weights import receiving_process
-from rl.weights.buffer import WeightBuffer
-from rl.weights.links import Link
-from rl.weights.messages import MESSAGE_BYTES, Part, plan_messages
+from rl.weights.messages import Link, Message, Values
 from rl.weights.receiving_process import ReceivingProcess
-from rl.weights.versions import Manifest, UnknownVersionError, WeightsError, build_manifest
+from rl.weights.versions import Manifest, UnknownVersionError, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push, weights
 from tests.rl.weights.receiving_hosts import (
     host_entry,
@@ -36,7 +33,7 @@ def test_every_host_gets_every_version_and_the_trainer_sends_it_once(
 ) -> None:
     sent: list[int] = []
     original = Link.send
-    monkeypatch.setattr(Link, "send", lambda link, data: (sent.append(data.nbytes), original(link, data))[1])
+    monkeypatch.setattr(Link, "send", lambda link, data: (sent.append(len(data)), original(link, data))[1])
     store = FakeStore()
     with host_processes("h1", "h2", "h3") as hosts:
         register(store, *(host.entry for host in hosts))
@@ -57,15 +54,16 @@ def test_full_checksums_notice_a_bit_that_changed_on_the_way(monkeypatch: pytest
     store, receiving = FakeStore(), ReceivingProcess(5.0)
     register(store, host_entry(receiving))
     publisher = publisher_to(store, full_checksums=True)
-    original = receiving_process.receive_messages
+    original = receiving_process.receive_message
 
-    def receive(links: Any, messages: Any, manifest: Manifest, buffer: WeightBuffer, progress: Any) -> None:
-        original(links, messages, manifest, buffer, progress)
-        buffer.data[manifest[0].offset + 12345] ^= 1
+    def receive(link: Link, message: Message, manifest: Manifest, places: Values) -> None:
+        original(link, message, manifest, places)
+        if message[0].tensor == 0:
+            places(message[0]).view(torch.uint8)[0, 123] ^= 1
 
     push(publisher, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(receiving_process, "receive_messages", receive)
+        patch.setattr(receiving_process, "receive_message", receive)
         with pytest.raises(WeightsError, match="version 2 is corrupted: 'embedding' is not what was published"):
             push(publisher, 2)
     assert [record.version for record in living(store)] == [1]
@@ -99,19 +97,6 @@ def test_too_little_memory_on_a_host_falls_back_on_torchstore(monkeypatch: pytes
         UserWarning, match=rf"TorchStore carries the weights.*: generator host {re.escape(host_identity())}"
     ):
         assert push(WeightPublisher(torch.float32, "auto", store=store), 1).transport == "torchstore"
-
-
-def test_messages_are_cut_shared_and_sent_in_turns() -> None:
-    half = 5 * (MESSAGE_BYTES // 4000) // 4  # rows that take more than one message, and less than two
-    manifest = build_manifest(
-        [("large", (2 * half, 1000), torch.float32), ("a", (9,), torch.bfloat16), ("b", (), torch.int64)]
-    )
-    halves = [Part(0, ((0, half), (0, 1000))), Part(0, ((half, 2 * half), (0, 1000)))]
-    messages = plan_messages(manifest, [[halves[0], Part(1, ((0, 9),))], [halves[1], Part(2, ())]])
-    assert [message.sender for message in messages] == [0, 1, 0, 1, 0, 1]
-    assert max(message.nbytes for message in messages) <= MESSAGE_BYTES
-    with pytest.raises(ValueError, match="'a': the ranks' shards hold 0 bytes; the tensor has 18"):
-        plan_messages(manifest, [halves, [Part(2, ())]])
 
 
 def _push_shards(rank: int) -> None:

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from rl.system.hardware import host_identity
 from rl.weights.buffer import WeightBuffer
-from rl.weights.links import Link
-from rl.weights.receivers import RECEIVERS_KEY, Transfer
-from rl.weights.receiving_process import ReceivingProcess
+from rl.weights.messages import Link
+from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingProcess
 from rl.weights.versions import UnknownVersionError, VersionRecord, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push
 from tests.rl.weights.receiving_hosts import (
-    RemoteControl,
+    RemoteCall,
     answer_calls,
     entry,
     host_entry,
@@ -37,11 +35,11 @@ def _before_sending(patch: pytest.MonkeyPatch, act: Callable[[], None], nth_mess
     """Has the trainer do something once, before it sends its n-th message from now on."""
     original, counted = Link.send, [0]
 
-    def send(link: Link, data: torch.Tensor) -> Any:
-        counted[0] += 1
-        if counted[0] == nth_message:
+    def send(link: Link, data: bytes | memoryview) -> None:
+        counted[0] += isinstance(data, memoryview)
+        if counted[0] == nth_message and isinstance(data, memoryview):
             act()
-        return original(link, data)
+        original(link, data)
 
     patch.setattr(Link, "send", send)
 
@@ -78,7 +76,7 @@ def test_a_push_waits_for_the_successor_of_the_only_process(monkeypatch: pytest.
             store.values[RECEIVERS_KEY] = (second.entry,)
 
         _before_sending(monkeypatch, die)
-        monkeypatch.setattr("rl.weights.network_push.LOOK_S", 0.05)
+        monkeypatch.setattr("rl.weights.network.LOOK_S", 0.05)
         assert_read("h1", push(publisher, 2), monkeypatch)
 
 
@@ -92,8 +90,8 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
         assert pid is not None
         with monkeypatch.context() as patch:
             _before_sending(patch, lambda: os.kill(pid, signal.SIGSTOP))
-            patch.setattr("rl.weights.network_push.ALIVE_S", 0.5)
-            patch.setattr("rl.weights.network_push.REPLACED_S", 0.5)
+            patch.setattr("rl.weights.network.ALIVE_S", 0.5)
+            patch.setattr("rl.weights.network.REPLACED_S", 0.5)
             with pytest.raises(WeightsError, match="version 2 reached no generator host; h1: "):
                 push(publisher, 2)
         assert_read("h1", first, monkeypatch)
@@ -103,35 +101,28 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
         assert_read("h1", first, monkeypatch)
 
 
-class _Unreachable(ReceivingProcess):
-    """A host that is cut off when it is told of a transfer. The controller notices, and takes it off the directory."""
-
-    def __init__(self, store: FakeStore) -> None:
-        super().__init__(0.5)
-        self._store = store
-
-    async def begin(self, transfer: Transfer) -> None:
-        others = [host for host in self._store.values[RECEIVERS_KEY] if host.control is not self]
-        self._store.values[RECEIVERS_KEY] = tuple(others)
-        await asyncio.Event().wait()
-
-
 def test_a_host_that_the_controller_has_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.weights.receivers.LOOK_S", 0.05)
+    monkeypatch.setattr("rl.weights.network.LOOK_S", 0.05)
     store, whole = FakeStore(), ReceivingProcess(0.5)
-    cut = _Unreachable(store)
-    register(store, host_entry(cut, "h1"), host_entry(whole, "h2"))
+
+    async def call(method: Callable[..., Any], *arguments: Any) -> Any:
+        """The host is cut off when it is asked to begin. The controller notices, and takes it off the directory."""
+        del arguments
+        if method is ReceivingProcess.begin:
+            store.values[RECEIVERS_KEY] = (host_entry(whole, "h2"),)
+            await asyncio.Event().wait()
+
+    register(store, entry("h1", 1, 0.5, call), host_entry(whole, "h2"))
     with pytest.warns(UserWarning, match="version 1 did not reach every generator host.*; h1: it is gone"):
         first = push(publisher_to(store), 1)
     assert_read("h2", first, monkeypatch)
     whole.close()
-    cut.close()
 
 
 def _push_twice(pipe: Any, port: int) -> None:
     """A trainer that kills itself in the middle of its second push."""
     store = FakeStore()
-    register(store, entry("h1", port, 5.0, RemoteControl(pipe)))
+    register(store, entry("h1", port, 5.0, RemoteCall(pipe)))
     publisher = publisher_to(store)
     pipe.send(push(publisher, 1))
     _before_sending(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ def _sender(name: str, store: FakeStore) -> Sender:
     return sender
 
 
-def _send(sender: Sender, name: str, version: int) -> VersionRecord:
+def _send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = ()) -> VersionRecord:
     record = VersionRecord(
         version=version,
         push_index=version - 1,
@@ -65,7 +65,7 @@ def _send(sender: Sender, name: str, version: int) -> VersionRecord:
         layout=manifest_checksum(MANIFEST),
         full_checksums=False,
     )
-    shards = [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in _weights(version).items()]
+    shards = shards or [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in _weights(version).items()]
     return asyncio.run(sender.send(record, shards))[0]
 
 
@@ -139,3 +139,10 @@ def test_shards_that_do_not_fit_publish_nothing(name: str) -> None:
     with pytest.raises(ValueError, match="of another shape"):
         asyncio.run(sender.send(second, shards()))
     assert [record.version for record in living(store)] == [1]
+
+
+def test_a_tensor_that_hosts_do_not_get_whole_is_named() -> None:
+    a, b = _weights(1).values()
+    sender = _sender("network", FakeStore())
+    with pytest.raises(WeightsError, match="'b': the ranks' shards hold 8 bytes; the tensor has 20, each of which one"):
+        _send(sender, "network", 1, [Shard("a", a, a, ()), Shard("b", b, b[:2], (slice(0, 2),))])

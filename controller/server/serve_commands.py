@@ -1,4 +1,4 @@
-"""`ownloop serve`, `key` and `certs`: a server for scripts that use the official `tinker` SDK, its users, and TLS.
+"""`ownloop serve` and `key`: a server for scripts that use the official `tinker` SDK, and its users.
 
 These commands are entry points of the group `ownloop.commands` in pyproject.toml.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from controller.commands.command import TakesFields, gathered
+from controller.commands.export_run import Export, export_logs
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override
@@ -97,26 +98,19 @@ class Key:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certs:
-    """Makes TLS certificates for the hosts of a lab."""
+def export_path(command: Export) -> int:
+    """`ownloop export tinker://RUN/weights/NAME`: a checkpoint that a client saved, as a model directory."""
+    if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy")):
+        raise ValueError(f"a tinker:// path needs packages that are not installed: {how_to_install('tinker')}")
+    if command.fields:
+        raise ValueError(f"unexpected argument {command.fields[0]}")
+    from controller.server.archive import export_saved, find_saved
 
-    hosts: Annotated[tuple[str, ...], Positional, arg(metavar="HOST ...")]
-    """A host's name as the others know it, and its other names and addresses after commas: n1,10.0.0.1."""
-    to: Path = Path("certs")
-    """Where the certificates go."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if no host is named."""
-        if not self.hosts:
-            raise ValueError("HOST is missing: a host's name as the others know it; see ownloop certs --help")
-
-    def run(self) -> int:
-        """Makes the certificates."""
-        from controller.hosts.certificates import CA_KEY, make_certificates
-
-        for folder in make_certificates(self.to, self.hosts):
-            print(f"{folder}: copy this folder to {folder.name} as ~/.config/ownloop/certs")
-        print(f"{self.to / CA_KEY} lets further hosts in; keep it to yourself. Anyone who has a host's key.pem can run")
-        print("any program on every host of this authority.")
-        return 0
+    saved = find_saved(command.folder, command.name)
+    name = command.name.removeprefix("tinker://").replace(":", "-")
+    directory = command.to or command.folder / "exports" / name
+    with CapturedOutput() as output:
+        logs = export_logs(command.folder, output)
+        finish(export_saved(saved, directory, logs, adapter_only=command.adapter), output)
+        print(directory, file=output.terminal)
+    return 0
