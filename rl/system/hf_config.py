@@ -12,12 +12,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
-
-if TYPE_CHECKING:
-    pass
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
