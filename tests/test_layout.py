@@ -41,15 +41,16 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 294,
-    "core files": 256,
-    "core lines": 38_500,
+    "product files": 288,
+    "core files": 245,
+    "core lines": 37_600,
     "files under 70 lines with one importer": 3,
-    "files that a loop's page reaches": 117,
-    "definitions of forward_backward": 13,
+    "files that a loop's page reaches": 113,
+    "definitions of forward_backward": 9,
     "project imports of README's loop": 3,
-    "imports of optional parts by the core": 5,
+    "imports of optional parts by the core": 0,
     "imports from a room above": 0,
+    "test files that do not say what they cover": 0,
 }
 MAX_FUNCTION_LINES = 50
 # File names that several folders use, because the files play the same part in each. Any other name is used once.

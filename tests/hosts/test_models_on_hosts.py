@@ -1,4 +1,7 @@
-"""A model that only the controller's host has reaches the hosts that need it."""
+"""A model that only the host of the controller has reaches the hosts that need it.
+
+Covers: controller/hosts/model_copies.py, controller/hosts/other_hosts.py
+"""
 
 import sys
 from pathlib import Path

@@ -103,5 +103,5 @@ def test_rows_behind_a_loss_that_raises_still_go_through(runners: tuple[nn.Modul
 
     _, _, pipelined = runners
     with pytest.raises(ArithmeticError, match="my own mistake"):
-        pipelined.forward_backward(ROWS, get_loss(fails, None), collector())
+        pipelined.accumulate(ROWS, get_loss(fails, None), collector())
     assert len(calls) == 1
