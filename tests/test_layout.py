@@ -208,6 +208,18 @@ def test_every_module_says_what_it_does() -> None:
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
+def test_prose_is_plain() -> None:
+    """Docstrings, comments, messages and pages say what a thing does. Only in quotes `nobody` is a name, of a user."""
+    forbidden = re.compile(
+        r"\b(whoever|whatever|those (that|of)|what it|is told|tells|for ever|dear|go(es)? on)\b|(?<![`\"])\bnobody\b",
+        re.IGNORECASE,
+    )
+    pages = [Path("README.md"), Path("CONTRIBUTING.md"), *(p.relative_to(ROOT) for p in (ROOT / "docs").glob("*.md"))]
+    for path in [*sources(*PACKAGES), *pages]:
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), start=1):
+            assert not (found := forbidden.search(line)), f"{path}:{number}: {found.group()!r} in: {line.strip()}"
+
+
 def test_no_file_names_a_home_directory_or_an_index() -> None:
     pattern = re.compile(r"(?<![\w.])/(home|root|Users)/\w|(--(extra-)?index-url|find-links)[ =]+[a-z]+:/")
     files = [

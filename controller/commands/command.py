@@ -103,7 +103,7 @@ def parse(kind: type[Any], words: Sequence[str], program: str) -> Any:
 
 
 def _divided(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The words of a command, and those that begin with an option that is not its own."""
+    """The words of a command, and the words from the first option on that is not its own."""
     mine, others = list[str](), list[str]()
     into = mine
     for word in words:

@@ -1,7 +1,7 @@
 """`ownloop export` and `ownloop model`: model directories, and the card of an exported one.
 
-The card (README.md) says from what a model was made, how, and what it reached. Its head is in the form that the Hugging
-Face Hub reads: https://huggingface.co/docs/hub/model-cards
+The card (README.md) says from what a model was made, how, and with which results. Its head is in the form that the
+Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
 """
 
 import json

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from controller.hosts.examination import Examination
 
 _INSECURE = (
-    "warning: this worker has no TLS (--insecure). Whoever reaches {address} can run any program as this user. "
+    "warning: this worker has no TLS (--insecure). Any process that reaches {address} can run programs as this user. "
     "Use it on a network that only you can reach."
 )
 
@@ -61,9 +61,9 @@ class Worker:
             elif not is_loopback(resolve(address.host)):
                 if not self.insecure:
                     raise ValueError(
-                        f"--listen is {address}, which has no TLS: whoever reaches it can run any program here. Listen "
-                        f"on {address.host}:{address.port}, with certificates of `ownloop certs`, or accept it with "
-                        "--insecure"
+                        f"--listen is {address}, which has no TLS: any process that reaches it can run programs here. "
+                        f"Listen on {address.host}:{address.port}, with certificates of `ownloop certs`, or accept it "
+                        "with --insecure"
                     )
                 print(_INSECURE.format(address=address), file=sys.stderr, flush=True)
             return serve(address, lambda text: print(text, flush=True), owner)

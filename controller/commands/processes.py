@@ -76,7 +76,7 @@ class StopSignals:
         if stop.received: ...
 
     The deadline is 8 s. A run that saves has 25 s after SIGTERM and two minutes after the others. A second SIGHUP does
-    not count: nobody asks for it, since both the kernel and the shell send one when a terminal is closed. Must be
+    not count as a further request, since both the kernel and the shell send one when a terminal is closed. Must be
     entered in the main thread.
     """
 

@@ -53,7 +53,7 @@ class Run(OfRuns, TakesFields):
     def __post_init__(self) -> None:
         """Raises ValueError for arguments that exclude each other, and if there is nothing to run."""
         if self.resume and self.fork:
-            raise ValueError("--resume goes on with a run and --fork begins a new one; give one of them")
+            raise ValueError("--resume continues a run and --fork begins a new one; give one of them")
         if not self.resume and not self.fork:
             if self.recipe is None:
                 raise ValueError("RECIPE is missing: a name that `ownloop list` shows, or a Python file's path")
@@ -66,7 +66,7 @@ class Run(OfRuns, TakesFields):
             reason = "is for a run of a recipe"
             if self.resume:
                 wrong = {"--name": self.name is not None, "--at": self.at is not None, **wrong}
-                reason = f"is for a new run; --resume goes on in the folder of {self.resume}"
+                reason = f"is for a new run; --resume continues in the folder of {self.resume}"
         for option, given in wrong.items():
             if given:
                 raise ValueError(f"{option} {reason}")
@@ -171,7 +171,7 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
     with StopSignals(say_saved, lambda: folder.saving) as stop:
         try:
             stop.run(run_with_restarts(loop, config, folder, console))
-        except BaseException as error:  # whatever it is, the processes must end and the user must be told
+        except BaseException as error:  # in any case the processes must end, and the user must see why
             traceback.print_exc()  # to the log
             console.close()
             if stop.received is None:
@@ -222,7 +222,7 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
 
 
 def _saved(folder: "RunFolder") -> str:
-    """What the folder holds, and how to go on."""
+    """The content of the folder, and how to continue."""
     from controller.commands.saved_recipe import how_to_go_on
 
     return f"{folder.saved()}\n{how_to_go_on(folder.path)}"

@@ -69,8 +69,8 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
     file = folder / RECIPE_FILE
     if not file.is_file():
         raise ValueError(
-            f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it goes "
-            "on with RunFolder(path, config, resume=True)"
+            f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it "
+            "continues it with RunFolder(path, config, resume=True)"
         )
     recipe: dict[str, Any] = read_json(file)
     check_schema(recipe, folder)
@@ -80,15 +80,15 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
 def how_to_go_on(folder: Path) -> str:
     """One line for the user. `folder` is a run that `ownloop run` started."""
     if complete_checkpoints(folder / "checkpoints"):
-        return f"to go on: {shlex.join(['ownloop', 'run', '--resume', str(folder)])}"
-    return f"there is no checkpoint to go on from; to start again: {command_of(folder)}"
+        return f"to continue: {shlex.join(['ownloop', 'run', '--resume', str(folder)])}"
+    return f"there is no checkpoint to continue from; to start again: {command_of(folder)}"
 
 
 def check_has_checkpoint(folder: Path) -> None:
     """Raises ValueError, naming the command to start again, for a run without a complete checkpoint."""
     if not complete_checkpoints(folder / "checkpoints"):
         raise ValueError(
-            f"{folder} has no checkpoint to go on from; what it holds stays as it is. Start a new run: "
+            f"{folder} has no checkpoint to continue from; its content stays as it is. Start a new run: "
             f"{command_of(folder)}"
         )
 

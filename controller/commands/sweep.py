@@ -1,6 +1,6 @@
 """`ownloop sweep RECIPE --seed 0 1 2 --learning-rate 1e-5 2e-5`: a run for every combination, one after the other.
 
-Each is an `ownloop run` with a folder of its own within the sweep's. Started again, the sweep goes on: finished runs
+Each is an `ownloop run` with a folder of its own within the sweep's. Started again, the sweep continues: finished runs
 stay, a run that was stopped is resumed, and the others follow.
 """
 
@@ -108,7 +108,7 @@ def _check_options(run: Path, combination: Sequence[str]) -> None:
 
 
 def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> int:
-    """Starts a run or goes on with it, and waits for its end. Returns its exit status, negative after a signal."""
+    """Starts or continues a run, and waits for its end. Returns its exit status, negative after a signal."""
     run = folder / name
     if complete_checkpoints(run / "checkpoints"):
         arguments = ["--resume", str(run)]
@@ -116,7 +116,7 @@ def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> in
         set_aside(run)
         arguments = [recipe, *combination, "--runs", str(folder), "--name", name]
     process = subprocess.Popen([sys.executable, "-m", "controller.commands.cli", "run", *arguments])
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a job manager tells the sweep alone
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a job manager sends them to the sweep alone
         signal.signal(number, lambda received, _: process.send_signal(received))
     while True:
         try:

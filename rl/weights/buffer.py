@@ -1,7 +1,7 @@
 """Shared memory that carries one version of the weights on one host, and its header, which names that version.
 
 A buffer is an anonymous file (memfd) of the process that created it. Other processes of the host open it through
-/proc/<pid>/fd/<fd>. The kernel frees it when the last of these processes ends, in whatever way, so nothing is left
+/proc/<pid>/fd/<fd>. The kernel frees it when the last of these processes ends, in any way, so nothing is left
 behind.
 
 A writer holds an exclusive `flock` from before its first byte until it has sealed the header; a reader holds a shared
@@ -68,7 +68,7 @@ class BufferLocation(NamedTuple):
     fd: int
     """That process's file descriptor."""
     inode: int
-    """Tells the buffer from a later file that was given the same numbers."""
+    """Distinguishes the buffer from a later file with the same numbers."""
     gpu_parts: tuple[GPUPart, ...] = ()
     """Where the tensors lie if they are in memory of GPUs; see `gpu_buffer`."""
 

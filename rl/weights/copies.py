@@ -38,7 +38,7 @@ def copy(pairs: Iterable[Pair], batch_bytes: int = 256 << 20) -> None:
     devices: set[torch.device] = set()
     for batch in _batches(pairs, batch_bytes):
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
-        # Between GPUs the copy casts by itself, and only what it has cast travels.
+        # Between GPUs the copy casts by itself, and only the result travels.
         cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
         # The public way is one call of Python for each tensor; a mixture of experts has thousands.
         copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,6 @@
 """The transport between GPUs of one host: trainer ranks cast into memory of their GPUs, and generators copy from there.
 
-No byte passes through the host. Header, checksums and locks of a version are those of a `WeightBuffer`, so what holds
+No byte passes through the host. A version has header, checksums and locks as in a `WeightBuffer`, so what holds
 for readers, writers and dead processes there holds here too. Each trainer rank has a part of the buffer on its own GPU,
 whole tensors, and writes its shards of other tensors into the parts of others. A generator's ranks copy the slices they
 need from all of them.
@@ -63,7 +63,7 @@ class MemorySharing(Protocol):
         ...
 
     def close(self, memory: torch.Tensor, *, owned: bool) -> None:
-        """Frees memory that this process allocated and nobody has opened, or closes what it opened."""
+        """Frees memory that this process allocated and no other has opened, or closes memory that it opened."""
         ...
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class CUDASharing:
         return ""
 
     def why_not_by_default(self, num_bytes: int) -> str:
-        """A tenth of the memory is left to it: the first push comes before training has taken what it needs."""
+        """A tenth of the memory is left to training, which has not taken its memory before the first push."""
         limit = torch.cuda.get_device_properties(self._device).total_memory // 10
         if num_bytes > limit:
             return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
@@ -174,7 +174,7 @@ class GPUMemorySender(SharedMemorySender):
         self._asked = asked
 
     def _make_buffers(self, manifest: Manifest) -> list["GPUBuffer"]:
-        """Every rank allocates its part of each buffer, then all open those of the others."""
+        """Every rank allocates its part of each buffer, then all open the parts of the others."""
         begin, num_bytes = cut(manifest, num_ranks())[self._rank]
         own: list[tuple[torch.Tensor, GPUPart]] = []
         buffers: list[GPUBuffer] = []
@@ -263,7 +263,7 @@ class GPUBuffer(WeightBuffer):
         return cls.create(manifest[0].offset if manifest else HEADER_BYTES)
 
     def hold(self, parts: Sequence[GPUPart], sharing: MemorySharing, own: dict[bytes, torch.Tensor]) -> None:
-        """Has the tensors lie in `parts`: those that this process allocated, by their handles, and others.
+        """Has the tensors lie in `parts`: parts that this process allocated, by their handles, and others.
 
         Raises `WeightsError` if one cannot be opened.
         """

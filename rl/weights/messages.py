@@ -38,7 +38,7 @@ _LENGTH = struct.Struct("=Q")  # of the plan
 
 
 class LinkError(WeightsError):
-    """The other end of a link is gone, or does not take or send what it should."""
+    """The other end of a link is gone, or does not keep to the protocol."""
 
 
 class LinkAddress(NamedTuple):

@@ -87,7 +87,7 @@ class NetworkSender:
         self._rank = own_rank()
         self._publisher = f"{host_identity()}/{os.getpid()}"
         self._manifest: Manifest = ()
-        # Rank 0's: what it pushed last, and which buffers are in the index, which keeps as many entries.
+        # Rank 0's: its last pushes, and which buffers are in the index, which keeps as many entries.
         self._published: VersionRecord | None = None
         self._unchanged = False
         self._hosts: Sequence[ReceivingHost] = ()
@@ -122,7 +122,7 @@ class NetworkSender:
         return await on_rank_0(partial(self._publish, push))
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
-        """What the first host found: it compared every byte with those of the version that it had before."""
+        """The first host's result: it compared every byte with the version that it had before."""
         del before, record
         return self._unchanged
 
@@ -277,7 +277,7 @@ class _Push:
         return None
 
     async def finish(self, problem: str | None, element_sums: tuple[int, ...] | None) -> None:
-        """Asks every host of the chain what it received. `problem` is that of the ranks that sent."""
+        """Asks every host of the chain for its result. `problem` is an error of the sending ranks."""
         if problem is None:
             limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
             calls = [host.call(ReceivingProcess.finish, self._id, element_sums) for host in self._chain]

@@ -50,7 +50,7 @@ class Call(Protocol):
     """Calls a method of a host's receiving process."""
 
     async def __call__(self, method: Callable[["ReceivingProcess", *Ts], T], *arguments: *Ts) -> T:
-        """What the method returns. Raises what it raises, and `WeightsError` if the process is gone."""
+        """The method's result. Raises its exceptions, and `WeightsError` if the process is gone."""
         ...
 
 
@@ -144,7 +144,7 @@ class ReceivingProcess:
     def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
         """Waits until everything has arrived, and makes the version visible. Raises `WeightsError`.
 
-        `element_sums` are those of every tensor, to be compared with what has arrived.
+        `element_sums` has the sums of every tensor, to be compared with the bytes that arrived.
         """
         incoming = self._incoming
         try:
@@ -357,5 +357,5 @@ class _Incoming:
             with closing(connect(address, self.transfer.id)) as link:
                 self._hold(link)
                 send_messages(link, messages, self._manifest, self._place, ready=ready)
-        except Exception as error:  # the next host says what it lacks
+        except Exception as error:  # the next host names what is missing
             print(f"weights were not passed on to {address.host}: {error}", flush=True)

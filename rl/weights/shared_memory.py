@@ -122,7 +122,7 @@ class SharedMemorySender:
         return self._buffers[record.push_index % LIVING_VERSIONS]
 
     async def _introduce(self, record: VersionRecord) -> None:
-        """Tells TorchStore of a buffer, before the first push into it."""
+        """Registers a buffer with TorchStore, before the first push into it."""
         if record.location in self._introduced:
             return
         await on_rank_0(partial(self._index.announce, record))

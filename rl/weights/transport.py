@@ -64,7 +64,7 @@ class Sender(Protocol):
         ...
 
     async def close(self, withdrawn: "Iterable[VersionRecord]") -> None:
-        """Frees what the versions take, for good. `withdrawn` are those of rank 0's index; no others are in use."""
+        """Frees the memory of all versions. `withdrawn` are the versions of rank 0's index; no others are in use."""
         ...
 
 

@@ -58,7 +58,7 @@ class TensorSpec:
     name: str
     """Hugging Face parameter name."""
     shape: tuple[int, ...]
-    """The full tensor's shape, whatever its sharding."""
+    """The full tensor's shape, before any sharding."""
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the buffer."""
@@ -79,7 +79,7 @@ class VersionRecord:
     version: int
     """Policy version."""
     push_index: int
-    """The number of this push, counted from 0 by its publisher. It tells two pushes of one version apart."""
+    """The number of this push, counted from 0 by its publisher. It differs for two pushes of one version."""
     manifest: Manifest
     dtype: torch.dtype
     """Of every floating-point tensor in the manifest."""
@@ -254,7 +254,7 @@ LINE_BYTES = 64
 
 _MODULUS = 1 << 64
 _SAMPLED_LINES = 64
-_SPREAD = 40503  # 2^16 / golden ratio: samples differ in their column, whatever the width of a row
+_SPREAD = 40503  # 2^16 / golden ratio: samples differ in their column for any width of a row
 
 
 class BufferChecksums:
@@ -293,7 +293,7 @@ def element_sum(tensor: torch.Tensor) -> int:
 
 
 def add_up(sums: Iterable[int]) -> int:
-    """The `element_sum` of a tensor, from those of its shards."""
+    """The `element_sum` of a tensor, from the sums of its shards."""
     return sum(sums) % _MODULUS
 
 

@@ -94,7 +94,7 @@ def test_a_job_that_is_ended_saves_its_last_step(tmp_path: Path) -> None:
     (saved,) = complete_checkpoints(folder / "checkpoints")
     done = int(saved.name.removeprefix("step-"))
     assert f"saving step {done}; Ctrl-C again to stop at once\nsaved step {done}\n" in output
-    assert f"to go on: ownloop run --resume {folder}" in output
+    assert f"to continue: ownloop run --resume {folder}" in output
 
     rows = [row for row in metric_rows(folder) if row["step"] <= done and "policy_version" in row]
     assert len(rows) == done

@@ -95,7 +95,7 @@ def test_a_certificate_is_valid_for_825_days(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--listen", "tcp://{own}:26600"), "which has no TLS: whoever reaches it can run any program here"),
+        (("--listen", "tcp://{own}:26600"), "which has no TLS: any process that reaches it can run programs here"),
         (("--listen", "{own}:26600", "--insecure"), "--insecure is for tcp:// addresses"),
         (("--listen", "{own}:26600", "--certs", "nowhere"), "there is no certificate in"),
         (("--listen", "192.0.2.1:26600"), "whose address 192.0.2.1 is none of this host's"),

@@ -69,4 +69,6 @@ def test_a_stranger_cannot_run_anything(net: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_worker_without_tls_says_what_that_means(net: Hosts) -> None:
-    assert "has no TLS (--insecure). Whoever reaches tcp://h2:26600 can run any program" in net.log("h2").read_text()
+    assert (
+        "has no TLS (--insecure). Any process that reaches tcp://h2:26600 can run programs" in net.log("h2").read_text()
+    )

@@ -75,8 +75,8 @@ def test_words_become_a_command(words: str, command: Any) -> None:
         (["compare"], "compare was given no run; it needs at least two"),
         (["runs", "--rans", "x"], "unknown option --rans; did you mean '--runs'?"),
         (["run", "a", "--at", "3"], "--at is for --resume and --fork; a recipe is run from its beginning"),
-        (["run", "--resume", "a", "--name", "b"], "--name is for a new run; --resume goes on in the folder of a"),
-        (["run", "--resume", "a", "--fork", "b"], "--resume goes on with a run and --fork begins a new one; give one"),
+        (["run", "--resume", "a", "--name", "b"], "--name is for a new run; --resume continues in the folder of a"),
+        (["run", "--resume", "a", "--fork", "b"], "--resume continues a run and --fork begins a new one; give one"),
         (["run", "a", "--resume", "b"], "unexpected argument a"),
     ],
 )

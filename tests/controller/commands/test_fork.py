@@ -68,8 +68,8 @@ def test_what_cannot_be_forked(parent: Path, capfd: pytest.CaptureFixture[str]) 
     error = refused(capfd, "run", "--fork", "a", "--learning-rat", "1")
     assert "unknown option --learning-rat; did you mean '--learning-rate'" in error
     error = refused(capfd, "run", "--fork", "a", "--resume", "a")
-    assert error == "error: --resume goes on with a run and --fork begins a new one; give one of them\n"
+    assert error == "error: --resume continues a run and --fork begins a new one; give one of them\n"
     error = refused(capfd, "run", "--resume", "a", "--at", "2")
-    assert error == "error: --at is for a new run; --resume goes on in the folder of a\n"
+    assert error == "error: --at is for a new run; --resume continues in the folder of a\n"
     error = refused(capfd, "run", "--fork", "a", "--at", "2", "--name", "a")
     assert error.endswith("/runs/a already holds a run; name a new folder\n")

@@ -182,7 +182,7 @@ def test_runs_are_found_by_path_and_by_name(tmp_path: Path) -> None:
 
 def test_a_run_of_a_script_says_how_to_go_on(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "a", load_recipe(find_recipe(str(RECIPE)))).path
-    with pytest.raises(ValueError, match="goes on with RunFolder"):
+    with pytest.raises(ValueError, match="continues it with RunFolder"):
         resumed_configuration(run, [])
 
 

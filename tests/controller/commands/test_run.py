@@ -81,7 +81,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed(
     monkeypatch.chdir(tmp_path)
     told = refused(capfd, "run", "--resume", "a b")
     assert told == (
-        "error: runs/a b has no checkpoint to go on from; what it holds stays as it is. Start a new run: ownloop run "
+        "error: runs/a b has no checkpoint to continue from; its content stays as it is. Start a new run: ownloop run "
         f"{RECIPE} --optimizer.learning-rate 0.5\n"
     )
     assert contents(tmp_path) == before
