@@ -15,13 +15,14 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from controller.commands.command import check_options, from_words, gathered
 from controller.commands.command_line import HELP
-from rl.checks import check_known, errors_of_user_code
+from rl.checks import check_known, errors_of_user_code, how_to_install
 from rl.system.secret_fields import with_hidden_secrets
 
 if TYPE_CHECKING:
@@ -30,15 +31,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Lists the recipes and the hardware that each is for."""
+    """Lists the recipes and the hardware that each is for, or with --parts the optional parts."""
+
+    parts: bool = False
+    """List the optional parts: engines, loggers, ways to start hosts, commands. Says which packages are missing."""
 
     def run(self) -> int:
-        """Prints a line per recipe, without importing any of them."""
+        """Prints a line per recipe, without importing any of them; or a line per part."""
+        if self.parts:
+            print(*_parts(), sep="\n")
+            return 0
         files = recipe_files()
         width = max(map(len, files), default=0)
         for name, file in files.items():
             print(f"{name:<{width}}  {describe(file)}")
         return 0
+
+
+def _parts() -> list[str]:
+    """A line per entry point of every group of ownloop's: its kind, its name, and whether its packages are there."""
+    lines: list[str] = []
+    for kind in ("engine", "host", "logger", "command"):
+        for entry_point in sorted(entry_points(group=f"ownloop.{kind}s"), key=lambda each: each.name):
+            package = getattr(entry_point.load(), "requires", "")
+            missing = package and importlib.util.find_spec(package) is None
+            lines.append(
+                f"{kind:<8} {entry_point.name:<14} {f'needs {how_to_install(package)}' if missing else 'ready'}"
+            )
+    return lines
 
 
 def recipe_files() -> dict[str, Path]:

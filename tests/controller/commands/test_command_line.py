@@ -4,6 +4,7 @@ Covers: controller/commands/command_line.py, controller/commands/host_commands.p
     configs/, controller/hosts/examination.py
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -152,3 +153,12 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     rows = result.stdout.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
     assert {"run", "serve", "key", "certs", "hosts"} <= {row.split()[0] for row in rows}
     assert all(len(row.split()) > 2 and row.endswith(".") for row in rows), "each has a summary"
+
+
+def test_parts_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parse_command(["list", "--parts"]).run() == 0
+    lines = {tuple(line.split()[:2]): line for line in capfd.readouterr().out.splitlines()}
+    assert lines.keys() >= {("engine", "megatron"), ("host", "slurm"), ("logger", "wandb"), ("command", "serve")}
+    for extra, part in (("trackio", ("logger", "trackio")), ("tensorboard", ("logger", "tensorboard"))):
+        installed = importlib.util.find_spec(extra) is not None
+        assert lines[part].endswith(" ready") if installed else f"'.[{extra}]'" in lines[part]
