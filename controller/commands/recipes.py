@@ -49,7 +49,7 @@ class List:
 
 
 def _parts() -> list[str]:
-    """A line per entry point of every group of ownloop's: its kind, its name, and whether its packages are there."""
+    """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
     for kind in ("engine", "host", "logger", "command"):
         for entry_point in sorted(entry_points(group=f"ownloop.{kind}s"), key=lambda each: each.name):
