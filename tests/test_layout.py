@@ -43,7 +43,7 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 MOST = {
     "product files": 288,
     "core files": 245,
-    "core lines": 37_600,
+    "core lines": 37_630,
     "files under 70 lines with one importer": 3,
     "files that a loop's page reaches": 113,
     "definitions of forward_backward": 9,
