@@ -134,7 +134,7 @@ def room_of(path: Path) -> str | None:
 
 
 def arrows_up() -> list[tuple[Path, Path]]:
-    """Imports from a room above, and from an optional part into the core."""
+    """Every import of a room by one below it."""
     found: list[tuple[Path, Path]] = []
     for path in sources(*PACKAGES):
         for target in imports(path):
@@ -156,6 +156,20 @@ def tests_that_name_what_they_cover() -> tuple[int, int]:
     return sum("Covers: " in (ast.get_docstring(tree(path)) or "") for path in files), len(files)
 
 
+def covered() -> dict[Path, list[str]]:
+    """What each test file's line `Covers:` names: files, and folders with a slash at their end."""
+    texts = {path: ast.get_docstring(tree(path)) or "" for path in sources("tests") if path.name.startswith("test_")}
+    return {path: re.findall(r"[\w.]+(?:/[\w.]*)*", text.partition("Covers: ")[2]) for path, text in texts.items()}
+
+
+def uncovered() -> list[Path]:
+    """Product files that no test file names."""
+    named = {name for names in covered().values() for name in names}
+    folders = tuple(name for name in named if name.endswith("/"))
+    files = [path for path in sources(*PACKAGES) if path.name != "__init__.py"]
+    return [path for path in files if str(path) not in named and not (folders and str(path).startswith(folders))]
+
+
 def numbers() -> dict[str, float]:
     """Every number of the table."""
     product = sources(*PACKAGES)
@@ -173,6 +187,7 @@ def numbers() -> dict[str, float]:
         "imports from a room above": len(arrows_up()),
         "comments per 100 lines of code": round(comments_per_100_lines(), 1),
         "test files that do not say what they cover": tests - named,
+        "product files that no test file names": len(uncovered()),
     }
 
 
@@ -181,6 +196,7 @@ def details() -> list[str]:
     pairs = [*(("part", *pair) for pair in core_imports_of_parts()), *(("room above", *pair) for pair in arrows_up())]
     return [
         *(f"into a {what}: {path} imports {target}" for what, path, target in pairs),
+        *(f"no test names it: {path}" for path in uncovered()),
         *(f"short, of one importer: {path} ({lines_of(path)})" for path in short_files_of_one()),
     ]
 

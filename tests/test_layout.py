@@ -51,6 +51,7 @@ MOST = {
     "imports of optional parts by the core": 0,
     "imports from a room above": 0,
     "test files that do not say what they cover": 0,
+    "product files that no test file names": 0,
 }
 MAX_FUNCTION_LINES = 50
 # File names that several folders use, because the files play the same part in each. Any other name is used once.
@@ -185,6 +186,11 @@ def test_files_stay_readable() -> None:
 def test_the_house_grows_no_worse() -> None:
     found = house.numbers()
     assert {name: number for name, number in found.items() if number > MOST.get(name, number)} == {}, house.details()
+
+
+def test_what_tests_cover_exists() -> None:
+    for path, names in house.covered().items():
+        assert [name for name in names if not (ROOT / name).exists()] == [], path
 
 
 def test_functions_stay_readable() -> None:

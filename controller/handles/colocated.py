@@ -26,19 +26,19 @@ Side = Literal["train", "sample"]
 
 
 class Member(Protocol):
-    """What has memory of the shared GPUs in the phases of its side."""
+    """Processes that use memory of the shared GPUs whenever their side has it."""
 
     @property
     def mesh(self) -> "Mesh":
-        """Its processes. Their calls wait for a phase of its side."""
+        """The processes. Their calls wait until their side has the memory."""
         ...
 
     async def take_memory(self) -> None:
-        """Takes the memory that its calls need. This call itself waits for no phase."""
+        """Takes the memory that calls need. Called while the side gets the GPUs, so it must not wait for them."""
         ...
 
     async def free_memory(self) -> None:
-        """Frees it, likewise."""
+        """Frees that memory. The same holds."""
         ...
 
 
@@ -56,7 +56,7 @@ class SharedGPUs:
         self._members: Mapping[Side, list[Member]] = {"train": [], "sample": []}
 
     def join(self, side: Side, member: Member) -> None:
-        """Adds a member that has its memory now: it is a phase of its side."""
+        """Adds a member, which holds its memory already. So its side must have the GPUs now."""
         self._members[side].append(member)
         member.mesh.gate = partial(self.phase, side)
 
@@ -68,9 +68,9 @@ class SharedGPUs:
 
     @asynccontextmanager
     async def phase(self, side: Side) -> AsyncGenerator[None]:
-        """Within the block it is a phase of this side.
+        """Waits until this side has the GPUs' memory, and keeps it within the block.
 
-        Calls of one side run together; phases come in the order of calls.
+        Calls of one side run together; the sides alternate in the order of their calls.
         """
         # A call that others of its side may be waiting for, such as a replica's restart, must not wait behind the gate.
         if not (self._side == side and self._num_calls):

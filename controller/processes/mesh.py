@@ -115,7 +115,7 @@ class Mesh:
         self._ranks: dict[int, Rank] = {}
         self._stopped = False
         self.gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
-        """What a call holds while it uses the memory of GPUs. Meshes that share GPUs replace it; see colocated.py."""
+        """Entered by each call that uses memory of GPUs. Shared GPUs put their own gate here; see colocated.py."""
 
     @classmethod
     async def spawn(
@@ -217,8 +217,8 @@ class Mesh:
     ) -> list[Any]:
         """Calls the endpoint `verb` of every rank, each with its `arguments`, and returns the answers; see `answers`.
 
-        The calls are sent before the first await, so all ranks get them in the order of issue. Only a call that
-        `needs_memory` of GPUs which the mesh shares waits for them first.
+        The calls are sent before the first await, so all ranks get them in the order of issue. With
+        `needs_memory`, a mesh that shares its GPUs waits first until its side may use them.
         """
         async with self.gate() if needs_memory else contextlib.nullcontext():
             calls = [getattr(self.rank(rank), verb).call_one(*args) for rank, args in enumerate(arguments)]

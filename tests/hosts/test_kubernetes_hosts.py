@@ -1,7 +1,6 @@
 """Pods that a run makes with kubectl: their manifests, what is said while they start, and how they end.
 
-Covers: controller/hosts/starting/kubernetes_hosts.py, controller/hosts/starting/host_manifests.py,
-    controller/hosts/starting/worker_starts.py
+Covers: controller/hosts/starting/kubernetes_hosts.py, controller/hosts/starting/worker_starts.py
 """
 
 import asyncio

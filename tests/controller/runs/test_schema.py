@@ -1,8 +1,6 @@
-"""Covers: the schema that a run's files name, and how a run of another one is refused.
+"""A run's files name their schema, and every reader refuses another one in one sentence that names both.
 
-Everything that reads a run's metrics refuses it in one sentence, which names the schema found and the one expected.
-
-Covers: controller/commands/compare.py
+Covers: controller/runs/metric_rows.py, controller/runs/folder.py
 """
 
 import json
