@@ -18,6 +18,8 @@ OPTIONAL = (
     "controller/server/",
     "controller/hosts/starting/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "sweep")),
+    "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "rl/envs/verifiers_env.py",
