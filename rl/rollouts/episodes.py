@@ -6,6 +6,7 @@ generator batches the requests. Sampled tokens are never tokenised again: a datu
 
 import asyncio
 import hashlib
+import inspect
 import math
 import sys
 import time
@@ -217,18 +218,23 @@ async def _all(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def group_to_data(
     group: Group,
-    advantage: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    advantage: Callable[..., NDArray[np.float64]],
     *,
     keep: Callable[[Rollout], bool] = lambda _rollout: True,
 ) -> list[Datum]:
     """One Datum per rollout for which `keep` is true. Rollouts that are not kept still count in the advantages.
+
+    `advantage` maps [G] rewards to [G] advantages. One with a parameter `lengths` also gets the [G] numbers of sampled
+    tokens.
 
     Left out are rollouts without a sampled token, groups whose advantages are all 0, and groups that failures have
     reduced to fewer than two rollouts.
     """
     if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
         return []
-    advantages = advantage(group.rewards)
+    takes_lengths = "lengths" in inspect.signature(advantage).parameters
+    lengths = {"lengths": np.array([r.num_sampled_tokens for r in group.rollouts])} if takes_lengths else {}
+    advantages = advantage(group.rewards, **lengths)
     if not advantages.any():
         return []
     return [

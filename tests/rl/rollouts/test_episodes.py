@@ -152,6 +152,13 @@ def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, 
         group_to_data(sampled(**changed), group_mean)
 
 
+def test_an_advantage_may_ask_for_the_lengths() -> None:
+    data = group_to_data(_group(1.0, 0.0), lambda rewards, lengths: rewards - lengths / 10)
+    lengths = [rollout.num_sampled_tokens for rollout in _group(1.0, 0.0).rollouts]
+    found = [datum.loss_inputs["advantages"][datum.counted][0] for datum in data]
+    assert found == pytest.approx([1 - lengths[0] / 10, -lengths[1] / 10])
+
+
 def test_a_group_without_signal_trains_nothing() -> None:
     assert group_to_data(_group(0.3, 0.3), group_mean) == []
     data = group_to_data(_group(1.0, 0.0), group_mean)
