@@ -1,8 +1,8 @@
 """Advantages of recent papers, each a function beside its citation. An optional part.
 
-An entry point of the group `ownloop.advantages` names `ADVANTAGES`, so a recipe's `advantage` finds the functions of one group.
-The others are for scripts: they need more than the rewards of one group. Legend: G rollouts of a group, K rewards of a
-rollout.
+An entry point of the group `ownloop.advantages` names `ADVANTAGES`, so a recipe's `advantage` finds the functions of
+one group. The others are for scripts: they need more than the rewards of one group. Legend: G rollouts of a group, K
+rewards of a rollout.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -188,7 +188,7 @@ def kimi_k25(
     clip_high_threshold: float = 2.0,
     tau: float = 1e-3,
 ) -> tuple[Tensor, Metrics]:
-    """-sum w (clip(r, low, high) A - tau (p - q)^2): no gradient of a clipped token's advantage, whatever its sign.
+    """-sum w (clip(r, low, high) A - tau (p - q)^2): a clipped token's advantage, of either sign, has no gradient.
 
     Eq. 1 of the Kimi K2.5 report, https://arxiv.org/abs/2602.02276, which does not give the values of the options.
     """
@@ -213,9 +213,9 @@ def clip_cov(
 ) -> tuple[Tensor, Metrics]:
     """`ppo` without a few tokens that reduce the entropy most: tokens whose covariance of log-prob and A is large.
 
-    `selected_fraction` of the batch's tokens are drawn at random from the tokens whose covariance, (q - mean) (A - mean), is
-    between the two bounds. Clip-Cov, eqs. 10 and 11 of https://arxiv.org/abs/2505.22617. The controller draws them for
-    the whole batch of a call, from q; the paper takes p, which is the same before a step's first update.
+    `selected_fraction` of the batch's tokens are drawn at random from the tokens whose covariance, (q - mean)
+    (A - mean), is between the two bounds. Clip-Cov, eqs. 10 and 11 of https://arxiv.org/abs/2505.22617. The controller
+    draws them for the whole batch of a call, from q; the paper takes p, which is the same before a step's first update.
     """
     del selected_fraction, covariance_low, covariance_high  # `select_for_clip_cov` has used them
     selected = inputs[_SELECTED]
@@ -235,8 +235,8 @@ def kl_cov(
 ) -> tuple[Tensor, Metrics]:
     """-sum w (r A - s beta |p - q|), where s = 1 for the tokens with the largest covariance of log-prob and A.
 
-    `selected_fraction` of the batch's tokens are those of the largest (q - mean) (A - mean). KL-Cov, eqs. 12 and 13 of
-    https://arxiv.org/abs/2505.22617. At p = q the penalty has no gradient, so it acts when a batch is used twice, or
+    `selected_fraction` of the batch's tokens are selected, by the largest (q - mean) (A - mean). KL-Cov, eqs. 12 and 13
+    of https://arxiv.org/abs/2505.22617. At p = q the penalty has no gradient, so it acts when a batch is used twice, or
     under a lag. As in `clip_cov`, the controller selects for the whole batch of a call.
     """
     del entropy, selected_fraction  # `select_for_kl_cov` has used it
