@@ -25,6 +25,7 @@ from trainer.engines.contract.reference import (
     require,
     require_close,
     require_names,
+    tempered,
 )
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
@@ -66,8 +67,11 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     def local_batch(data: list[Datum]) -> list[list[Datum]]:
         return plan(config, data).split(data)[index]
 
+    engine.forward_backward(local_batch(tempered(batch)), get_loss("importance_sampling"))
+    results: dict[str, Any] = {"gradients_at_temperatures": whole(engine, gradients=True)}
+    engine.zero_grad()
     output = engine.forward_backward(local_batch(batch[:4]), get_loss("importance_sampling"))
-    results: dict[str, Any] = {"logprobs": output.logprobs, "metrics": output.metrics}
+    results |= {"logprobs": output.logprobs, "metrics": output.metrics}
     engine.forward(local_batch(batch))  # leaves the gradient as it is
     engine.forward_backward(local_batch(batch[4:5]), get_loss("importance_sampling"))  # fewer datums than ranks
     engine.forward_backward(local_batch(alike), get_loss("importance_sampling"))
@@ -115,8 +119,9 @@ def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossIn
 
 
 def check_gradients(results: LayoutResults) -> str:
-    """Gradients equal one rank's."""
-    return f"within {require_close('gradients', results.many['gradients'], results.one['gradients'], 1e-5):.0e}"
+    """Gradients equal one rank's, at any temperatures."""
+    names = ("gradients", "gradients_at_temperatures")
+    return f"within {max(require_close(name, results.many[name], results.one[name], 1e-5) for name in names):.0e}"
 
 
 def check_failure(results: LayoutResults) -> str:
