@@ -65,8 +65,7 @@ def check_loss(subject: Subject) -> str:
     """Log-probs, entropies and the loss equal transformers', and a forward pass leaves no gradient."""
     engine, reference = subject.build(), ReferencePolicy(subject.model)
     output = engine.forward(MICROBATCHES, entropy=True)
-    worst = _worst_score(output, reference, BATCH)
-    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
+    worst = _require_scores(output, reference, BATCH)
     require(not gradients(engine), "there is a gradient after `forward`")
     require_refused(lambda: engine.optim_step(PARAMS), "optim_step without a gradient")
     trained = engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
@@ -85,11 +84,9 @@ def check_gradients(subject: Subject) -> str:
 
 
 def check_temperatures(subject: Subject) -> str:
-    """Log-probs, entropies and gradients are those of each datum's temperature, also where datums share a prefix."""
+    """Each datum is scored at its own temperature, also where datums share a prefix."""
     batch = tempered(BATCH)
-    output = subject.build().forward([batch], entropy=True)
-    worst = _worst_score(output, ReferencePolicy(subject.model), batch)
-    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
+    _require_scores(subject.build().forward([batch], entropy=True), ReferencePolicy(subject.model), batch)
     return _check_gradients(subject, batch)
 
 
@@ -220,7 +217,7 @@ def explode(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> obj
     return logprobs.sum() * float("nan"), {}
 
 
-def _worst_score(output: ForwardBackwardOutput, reference: ReferencePolicy, batch: Sequence[Datum]) -> float:
+def _require_scores(output: ForwardBackwardOutput, reference: ReferencePolicy, batch: Sequence[Datum]) -> float:
     require(output.entropy is not None, "forward(entropy=True) returned no entropies")
     assert output.entropy is not None
     worst = 0.0
@@ -230,6 +227,7 @@ def _worst_score(output: ForwardBackwardOutput, reference: ReferencePolicy, batc
             expected = reference.logprobs(datum).numpy(), reference.entropy(datum).numpy()
         for actual, theirs in zip((logprobs, entropy), expected, strict=True):
             worst = max(worst, float(np.abs(actual - np.where(scored, theirs, 0)).max()))
+    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
     return worst
 
 

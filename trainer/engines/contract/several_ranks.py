@@ -3,7 +3,7 @@
 Every layout runs the same script on each of its ranks, and so does one rank. The checks compare what rank 0 saw.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,7 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     def local_batch(data: list[Datum]) -> list[list[Datum]]:
         return plan(config, data).split(data)[index]
 
-    engine.forward_backward(local_batch(tempered(batch)), get_loss("importance_sampling"))
-    results: dict[str, Any] = {"gradients_at_temperatures": whole(engine, gradients=True)}
-    engine.zero_grad()
+    results: dict[str, Any] = {"gradients_at_temperatures": _gradients(engine, local_batch(tempered(batch)))}
     output = engine.forward_backward(local_batch(batch[:4]), get_loss("importance_sampling"))
     results |= {"logprobs": output.logprobs, "metrics": output.metrics}
     engine.forward(local_batch(batch))  # leaves the gradient as it is
@@ -108,6 +106,14 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     output = engine.forward_backward(local_batch(silent), get_loss("cross_entropy"))
     results["nothing_scored"] = (output.metrics["loss"], engine.optim_step(PARAMS).grad_norm)
     return results
+
+
+def _gradients(engine: Engine, microbatches: Sequence[Sequence[Datum]]) -> dict[str, Tensor]:
+    """The gradient of one call, which is dropped then."""
+    engine.forward_backward(microbatches, get_loss("importance_sampling"))
+    gradients = whole(engine, gradients=True)
+    engine.zero_grad()
+    return gradients
 
 
 def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
