@@ -1,12 +1,13 @@
 """Chunked log-probs and entropies against autograd through the whole matrix.
 
-Covers: trainer/engines/pytorch/logprobs.py
+Covers: trainer/engines/pytorch/distribution.py, trainer/engines/pytorch/logprobs.py
 """
 
 import pytest
 import torch
 
 from trainer.engines.pytorch import logprobs
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.logprobs import LogitsMemory
 
 
@@ -29,17 +30,18 @@ def test_values_and_gradients_equal_log_softmax(
     monkeypatch.setattr(logprobs, "MEMORY", memory)
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
-    targets = torch.randint(0, 50, (size,))
+    targets, temperatures = torch.randint(0, 50, (size,)), torch.rand(size) + 0.5
     scale_logprobs, scale_entropy = torch.randn(size), torch.randn(size)
 
-    expected = torch.log_softmax(hidden @ weight.T, -1)
+    expected = torch.log_softmax(hidden @ weight.T / temperatures[:, None], -1)
     expected_entropy = -(expected.exp() * expected).sum(-1)
     chosen = expected.gather(1, targets[:, None])[:, 0]
     ((chosen * scale_logprobs).sum() + (expected_entropy * scale_entropy).sum()).backward()
     expected_grads = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
 
-    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True)
+    distribution = Distribution(1 / temperatures)
+    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, distribution=distribution)
     assert entropy is not None
     torch.testing.assert_close(actual, chosen)
     torch.testing.assert_close(entropy, expected_entropy)

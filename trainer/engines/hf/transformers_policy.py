@@ -23,6 +23,7 @@ from rl.system.model_files import stored_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
@@ -128,6 +129,7 @@ class TransformersPolicy(nn.Module):
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
+        distribution = Distribution.of_row(row, device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)
@@ -138,7 +140,9 @@ class TransformersPolicy(nn.Module):
             # of two, which cost no precision.
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
-            return logprobs_and_entropy(hidden, head.weight, targets, entropy=entropy, low_rank=low_rank)
+            return logprobs_and_entropy(
+                *(hidden, head.weight, targets), entropy=entropy, low_rank=low_rank, distribution=distribution
+            )
 
         return self._run(compute)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, Distribution
 from trainer.engines.pytorch.low_rank import LowRank
 
 
@@ -102,8 +103,11 @@ def logprobs_and_entropy(
     entropy: bool,
     group: dist.ProcessGroup | None = None,
     low_rank: LowRank | None = None,
+    distribution: Distribution = MODEL_DISTRIBUTION,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
+
+    The logits are divided by the temperatures of `distribution`.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
@@ -115,7 +119,9 @@ def logprobs_and_entropy(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
     )
     key = MEMORY.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs, entropies = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        *(hidden, weight, inner, b, targets), entropy, group, key, distribution
+    )
     return logprobs, entropies
 
 
@@ -136,18 +142,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy: bool,
         group: dist.ProcessGroup | None,
         key: object,
+        distribution: Distribution,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
         lse = hidden.new_empty(size, dtype=torch.float32)
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key = key
+        ctx.key, ctx.scale = key, distribution.scale
         for part in _parts(hidden, weight, key):
             logits = _logits(hidden, weight, inner, b, part, out=MEMORY.kept(key, part))
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
-            chosen = logits.gather(1, column[:, None])[:, 0].float() * here
-            log_sum, expected = _softmax_sums(logits, entropy)
+            scale = None if ctx.scale is None else ctx.scale[part]
+            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].float(), scale) * here
+            log_sum, expected = _softmax_sums(logits, entropy, scale)
             lse[part] = _sum_over(group, log_sum.clone(), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
             if entropies is not None and expected is not None:
@@ -172,7 +180,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits = _logits(hidden, weight, inner, b, part)
             column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
-            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy)
+            scale = None if ctx.scale is None else ctx.scale[part]
+            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
@@ -183,7 +192,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
-        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None
+        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None, None
 
 
 def _added(total: Tensor | None, update: Tensor) -> Tensor:
@@ -242,18 +251,21 @@ def _logits(
     return logits if inner is None or b is None else logits.addmm_(inner[part], b.T)
 
 
-def _softmax_sums(logits: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Of logits [C, V], the log of the sum of exponentials and, for entropies, the expected logit; [C] float32 each."""
+def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of logits [C, V] times scale [C], the log of the sum of exponentials and, for entropies, the expected logit.
+
+    Both are [C] float32.
+    """
     log_sum = logits.new_empty(len(logits), dtype=torch.float32)
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
-        block = _float32(logits[rows])
+        block = _float32(logits[rows], scale, rows)
         largest = block.amax(-1)
         total = _exp_(block.sub_(largest[:, None])).sum(-1)
         log_sum[rows] = total.log().add_(largest)
         if expected is not None:
             expected[rows] = block.mul_(logits[rows]).sum(-1).div_(total)
-    return log_sum, expected
+    return log_sum, None if expected is None else _scaled_(expected, scale)
 
 
 def _gradient_(
@@ -263,18 +275,22 @@ def _gradient_(
     column: Tensor,
     here: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
+    scale: Tensor | None,
 ) -> Tensor:
     """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
-    # With z the logits, p their softmax and H the entropy:
+    # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
-        log_p = _float32(logits[rows]).sub_(lse[rows, None])
+        log_p = _float32(logits[rows], scale, rows).sub_(lse[rows, None])
         factor = -grad_logprobs[rows, None]
         if of_entropy is not None:
             grad_entropies, entropies = (x[rows, None] for x in of_entropy)
             factor = factor - grad_entropies * (log_p + entropies)
+        of_target = grad_logprobs[rows] * here[rows]
+        if scale is not None:
+            factor, of_target = factor * scale[rows, None], of_target * scale[rows]
         block = _exp_(log_p).mul_(factor)
-        block.scatter_add_(1, column[rows, None], (grad_logprobs[rows] * here[rows])[:, None])
+        block.scatter_add_(1, column[rows, None], of_target[:, None])
         logits[rows] = block
     return logits
 
@@ -287,11 +303,17 @@ def _blocks(logits: Tensor) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _float32(logits: Tensor) -> Tensor:
-    """A block's logits in float32, in memory of their own."""
+def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
+    """A block's scaled logits in float32, in memory of their own."""
     if logits.device.type != "cpu":
-        return logits.to(torch.float32, copy=True)
-    return MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+        block = logits.to(torch.float32, copy=True)
+    else:
+        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    return block if scale is None else block.mul_(scale[rows, None])
+
+
+def _scaled_(logits: Tensor, scale: Tensor | None) -> Tensor:
+    return logits if scale is None else logits.mul_(scale)
 
 
 def _exp_(x: Tensor) -> Tensor:
