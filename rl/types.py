@@ -342,22 +342,46 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        kind = type(self).__name__
         non_negative = ("learning_rate", "weight_decay", "grad_clip_norm")
         for name in non_negative:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"AdamParams.{name} is {value}; it must be finite and at least 0")
+                raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(f"AdamParams.{name} is {value}; it must be in [0, 1)")
+                raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
         if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"AdamParams.eps is {self.eps}; it must be finite and above 0")
+            raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0")
         for pattern, factor in self.learning_rate_multipliers.items():
             if not (math.isfinite(factor) and factor >= 0):
                 raise ValueError(
-                    f"AdamParams.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
+                    f"{kind}.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonParams(AdamParams):
+    """All hyper-parameters of one Muon step: matrices of hidden layers are updated by orthogonal matrices.
+
+    All other parameters (embeddings, the head, vectors) take an AdamW step with the fields of `AdamParams`. The mean of
+    a matrix's gradient is that of AdamW, with `beta1`, so a run may change between the two. An update has the size of
+    AdamW's (0.2 sqrt(larger side)), so learning rates carry over: https://arxiv.org/abs/2502.16982. Muon:
+    https://kellerjordan.github.io/posts/muon.
+    """
+
+    beta1: float = 0.95
+    nesterov: bool = True
+    """Whether a step uses the gradient once more, in addition to the mean."""
+    num_iterations: int = 5
+    """Newton-Schulz iterations, each of which brings the singular values nearer to 1."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError as `AdamParams` does."""
+        AdamParams.__post_init__(self)  # super() does not know a class with slots
+        if self.num_iterations < 1:
+            raise ValueError(f"MuonParams.num_iterations is {self.num_iterations}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

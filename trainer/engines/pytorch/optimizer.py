@@ -1,4 +1,9 @@
-"""AdamW over plain or sharded float32 parameters. Every hyper-parameter comes with the step."""
+"""AdamW and Muon over plain or sharded float32 parameters. Every hyper-parameter comes with the step.
+
+Muon replaces the mean of a matrix's gradient by the nearest matrix whose singular values are about 1, found by a
+polynomial of products of the matrix with itself: https://kellerjordan.github.io/posts/muon. A sharded matrix is gathered
+for that, and every rank that holds a part computes the whole; a stack of experts that is sharded by experts is not.
+"""
 
 import contextlib
 import math
@@ -9,14 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from rl.types import AdamParams
+from rl.types import AdamParams, MuonParams
 from trainer.engines.pytorch.engine_state import move, to_host
 
 PIECE_BYTES = 1 << 30
 """Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""
 
+_IS_MUON = "is_muon"
+"""Key of a parameter group whose matrices take Muon's step."""
+_OUTER = ("embed_tokens", "lm_head", "score")
+"""Modules whose matrices are no hidden layer's: one of their sides is the vocabulary, or a single value."""
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
+_SMALLEST_NORM = 1e-7
 _MAX_BETA2 = 0.99  # in bfloat16, smaller changes of the second moment than this leaves are rounded away
 
 
@@ -80,10 +92,23 @@ class Optimizer:
         groups = self._groups(params)
         in_place = fetch_to is None and self._dtype == torch.float32
         for part in [groups] if in_place else _pieces(groups):
-            self._adamw.param_groups = part
             with contextlib.nullcontext() if in_place else self._fetched(part, fetch_to):
-                self._adamw.step()
+                self._update(part, params)
         return norm
+
+    def _update(self, groups: Sequence[dict[str, Any]], params: AdamParams) -> None:
+        """One step of these groups' parameters, with the moments where they are."""
+        self._adamw.param_groups = [group for group in groups if not group[_IS_MUON]]
+        self._adamw.step()
+        if not isinstance(params, MuonParams):
+            return
+        for matrix, rate in ((each, group["lr"]) for group in groups if group[_IS_MUON] for each in group["params"]):
+            state = self._adamw.state[matrix]
+            if not state:  # as AdamW makes one; the second moment is for a later step of AdamW
+                state["step"] = torch.zeros((), device=matrix.device)
+                state |= {name: torch.zeros_like(matrix, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            state["step"] += 1
+            _muon_update(matrix, state["exp_avg"], params, rate)
 
     @contextlib.contextmanager
     def _fetched(self, groups: Sequence[dict[str, Any]], device: torch.device | None) -> Generator[None]:
@@ -134,12 +159,13 @@ class Optimizer:
         return state
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
-        """One group per learning-rate multiplier and device mesh, because the fused step cannot mix them."""
-        members: dict[tuple[float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
+        """One group per kind of step, learning-rate multiplier and mesh, because the fused step cannot mix them."""
+        members: dict[tuple[bool, float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
         for name, parameter in self._parameters.items():
             multiplier = _multiplier(name, params.learning_rate_multipliers)
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            members.setdefault((multiplier, mesh), []).append(parameter)
+            is_muon = isinstance(params, MuonParams) and is_hidden_matrix(name, parameter)
+            members.setdefault((is_muon, multiplier, mesh), []).append(parameter)
         return [
             {
                 **self._adamw.defaults,
@@ -148,8 +174,9 @@ class Optimizer:
                 "betas": (params.beta1, params.beta2),
                 "eps": params.eps,
                 "weight_decay": params.weight_decay,
+                _IS_MUON: is_muon,
             }
-            for (multiplier, _), parameters in members.items()
+            for (is_muon, multiplier, _), parameters in members.items()
         ]
 
 
@@ -169,7 +196,11 @@ def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+    return _local(parameter).nbytes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
@@ -190,3 +221,50 @@ def _square_sum(grads: Iterable[torch.Tensor], plain_replicas: int) -> float:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item()
+
+
+def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon updates the parameter of this Hugging Face name: a matrix, or a stack of experts' matrices."""
+    of_experts = parameter.ndim == 3 and "expert" in name
+    return (parameter.ndim == 2 or of_experts) and not any(part in _OUTER for part in name.split("."))
+
+
+@torch.no_grad()
+def _muon_update(matrix: torch.Tensor, mean: torch.Tensor, params: MuonParams, learning_rate: float) -> None:
+    """Updates `matrix` [..., m, n] and `mean`, its gradient's running mean, in place, if it has a gradient."""
+    if matrix.grad is None:
+        return
+    local, gradient, average = (_local(each) for each in (matrix, matrix.grad, mean))
+    average.lerp_(gradient, 1 - params.beta1)
+    direction = gradient.lerp(average, params.beta1) if params.nesterov else average
+    size = 0.2 * math.sqrt(max(matrix.shape[-2:]))
+    local.mul_(1 - learning_rate * params.weight_decay)
+    local.add_(_orthogonal_part(matrix, direction, params.num_iterations), alpha=-learning_rate * size)
+
+
+def _orthogonal_part(matrix: torch.Tensor, direction: torch.Tensor, num_iterations: int) -> torch.Tensor:
+    """This rank's part of the orthogonalised direction, of which `direction` is this rank's part."""
+    if not isinstance(matrix, DTensor):
+        return _orthogonalized(direction, num_iterations)
+    mesh, placements = matrix.device_mesh, matrix.placements
+    if matrix.ndim == 3 and all(each.is_replicate() or each.is_shard(0) for each in placements):
+        return _orthogonalized(direction, num_iterations)
+    shape, stride = matrix.shape, matrix.stride()
+    sharded = DTensor.from_local(direction, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = _orthogonalized(sharded.full_tensor(), num_iterations)
+    return (
+        DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        .redistribute(mesh, placements)
+        .to_local()
+    )
+
+
+def _orthogonalized(matrix: torch.Tensor, num_iterations: int) -> torch.Tensor:
+    """[..., m, n] -> the same singular vectors with singular values of about 1, by Newton-Schulz iterations."""
+    x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix  # products of the shorter side cost less
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
+    a, b, c = _QUINTIC
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
