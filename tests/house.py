@@ -17,8 +17,9 @@ PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
 OPTIONAL = (
     "controller/server/",
     "controller/hosts/starting/",
+    "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
-    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "sweep")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "report_run", "sweep")),
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",

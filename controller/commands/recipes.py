@@ -57,7 +57,7 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    groups = ("engines", "hosts", "loggers", "losses", "advantages", "commands")
+    groups = ("engines", "hosts", "loggers", "observers", "losses", "advantages", "commands")
     for group in groups:
         kind = "loss" if group == "losses" else group[:-1]
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):

@@ -148,7 +148,7 @@ def test_every_layout_takes_the_steps_of_one_rank(tmp_path: Path) -> None:
         for layout in layouts:
             found = torch.load(tmp_path / layout)
             moved = {name: (tensor - before[name], expected[name] - before[name]) for name, tensor in found.items()}
-            assert {name: error for name, pair in moved.items() if (error := relative_error(*pair)) > 2e-5} == {}, (
+            assert {name: error for name, pair in moved.items() if (error := relative_error(*pair)) > 1e-4} == {}, (
                 layout
             )
 
@@ -170,7 +170,7 @@ def test_a_run_changes_between_optimizers_and_resumes_exactly(tmp_path: Path) ->
 
 def test_engines_without_whole_matrices_refuse_it(tmp_path: Path) -> None:
     config = _config(tiny_llama(tmp_path / "model"), engine="fsdp1")
-    with pytest.raises(ValueError, match="engine 'fsdp1' has no Muon step; use AdamParams, or .* torchtitan, fsdp2"):
+    with pytest.raises(ValueError, match=r"engine 'fsdp1' has no Muon step; use AdamParams, or .* torchtitan, fsdp2"):
         config.check_optimizer(PARAMS)
     config.check_optimizer(AdamParams(learning_rate=1e-3))
     with pytest.raises(ValueError, match=r"MuonParams.num_iterations is 0; it must be at least 1"):

@@ -1,8 +1,8 @@
 """AdamW and Muon over plain or sharded float32 parameters. Every hyper-parameter comes with the step.
 
 Muon replaces the mean of a matrix's gradient by the nearest matrix whose singular values are about 1, found by a
-polynomial of products of the matrix with itself: https://kellerjordan.github.io/posts/muon. A sharded matrix is gathered
-for that, and every rank that holds a part computes the whole; a stack of experts that is sharded by experts is not.
+polynomial of products of the matrix with itself: https://kellerjordan.github.io/posts/muon. A sharded matrix is
+gathered for that, and every rank that holds a part computes the whole; a stack of experts, sharded by experts, is not.
 """
 
 import contextlib
