@@ -24,7 +24,7 @@ OPTIONAL = (
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
-    "rl/envs/verifiers_env.py",
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
 ROOMS = (
