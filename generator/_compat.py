@@ -22,7 +22,7 @@ def patch_prompt_logprobs(runner: Any) -> None:
 
 
 def _patch_second_runner(runner: Any) -> None:
-    """The one for GPUs scores all tokens of a step, in pieces, and picks those of prompts afterwards."""
+    """The one for GPUs scores all tokens of a step, in pieces, and picks the prompts' tokens afterwards."""
     worker = runner.prompt_logprobs_worker
     original: Callable[..., dict[str, Any]] = worker.compute_prompt_logprobs
 

@@ -63,8 +63,8 @@ class WeightUpdates:
             tied_embeddings=_is_tied(engine.model_config),
         )
         self._num_updates = 0
-        self._pulled: VersionRecord | None = None  # what the model holds, if it can be had again
-        self._dropped: VersionRecord | None = None  # what it held before a sleep
+        self._pulled: VersionRecord | None = None  # the version in the model, if it can be had again
+        self._dropped: VersionRecord | None = None  # the version that a sleep has dropped
         self.model = ServedPolicy(None, version=0, update=0)
         """The model itself. Version 0 stands for the weights of the model's directory."""
         self.adapters = None if config.lora is None else Adapters(engine, config.lora, self._loader.shapes)

@@ -1,6 +1,6 @@
 """What is moved when, with devices that no machine needs to have: only their names matter here.
 
-Covers: trainer/engines/pytorch/engine_state.py, trainer/engines/pytorch/host_memory.py
+Covers: trainer/engines/pytorch/engine_state.py
 """
 
 from collections.abc import Generator
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.engines.pytorch.engine_state import Offload, Part
-from trainer.engines.pytorch.host_memory import HostMemory
+from trainer.engines.pytorch.engine_state import HostMemory, Offload, Part
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 

@@ -114,8 +114,8 @@ def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, unsharded if it was sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """A copy of a tensor in the host's memory, unsharded if it was sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

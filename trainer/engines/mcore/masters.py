@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from trainer.engines.mcore.groups import RankGroups
 from trainer.engines.mcore.names import Piece
-from trainer.engines.pytorch.host_memory import HostMemory
+from trainer.engines.pytorch.engine_state import HostMemory
 
 
 @dataclass(frozen=True, slots=True)

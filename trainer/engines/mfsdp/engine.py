@@ -19,7 +19,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.hf.flat_engine import FlatEngine, FlatShards, ShardedModel
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.mfsdp._compat import MixedPrecisionPolicy, fully_shard_model
-from trainer.engines.pytorch.host_memory import HostMemory
+from trainer.engines.pytorch.engine_state import HostMemory
 from trainer.engines.pytorch.ranks import DTYPES
 
 

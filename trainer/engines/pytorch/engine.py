@@ -25,9 +25,16 @@ from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver
-from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part
+from trainer.engines.pytorch.engine_state import (
+    PARTS,
+    Gradients,
+    HostMemory,
+    MasterWeights,
+    MixedPrecision,
+    Offload,
+    Part,
+)
 from trainer.engines.pytorch.hf_directory import write_hf_directory
-from trainer.engines.pytorch.host_memory import HostMemory
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner

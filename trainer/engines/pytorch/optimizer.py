@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl.types import AdamParams
-from trainer.engines.pytorch.host_memory import HostMemory
+from trainer.engines.pytorch.engine_state import HostMemory
 
 PIECE_BYTES = 256 << 20
 """Moments in float32 that are updated at a time while they are kept elsewhere, or in another dtype."""
