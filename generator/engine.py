@@ -179,7 +179,7 @@ class GenerationEngine:
         await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
     async def rest(self, *, asleep: bool) -> None:
-        """Frees the GPU's memory once no request is running, and keeps the weights on the host; or takes it again."""
+        """Frees the GPU's memory once no request is running, or takes it again. Weights stay, or are loaded again."""
         await asyncio.wrap_future(self._calls.submit(Rest(self._next_id(), asleep)))
 
     def close(self) -> None:
@@ -288,6 +288,7 @@ class GenerationEngine:
 
     def _admit(self, request: Generate | Stream) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
+        self._updates.load_dropped()
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)

@@ -31,10 +31,10 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         # By `room_to_score`, vLLM's context may be longer than the model's by a token. `check_model` checks the rest.
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
-    if config.lora is not None:
-        # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, the only one on CPUs.
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if not _has_gpu(has_gpu):
+    if _has_gpu(has_gpu):
+        # FlashInfer compiles its sampler at the start, and cannot sample where log-probs are asked for, as always here.
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    else:
         env |= {
             # vLLM compiles some functions even with `enforce_eager`, such as the embedding of a tensor-parallel group:
             # the first request would wait for the compiler, and fail on a host without g++.

@@ -17,7 +17,7 @@ from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn, whole
+from trainer.engines.contract.plain_ranks import LENGTHS, full, plan, spawn, whole
 from trainer.engines.contract.reference import (
     ReferencePolicy,
     published,
@@ -165,7 +165,8 @@ def check_checkpoint(results: LayoutResults) -> str:
     engine = results.build(one)
     version = engine.load_checkpoint(results.directory / "checkpoint")
     require(version == 3, f"load_checkpoint returned version {version} on one rank; 3 is expected")
-    require_close("parameters loaded on one rank", dict(engine.hf_parameters()), many["parameters"], 0.0)
+    loaded = {name: full(parameter) for name, parameter in engine.hf_parameters()}
+    require_close("parameters loaded on one rank", loaded, many["parameters"], 0.0)
     return "equal, also on one rank"
 
 

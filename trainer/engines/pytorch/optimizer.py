@@ -6,8 +6,9 @@ gathered for that, and every rank that holds a part computes the whole; a stack 
 """
 
 import contextlib
+import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rl.types import AdamParams, MuonParams
-from trainer.engines.pytorch.engine_state import move, to_host
+from trainer.engines.pytorch.engine_state import HostMemory
 
-PIECE_BYTES = 1 << 30
-"""Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""
+PIECE_BYTES = 256 << 20
+"""Moments in float32 that are updated at a time while they are kept elsewhere, or in another dtype."""
+
+States = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
+"""Moments and step count of each parameter."""
 
 _IS_MUON = "is_muon"
 """Key of a parameter group whose matrices take Muon's step."""
@@ -45,6 +49,7 @@ class Optimizer:
         self._dtype = dtype
         self._replicas = replicas
         self._parameters = parameters
+        self._host = HostMemory()
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
     def check(self, params: AdamParams, device: torch.device) -> None:
@@ -90,10 +95,10 @@ class Optimizer:
             for grad in grads:
                 grad.mul_(factor)
         groups = self._groups(params)
-        in_place = fetch_to is None and self._dtype == torch.float32
-        for part in [groups] if in_place else _pieces(groups):
-            with contextlib.nullcontext() if in_place else self._fetched(part, fetch_to):
-                self._update(part, params)
+        if fetch_to is None and self._dtype == torch.float32:
+            self._update(groups, params)
+        else:
+            self._step_in_pieces(list(_pieces(groups)), params, fetch_to)
         return norm
 
     def _update(self, groups: Sequence[dict[str, Any]], params: AdamParams) -> None:
@@ -110,27 +115,58 @@ class Optimizer:
             state["step"] += 1
             _muon_update(matrix, state["exp_avg"], params, rate)
 
-    @contextlib.contextmanager
-    def _fetched(self, groups: Sequence[dict[str, Any]], device: torch.device | None) -> Generator[None]:
-        """Within the block, the moments of these groups are in float32 on the device; None is where they are."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        at_home = {parameter: dict(self._adamw.state[parameter]) for parameter in parameters}
+    def _step_in_pieces(
+        self, pieces: Sequence[dict[str, Any]], params: AdamParams, device: torch.device | None
+    ) -> None:
+        """Updates a piece while the next one comes and the last one goes back, so three are on the device at most."""
+        on_gpu = device is not None and device.type == "cuda"
+        incoming, outgoing = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
+        back: Any = None
+        ahead = self._fetch(pieces[0], device)
+        for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+            at_home = ahead
+            with _beside(incoming):
+                ahead = {} if following is None else self._fetch(following, device)
+            self._update([piece], params)
+            if incoming is not None and outgoing is not None:
+                self._hold(piece, outgoing)
+            with _beside(outgoing):
+                self._return(at_home, on_host=device is not None)
+            if incoming is not None and outgoing is not None:
+                if back is not None:
+                    back.synchronize()
+                back = outgoing.record_event()
+                torch.cuda.current_stream().wait_stream(incoming)
+        if outgoing is not None:
+            outgoing.synchronize()  # the host may read the moments now
+
+    def _hold(self, piece: Mapping[str, Any], stream: torch.cuda.Stream) -> None:
+        """Keeps the memory of moments until their computation and their copies on `stream`, which waits, are done."""
+        stream.wait_stream(torch.cuda.current_stream())
+        for value in (value for parameter in piece["params"] for value in self._adamw.state[parameter].values()):
+            for user in (torch.cuda.current_stream(), stream):
+                _local(value).record_stream(user)
+
+    def _fetch(self, piece: Mapping[str, Any], device: torch.device | None) -> States:
+        """Brings moments to the device in float32; None is where they are. Returns them as they are kept."""
+        at_home: States = {parameter: dict(self._adamw.state[parameter]) for parameter in piece["params"]}
         for parameter, state in at_home.items():
             self._adamw.state[parameter] = {
-                name: value.to(device or value.device, torch.float32, non_blocking=True)
-                for name, value in state.items()
+                name: value.to(device or value.device, non_blocking=True).float() for name, value in state.items()
             }
-        yield
+        return at_home
+
+    def _return(self, at_home: States, *, on_host: bool) -> None:
         for parameter, state in at_home.items():
             for name, value in self._adamw.state[parameter].items():
+                cast = value if name == "step" else value.to(self._dtype)
                 # The first step makes a state, which has no memory of its own yet.
                 home = state.get(name)
-                if home is None:
-                    cast = value if name == "step" else value.to(self._dtype)
-                    home = cast if device is None else to_host(cast)
-                else:
-                    home.copy_(value)
-                self._adamw.state[parameter][name] = home
+                if home is not None:
+                    home.copy_(cast, non_blocking=True)
+                self._adamw.state[parameter][name] = (
+                    home if home is not None else self._host.keep(cast) if on_host else cast
+                )
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns moments and step count of every parameter, by name. Allocates zeros before the first step."""
@@ -138,8 +174,9 @@ class Optimizer:
 
     def to(self, device: torch.device) -> None:
         """Moves all moments and step counts."""
+        move = self._host.mover(device)
         for state in self._adamw.state.values():
-            state.update({name: move(value, device) for name, value in state.items()})
+            state.update({name: move(value) for name, value in state.items()})
 
     def forget_unused(self) -> None:
         """Frees the zeros that `state` allocated, if no step has been taken."""
@@ -180,7 +217,12 @@ class Optimizer:
         ]
 
 
-def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, a GPU's work is queued on another stream than its computation."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Cuts groups into pieces of parameters whose moments take at most `PIECE_BYTES`, or of one parameter."""
     for group in groups:
         piece: list[torch.nn.Parameter] = []
@@ -188,11 +230,11 @@ def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         for parameter in group["params"]:
             moments = 2 * _local_bytes(parameter)
             if piece and num_bytes + moments > PIECE_BYTES:
-                yield [{**group, "params": piece}]
+                yield {**group, "params": piece}
                 piece, num_bytes = [], 0
             piece.append(parameter)
             num_bytes += moments
-        yield [{**group, "params": piece}]
+        yield {**group, "params": piece}
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:
