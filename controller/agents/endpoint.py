@@ -245,6 +245,7 @@ def _keep(session: OpenSession, call: OpenAICall, record: str, label: str, start
         versions=read.versions,
         text=read.text,
         finish_reason=read.finish_reason,
+        temperature=session.sampling.temperature,
     )
     session.last_request = time.monotonic()
     session.calls.append(

@@ -40,7 +40,7 @@ class EarlierCall:
     parent: int | None
     """Index of the call whose tokens come before."""
     tokens: NDArray[np.int32]
-    """[N] what the call read after its parent's tokens, and what it sampled."""
+    """[N] the tokens that the call read after its parent's, and the sampled ones."""
     digest: str
     """Of the tools, of all messages of its request and of its answer; see `digests`."""
 

@@ -188,8 +188,8 @@ def test_an_error_has_the_form_of_its_dialect(chat_engine: GenerationEngine) -> 
 def test_what_cannot_be_trained_or_served_is_refused_at_the_start() -> None:
     async def main() -> None:
         anything: Any = object()
-        with pytest.raises(ValueError, match=r"sampling.temperature is 0.5"):
-            await agent_endpoint(anything, SamplingParams(max_tokens=4, temperature=0.5)).__aenter__()
+        with pytest.raises(ValueError, match=r"sampling.top_k is 5"):
+            await agent_endpoint(anything, SamplingParams(max_tokens=4, top_k=5)).__aenter__()
         with pytest.raises(ValueError, match="launch"):
             await agent_endpoint(anything, SamplingParams(max_tokens=4)).__aenter__()
 
