@@ -58,7 +58,7 @@ class EngineClient:
 
 
 class OpenAIServing:
-    """Answers requests for one choice of parsers. An optional part may override what it is made of."""
+    """Answers requests for one choice of parsers. An optional part may replace its two classes."""
 
     renderer_class = OnlineRenderer
     client_class = EngineClient

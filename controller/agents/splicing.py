@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from rl.rollouts.tokenizer import TextEncoder
 
 How = Literal["root", "extends", "spliced", "rewritten"]
-"""How a prompt came about: it continues no earlier call; the template's own tokens begin with the earlier call's; the
-earlier call's tokens stand in the place of the template's; the template shows the earlier messages in another way, so that
-the call is a root although its messages continue an earlier call."""
+"""How a prompt came about. "root": it continues no earlier call. "extends": the template's own tokens begin with the
+earlier call's. "spliced": the earlier call's tokens stand in the place of the template's. "rewritten": the messages
+continue an earlier call, but the template now shows them in another way, so the call is a root."""
 Message = Mapping[str, Any]
 _TRUSTED_ROLES = ("system", "developer", "assistant")
 
