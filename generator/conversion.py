@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import vllm
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rl.lora import Policy
@@ -41,6 +41,12 @@ class ServedPolicy:
     def version_at(self, update: int) -> int:
         """The version that was in use when so many updates had been made."""
         return self._versions[bisect.bisect_right(self._updates, update) - 1]
+
+    def name_versions(self, output: RequestOutput) -> None:
+        """Puts this policy's versions in the place of vLLM's, which an output has of the samples that have ended."""
+        for sample in output.outputs:
+            for span in sample.weight_versions or ():
+                span.version = str(self.version_at(int(span.version)))
 
 
 def unknown_policy(policy: Policy, known: Iterable[Policy]) -> ValueError:
@@ -85,10 +91,8 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     )
 
 
-def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, policy: ServedPolicy) -> Completion:
+def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
-
-    `policy` is what was sampled from; vLLM's own versions of the weights are numbers of updates (`updates.py`).
 
     Without a tokenizer the text is empty. Raises RuntimeError if vLLM did not finish the sample.
     """
@@ -100,9 +104,7 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
     return Completion(
         tokens=tokens,
         logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
-        versions=tuple(
-            policy.version_at(int(span.version)) for span in sample.weight_versions for _ in range(span.start, span.end)
-        ),
+        versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
         text="" if tokenizer is None else _text(sample, tokenizer),
         finish_reason=sample.finish_reason,
         prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),

@@ -263,9 +263,11 @@ class GenerationEngine:
             outputs = self._engine.step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
+            self._running[output.request_id].name_versions(output)
             self._calls.pass_on(output)
             if output.finished:
-                self._finish(output, self._running.pop(output.request_id))
+                del self._running[output.request_id]
+                self._finish(output)
         self._updates.free_dropped()
 
     def _update(self, update: Update) -> None:
@@ -304,10 +306,10 @@ class GenerationEngine:
             raise ValueError(str(error)) from None
         self._running[request.id] = policy
 
-    def _finish(self, output: RequestOutput, policy: ServedPolicy) -> None:
+    def _finish(self, output: RequestOutput) -> None:
         self._calls.finish(
             output.request_id,
-            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs, policy) for each in output.outputs],
+            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs) for each in output.outputs],
         )
 
     def _cancel(self, cancel: Cancel) -> None:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
 OPTIONAL = (
     "controller/server/",
+    "controller/agents/",
+    "configs/agent_",
     "controller/hosts/starting/",
     "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
@@ -30,7 +32,7 @@ OPTIONAL = (
 ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
-    *("controller/loops", "controller/commands", "controller/server", "configs"),
+    *("controller/loops", "controller/commands", "controller/server", "controller/agents", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

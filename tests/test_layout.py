@@ -41,10 +41,10 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 294,
-    "core files": 240,
+    "product files": 302,
+    "core files": 238,
     "core lines": 37_630,
-    "files under 70 lines with one importer": 3,
+    "files under 70 lines with one importer": 2,
     "files that a loop's page reaches": 110,
     "definitions of forward_backward": 9,
     "project imports of README's loop": 3,

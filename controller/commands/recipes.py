@@ -57,9 +57,9 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    groups = ("engines", "hosts", "loggers", "observers", "losses", "advantages", "commands")
+    groups = ("engines", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
     for group in groups:
-        kind = "loss" if group == "losses" else group[:-1]
+        kind = {"losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None

@@ -182,7 +182,7 @@ def pad_row(row: PackedRow, multiple: int) -> PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Datums with the same shareable prefix, in an order in which datums that begin alike are neighbours."""
+    """Datums that begin with one shareable prefix, in an order in which datums that begin alike are neighbours."""
 
     members: tuple[int, ...]
     """Indices of the datums in the batch."""
@@ -203,13 +203,20 @@ class PrefixGroup:
 def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
     """Groups the datums that have the same shareable prefix, in the order of each group's first datum.
 
-    Without `share_prefixes` every datum is a group of its own.
+    A prefix that begins with another datum's belongs to that one's group, as of a later branch of a session. Without
+    `share_prefixes` every datum is a group of its own.
     """
     if not share_prefixes:
         return [PrefixGroup((i,), (0,)) for i in range(len(batch))]
+    prefixes = [shareable_prefix(datum).tobytes() for datum in batch]
+    shortest: dict[bytes, bytes] = {}
+    current: bytes | None = None
+    for prefix in sorted(set(prefixes)):  # all that begin alike follow their common beginning
+        current = prefix if current is None or not prefix.startswith(current) else current
+        shortest[prefix] = current
     groups: dict[bytes, list[int]] = {}
-    for i, datum in enumerate(batch):
-        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
+    for i, prefix in enumerate(prefixes):
+        groups.setdefault(shortest[prefix], []).append(i)
     return [_sorted_group(batch, members) for members in groups.values()]
 
 

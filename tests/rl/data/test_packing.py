@@ -127,13 +127,14 @@ def test_completions_that_begin_alike_are_a_tree() -> None:
     assert len(row.pair_index) == sum(map(len, completions))
 
 
-def test_a_datum_belongs_to_those_with_the_same_tokens_up_to_its_first_score() -> None:
+def test_a_datum_joins_the_shortest_prefix_that_it_begins_with() -> None:
     late = Datum(
         tokens=np.array([1, 2, 3]),
         loss_inputs={"target_tokens": np.array([2, 3, 4]), "weights": np.array([0, 1, 1], dtype=np.float32)},
     )
     early = Datum(tokens=np.array([1, 2, 3]), loss_inputs={"target_tokens": np.array([2, 3, 4])})
-    assert [group.members for group in group_by_prefix([late, early, late])] == [(0, 2), (1,)]
+    other = Datum(tokens=np.array([2, 2, 3]), loss_inputs=late.loss_inputs)
+    assert [group.members for group in group_by_prefix([late, other, early, late])] == [(0, 2, 3), (1,)]
 
 
 def test_a_group_counts_what_its_members_share_once() -> None:
