@@ -159,6 +159,8 @@ class RolloutLoopConfig(LoopConfig):
         if self.env_time_limit_s is not None:
             check_above_zero(env_time_limit_s=self.env_time_limit_s)
         check_sampled_distribution(self.sampling)
+        if self.sampling.cuts:
+            self._set("generator", replace(self.generator, kept_sets=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

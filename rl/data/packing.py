@@ -7,7 +7,7 @@ completions are a tree. The results are the same, for a fraction of the tokens. 
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
 Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
-P different pairs of a token of the row and a target among them, at different temperatures.
+P different pairs of a token of the row and a target among them, scored under different distributions.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.sampling import KeptSets
 from rl.system.hf_config import read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
 
@@ -89,6 +90,8 @@ class PackedRow:
     """[P] the token that is scored after it."""
     temperatures: NDArray[np.float32]
     """[P] the temperature of the datum; the same pair of datums of different temperatures occurs once for each."""
+    kept: KeptSets | None
+    """P sets of words from which the targets were sampled, each another pair. None if no datum has any."""
     pair_index: Ints
     """[S] index of the pair that has the score of the position."""
     datum_index: Ints
@@ -145,8 +148,10 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     starts = np.cumsum((0, *lengths))
     loss_inputs = _gathered(datums, starts[index] + position)
     of_positions, targets = np.concatenate(scored), loss_inputs["target_tokens"]
-    temperatures = np.array([datum.temperature for datum in datums])[index]
-    pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures)
+    temperatures, kept = _distributions(datums, index, starts[index] + position)
+    pairs, pair_index = _distinct_pairs(
+        of_positions, targets, temperatures, *([] if kept is None else [kept.numbers()])
+    )
     return PackedRow(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
@@ -154,7 +159,8 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
         lengths=tuple(lengths),
         scored=of_positions[pairs],
         targets=targets[pairs],
-        temperatures=temperatures[pairs].astype(np.float32),
+        temperatures=temperatures[pairs],
+        kept=None if kept is None else kept.take(pairs),
         pair_index=pair_index,
         datum_index=index,
         datum_position=position,
@@ -343,6 +349,15 @@ def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
         "weights": np.concatenate([datum.weights for datum in datums])[flat],
         **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[flat] for name in names},
     }
+
+
+def _distributions(datums: Sequence[Datum], index: Ints, flat: Ints) -> tuple[NDArray[np.float32], KeptSets | None]:
+    """Temperatures and kept sets of positions, by the index of their datum, and in the concatenation of all datums."""
+    temperatures = np.array([datum.temperature for datum in datums], dtype=np.float32)[index]
+    if all(datum.kept is None for datum in datums):
+        return temperatures, None
+    kept = KeptSets.joined([datum.kept or KeptSets.whole(len(datum.tokens)) for datum in datums])
+    return temperatures, kept.take(flat)
 
 
 def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:
