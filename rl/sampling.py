@@ -1,7 +1,6 @@
 """How tokens are sampled, and which words a cut of the vocabulary (top-k, top-p, min-p) has kept for each of them.
 
-A token's log-prob is that among the kept words, so whoever scores it needs them. Legend: N tokens, K kept words of all
-of them together, V words of the vocabulary.
+The log-prob of a token is that among its kept words. Legend: N tokens, K kept words of all of them together.
 """
 
 import math

@@ -145,13 +145,11 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
             start += length - first
         documents.append(_tree(firsts, [lengths[i] for i in group.members], opening))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
-    starts = np.cumsum((0, *lengths))
-    loss_inputs = _gathered(datums, starts[index] + position)
+    flat = np.cumsum((0, *lengths))[index] + position
+    loss_inputs, (temperatures, kept) = _gathered(datums, flat), _distributions(datums, index, flat)
     of_positions, targets = np.concatenate(scored), loss_inputs["target_tokens"]
-    temperatures, kept = _distributions(datums, index, starts[index] + position)
-    pairs, pair_index = _distinct_pairs(
-        of_positions, targets, temperatures, *([] if kept is None else [kept.numbers()])
-    )
+    sets = () if kept is None else (kept.numbers(),)
+    pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures, *sets)
     return PackedRow(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),

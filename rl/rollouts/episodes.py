@@ -267,7 +267,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
     `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
     which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
     ValueError for a prompt without tokens, for a wrong number of advantages, for turns of different temperatures, for
-    greedy rollouts, and for words that were cut off without a record of those that were kept.
+    greedy rollouts, and for a cut without a record of the words that it kept.
     """
     if rollout.sampling is not None:
         check_sampled_distribution(rollout.sampling)

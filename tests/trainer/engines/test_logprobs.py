@@ -59,9 +59,8 @@ def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int)
     torch.manual_seed(0)
     size, num_words = 600, 101
     hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (size, num_words))
-    low_rank = LowRank(
-        *(torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 8), (num_words, 2))), 1.5
-    )
+    a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8), (num_words, 2)))
+    low_rank = LowRank(a, b, 1.5)
     targets, keeps = torch.randint(0, num_words, (size,)), torch.rand(size, num_words) < share
     keeps[torch.arange(size), targets] = True
     keeps[torch.randperm(size)[:whole]] = True
@@ -77,7 +76,7 @@ def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int)
     grads: list[tuple[torch.Tensor, ...]] = []
     for scores in (expected, actual):
         both = torch.stack([part for part in scores if part is not None])
-        grads.append((both, *torch.autograd.grad((both * upstream).sum(), (hidden, weight, low_rank.a, low_rank.b))))
+        grads.append((both, *torch.autograd.grad((both * upstream).sum(), (hidden, weight, a, b))))
     for ours, theirs in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 

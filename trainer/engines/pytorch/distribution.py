@@ -73,7 +73,7 @@ class ChunkWords:
         return cls(*(to_tensor(array, device) for array in (rows, positions, columns)))
 
     def restrict_(self, logits: Tensor) -> Tensor:
-        """Leaves of logits [C, U] those of each position's own set."""
+        """Takes every logit of [C, U] away but for the words of each position's own set."""
         kept = logits[self.positions, self.columns]
         logits.fill_(_IMPOSSIBLE)
         logits[self.positions, self.columns] = kept
