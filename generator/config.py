@@ -138,10 +138,16 @@ class GeneratorConfig:
         check_no_stray_weights(self.model)
         check_head(self.model, tied=is_tied(model))
         architectures = model.get("architectures") or []
-        if not set(architectures) & set(PROVEN_ARCHITECTURES) and not set(architectures) & _vllm_architectures():
+        is_proven = bool(set(architectures) & set(PROVEN_ARCHITECTURES))
+        if (not is_proven or self.tensor_parallel > 1) and not set(architectures) & _vllm_architectures():
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
-                f" which vLLM has no code of its own for; proven are {', '.join(PROVEN_ARCHITECTURES)}"
+                f" which vLLM has no code of its own for; "
+                + (
+                    f"it is proven with tensor_parallel 1, not {self.tensor_parallel}"
+                    if is_proven
+                    else f"proven are {', '.join(PROVEN_ARCHITECTURES)}"
+                )
             )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads") or model["num_attention_heads"]
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.

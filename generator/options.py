@@ -11,7 +11,7 @@ from typing import Any
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.system.hf_config import read_config
+from rl.system.hf_config import num_experts, read_config
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""
@@ -121,7 +121,7 @@ def _adaptable_modules(config: GeneratorConfig) -> list[str]:
     """The last parts of the names of the projections that vLLM makes adaptable."""
     # The projections of experts have the same names as an MLP's. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
-    has_experts = read_config(config.model).get("num_experts_per_tok") is not None
+    has_experts = num_experts(read_config(config.model)) > 0
     return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]
 
 

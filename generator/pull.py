@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
 from rl.checks import first_names
-from rl.system.model_files import stored_shapes
+from rl.system.hf_config import trained_shapes
 from rl.weights import copies as gpu_copies
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
@@ -47,7 +47,7 @@ class WeightLoader:
         """
         self._model = model
         self._dtype = next(model.parameters()).dtype
-        self._expected = stored_shapes(directory)
+        self._expected = trained_shapes(directory)
         if tied_embeddings:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
         self._workers = Workers()
@@ -182,7 +182,9 @@ class CopyRecorder(TorchDispatchMode):
             part = self._parts[_address(source)]
             view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
             self.copies.append((args[0], view))
-        elif any(self._in_memory(value) for value in tree_leaves((args, kwargs))) and not self._in_memory(result):
+        elif any(map(self._in_memory, tree_leaves((args, kwargs)))) and not all(
+            map(self._in_memory, tree_leaves(result))
+        ):
             self.complete = False
         return result
 

@@ -8,15 +8,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from rl.tiny_models import (
@@ -27,6 +38,7 @@ from rl.tiny_models import (
     tiny_mistral,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_qwen3_moe,
 )
 
 _SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
@@ -76,14 +88,73 @@ def _phi4_mini(path: Path) -> Path:
     return _phi3(path, **options)
 
 
+def _olmo3(path: Path) -> Path:
+    layers = ["sliding_attention", "full_attention"]
+    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+    config = Olmo3Config(tie_word_embeddings=False, sliding_window=_WINDOW, layer_types=layers, **shape)
+    return save_tiny(Olmo3ForCausalLM, config, path)
+
+
+def _smollm3(path: Path) -> Path:
+    # The second layer has no rotary embeddings.
+    config = SmolLM3Config(tie_word_embeddings=True, no_rope_layers=[1, 0], **_SHAPE)
+    return save_tiny(SmolLM3ForCausalLM, config, path)
+
+
+def _seed_oss(path: Path) -> Path:
+    biases: dict[str, Any] = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    return save_tiny(SeedOssForCausalLM, SeedOssConfig(tie_word_embeddings=False, **_SHAPE, **biases), path)
+
+
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+
+
+def _routed(model_class: Any) -> Callable[[Any], Any]:
+    """Builds a model whose routers choose in different ways: their selection biases, which are buffers, are random."""
+
+    def build(config: Any) -> Any:
+        model = model_class(config)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("gate.weight", "e_score_correction_bias")) or ".experts." in name:
+                torch.nn.init.normal_(tensor, std=0.15)
+        return model
+
+    return build
+
+
+def _glm4_moe(path: Path) -> Path:
+    options: dict[str, Any] = {**_SHAPE, **_ROUTED, "use_qk_norm": True, "attention_bias": True}
+    return save_tiny(_routed(Glm4MoeForCausalLM), Glm4MoeConfig(tie_word_embeddings=False, **options), path)
+
+
+def _deepseek_v3(path: Path) -> Path:
+    heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
+    del options["head_dim"]
+    return save_tiny(_routed(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
+
+
 MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "llama": ("LlamaForCausalLM", lambda path: tiny_llama(path, **SERVABLE)),
     "mistral": ("MistralForCausalLM", lambda path: tiny_mistral(path, **SERVABLE, sliding_window=_WINDOW)),
     "qwen2": ("Qwen2ForCausalLM", lambda path: tiny_qwen2(path, **SERVABLE)),
     "qwen3": ("Qwen3ForCausalLM", lambda path: tiny_qwen3(path, **SERVABLE)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", lambda path: tiny_qwen3_moe(path, **SERVABLE, moe_intermediate_size=64)),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
     "granite": ("GraniteForCausalLM", _granite),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
+    "olmo3": ("Olmo3ForCausalLM", _olmo3),
+    "seed_oss": ("SeedOssForCausalLM", _seed_oss),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
     "phi3": ("Phi3ForCausalLM", lambda path: _phi3(path, sliding_window=_WINDOW)),
     "phi4-mini": ("Phi3ForCausalLM", _phi4_mini),
 }

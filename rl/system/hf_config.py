@@ -14,23 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
+from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
 
 PROVEN_ARCHITECTURES = (
     "Gemma3ForCausalLM",
+    "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo3ForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 """Architectures for which tests compare trainer and generator after a pull."""
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Sizes without which a file describes no model, although transformers has values for them."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""The names that families have for the number of a layer's experts."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
@@ -175,6 +181,25 @@ def inspect_model(path: Path) -> ModelInfo:
         eos_token_ids=end_token_ids(path, config),
         weight_files=files,
     )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """How many experts each layer chooses from, by the settings that `read_config` returns; 0 for a dense model."""
+    found = next((config[name] for name in _EXPERTS if config.get(name)), 0)
+    return int(found) if found > 1 else 0
+
+
+def trained_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that are trained and served, by the model directory's files and settings.
+
+    The layers that predict further tokens (`num_nextn_predict_layers`), which follow the others, are left out: neither
+    transformers nor vLLM computes them. Raises ValueError as `weight_files` and `read_config_file` do.
+    """
+    stored, config = stored_shapes(path), read_config_file(path)
+    first = config.get("num_hidden_layers") or 0
+    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    further = tuple(f"model.layers.{first + index}." for index in range(count))
+    return {name: shape for name, shape in stored.items() if not name.startswith(further)}
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

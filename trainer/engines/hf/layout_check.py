@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from rl.system.hf_config import PROVEN_ARCHITECTURES, longest_context
+from rl.system.hf_config import PROVEN_ARCHITECTURES, longest_context, num_experts
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
 from trainer.engines.model_check import ModelLimits
@@ -50,13 +50,11 @@ def _check_options(config: TrainerConfig) -> None:
 
 
 def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = next((name for name in names if (hf_config.get(name) or 0) > 1), None)
-    if found is not None:
-        # transformers stacks the weights of experts, so their parameters are not the checkpoint's.
+    if (count := num_experts(hf_config)) and config.engine != "fsdp2":
+        # transformers stacks the weights of experts, and a rank's part of a flattened stack is no view of an expert.
         raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r} and config.json has {found} {hf_config[found]}; this engine "
-            "does not train mixtures of experts. The engine 'torchtitan' trains Qwen3-MoE"
+            f"TrainerConfig.engine is {config.engine!r} and the model's layers have {count} experts; this engine does "
+            "not train mixtures of experts. The engines 'fsdp2' and 'torchtitan' do"
         )
 
 

@@ -6,7 +6,7 @@ itself; there is no list of architectures.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.model_files import stored_shapes
+from rl.system.hf_config import trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
@@ -27,8 +27,11 @@ from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
+from trainer.engines.pytorch.stacks import unstacked
 
 T = TypeVar("T")
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The projections of one expert that each stack of transformers holds, one above the other."""
 _ADAPTABLE = (*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES)
 # Factor on the output projection that makes a soft cap on logits visible.
 _MAGNIFIED = 1000.0
@@ -62,6 +65,7 @@ class TransformersPolicy(nn.Module):
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
+        self._stored = trained_shapes(path).keys()
         self._logit_factor = _logit_factor(config)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
@@ -111,12 +115,30 @@ class TransformersPolicy(nn.Module):
         self.materialize(device)
         parameters = self.parameters_by_name()
         with torch.no_grad():
-            load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, path)
+            tensors = ((name, parameter.data) for name, parameter in parameters.items())
+            stored = {part: view for named in tensors for part, view in self.views(*named)}
+            load_hf_weights({**stored, **self.buffers_by_name()}, path)
         return parameters
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name; a tied output projection is the input embedding."""
         return dict(self.model.named_parameters())
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """The buffers that checkpoints hold, such as a router's selection bias."""
+        persistent = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+
+    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The `Views` of a parameter: stacked experts one by one, unless the checkpoint stacks them as well."""
+        layer, experts, projection = name.partition(".experts.")
+        if not experts or name in self._stored or projection not in _STACKS:
+            yield name, tensor
+            return
+        parts = _STACKS[projection]
+        for index, expert in unstacked(tensor):
+            for part, view in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{index}.{part}.weight", view
 
     def score(self, row: PackedRow, device: torch.device, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores a packed row on the device that holds the model.
@@ -227,8 +249,9 @@ def check_weight_names(model: Path, head: Head) -> None:
     """Raises ValueError if the engine cannot train the model, or if names or shapes differ, naming the weights."""
     policy = TransformersPolicy(model, head, torch.float32)
     policy.model.tie_weights()
-    built = {name: tuple(parameter.shape) for name, parameter in policy.parameters_by_name().items()}
-    stored = stored_shapes(model)
+    tensors = {**policy.parameters_by_name(), **policy.buffers_by_name()}
+    built = {part: tuple(view.shape) for named in tensors.items() for part, view in policy.views(*named)}
+    stored = trained_shapes(model)
     left_out = {VALUE_HEAD, "lm_head.weight"}  # made where the files lack it; not of a critic, or a copy of another
     problems = [
         f"{what} {first_names(names)}"

@@ -23,6 +23,7 @@ from rl.lora import LoRAConfig, adapted_modules
 from rl.system.hf_config import read_config_file
 from rl.system.model_files import other_files, weight_files
 from rl.types import Head
+from rl.weights.versions import weight_dtype
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0
 
@@ -151,14 +152,15 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     """Yields every parameter of any rank whole on rank 0. On other ranks the contents of a tensor are undefined."""
     mine = dict(parameters)
     if not dist.is_initialized():
-        yield from ((name, _whole(parameter, dtype)) for name, parameter in mine.items())
+        yield from ((name, _whole(parameter, weight_dtype(name, dtype))) for name, parameter in mine.items())
         return
     shapes: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
     holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
     for name, holder in sorted(holders.items()):
         # Every holder takes part in gathering a tensor; only the first of them sends it.
-        full = _whole(mine[name], dtype) if name in mine else torch.empty(shapes[holder][name], dtype=dtype)
+        cast = weight_dtype(name, dtype)
+        full = _whole(mine[name], cast) if name in mine else torch.empty(shapes[holder][name], dtype=cast)
         if holder != 0 and dist.get_rank() == holder:
             dist.send(full, dst=0)
         elif holder != 0 and dist.get_rank() == 0:
