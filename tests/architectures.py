@@ -12,8 +12,12 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GraniteConfig,
@@ -41,8 +45,44 @@ from rl.tiny_models import (
     tiny_qwen3_moe,
 )
 
+
+def _random(model_class: Any) -> Callable[[Any], Any]:
+    """Builds a model in which no weight is neutral: routers with selection biases and scales of layers are random."""
+
+    def build(config: Any) -> Any:
+        model = model_class(config)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("gate.weight", "e_score_correction_bias")) or ".experts." in name:
+                torch.nn.init.normal_(tensor, std=0.15)
+            elif name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(tensor, 0.8, 1.2)
+        return model
+
+    return build
+
+
 _SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
 _WINDOW = 8
+
+
+def _gemma2(path: Path) -> Path:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    options: dict[str, Any] = {**_SHAPE, **caps, "sliding_window": _WINDOW, "query_pre_attn_scalar": 24}
+    return save_tiny(Gemma2ForCausalLM, Gemma2Config(tie_word_embeddings=True, **options), path)
+
+
+def _gemma4(path: Path) -> Path:
+    options: dict[str, Any] = {
+        **_SHAPE,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 64,
+        "final_logit_softcapping": 3.0,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 0,
+    }
+    return save_tiny(_random(Gemma4ForCausalLM), Gemma4TextConfig(tie_word_embeddings=True, **options), path)
 
 
 def _gemma3(path: Path) -> Path:
@@ -116,29 +156,16 @@ _ROUTED: dict[str, Any] = {
 }
 
 
-def _routed(model_class: Any) -> Callable[[Any], Any]:
-    """Builds a model whose routers choose in different ways: their selection biases, which are buffers, are random."""
-
-    def build(config: Any) -> Any:
-        model = model_class(config)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("gate.weight", "e_score_correction_bias")) or ".experts." in name:
-                torch.nn.init.normal_(tensor, std=0.15)
-        return model
-
-    return build
-
-
 def _glm4_moe(path: Path) -> Path:
     options: dict[str, Any] = {**_SHAPE, **_ROUTED, "use_qk_norm": True, "attention_bias": True}
-    return save_tiny(_routed(Glm4MoeForCausalLM), Glm4MoeConfig(tie_word_embeddings=False, **options), path)
+    return save_tiny(_random(Glm4MoeForCausalLM), Glm4MoeConfig(tie_word_embeddings=False, **options), path)
 
 
 def _deepseek_v3(path: Path) -> Path:
     heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
     del options["head_dim"]
-    return save_tiny(_routed(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
+    return save_tiny(_random(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
 
 
 MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
@@ -147,6 +174,8 @@ MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "qwen2": ("Qwen2ForCausalLM", lambda path: tiny_qwen2(path, **SERVABLE)),
     "qwen3": ("Qwen3ForCausalLM", lambda path: tiny_qwen3(path, **SERVABLE)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", lambda path: tiny_qwen3_moe(path, **SERVABLE, moe_intermediate_size=64)),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma4": ("Gemma4ForCausalLM", _gemma4),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),

@@ -255,8 +255,8 @@ class ModelFlops:
     def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
         """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON.
 
-        An architecture that names its sizes in its own way, as GPT-2 does, or whose layers have other products than
-        those of queries, keys and values counts 0, and its runs report no `mfu`.
+        An architecture that names its sizes in its own way, as GPT-2 does, or whose layers have other products
+        counts 0, and its runs report no `mfu`.
         """
         config = read_config(model)
         if any(config.get(name) is None for name in _SIZES) or any(config.get(name) for name in _OTHER_ATTENTION):

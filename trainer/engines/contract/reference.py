@@ -64,7 +64,7 @@ class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 
     def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self._stored = stored_shapes(path).keys()
 
     def logits(self, datum: Datum) -> Tensor:

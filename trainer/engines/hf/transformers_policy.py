@@ -1,8 +1,8 @@
 """Any causal language model of transformers as a policy or critic: its forward pass ends in log-probs or values.
 
-The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix
-and perhaps a factor of config.json, and packed documents do not attend to each other. They are tested once on the model
-itself; there is no list of architectures.
+The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix,
+perhaps with a factor or a soft cap of config.json, and packed documents do not attend to each other. They are tested
+once on the model itself; there is no list of architectures.
 """
 
 import inspect
@@ -23,11 +23,10 @@ from rl.system.hf_config import trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
-from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
-from trainer.engines.pytorch.stacks import unstacked
 
 T = TypeVar("T")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -61,12 +60,17 @@ class TransformersPolicy(nn.Module):
             if self._has_values:
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
-                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
+                attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+                self.model: Any = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=attention
+                )
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
         self._stored = trained_shapes(path).keys()
         self._logit_factor = _logit_factor(config)
+        self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
@@ -160,7 +164,9 @@ class TransformersPolicy(nn.Module):
             # of two, which cost no precision.
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
-            return logprobs_and_entropy(hidden, head.weight, targets, entropy=entropy, low_rank=low_rank)
+            return logprobs_and_entropy(
+                hidden, head.weight, targets, entropy=entropy, low_rank=low_rank, cap=self._logit_cap
+            )
 
         return self._run(compute)
 
@@ -213,7 +219,9 @@ class TransformersPolicy(nn.Module):
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
                 more = document_kernel.arguments(one)
                 logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False, **more).logits
-            return packed, single, logits, _MAGNIFIED * self._logit_factor * (single @ head.weight.T)
+            product = _MAGNIFIED * self._logit_factor * (single @ head.weight.T)
+            cap = self._logit_cap
+            return packed, single, logits, product if cap is None else torch.tanh(product / cap) * cap
 
         packed, single, logits, product = (x.float() for x in self._run(compute))
         if (packed - single).norm() > 0.1 * single.norm():

@@ -26,11 +26,10 @@ from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver
 from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part
-from trainer.engines.pytorch.hf_directory import write_hf_directory
+from trainer.engines.pytorch.hf_directory import itself, moment_views, parameter_views, write_hf_directory
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner
-from trainer.engines.pytorch.stacks import itself, moment_views, parameter_views
 
 
 class TorchEngine(Engine):

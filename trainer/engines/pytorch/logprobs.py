@@ -102,8 +102,11 @@ def logprobs_and_entropy(
     entropy: bool,
     group: dist.ProcessGroup | None = None,
     low_rank: LowRank | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
+
+    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
@@ -115,7 +118,7 @@ def logprobs_and_entropy(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
     )
     key = MEMORY.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key, cap)  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs, entropies
 
 
@@ -136,15 +139,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy: bool,
         group: dist.ProcessGroup | None,
         key: object,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
         lse = hidden.new_empty(size, dtype=torch.float32)
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key = key
+        ctx.key, ctx.cap = key, cap
         for part in _parts(hidden, weight, key):
-            logits = _logits(hidden, weight, inner, b, part, out=MEMORY.kept(key, part))
+            logits = _logits(hidden, weight, inner, b, part, cap, out=MEMORY.kept(key, part))
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
             chosen = logits.gather(1, column[:, None])[:, 0].float() * here
             log_sum, expected = _softmax_sums(logits, entropy)
@@ -169,10 +173,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in _parts(hidden, weight, ctx.key):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
-                logits = _logits(hidden, weight, inner, b, part)
+                logits = _logits(hidden, weight, inner, b, part, ctx.cap)
             column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
-            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy)
+            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, ctx.cap)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
@@ -183,7 +187,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
-        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None
+        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None, None
 
 
 def _added(total: Tensor | None, update: Tensor) -> Tensor:
@@ -233,13 +237,21 @@ def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, inner: Tensor | None, b: Tensor | None, part: slice, out: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    inner: Tensor | None,
+    b: Tensor | None,
+    part: slice,
+    cap: float | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[C, V] in the dtype of the weights."""
     if out is None and weight.device.type == "cpu":
         out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
     logits = torch.mm(hidden[part], weight.T, out=out)
-    return logits if inner is None or b is None else logits.addmm_(inner[part], b.T)
+    if inner is not None and b is not None:
+        logits.addmm_(inner[part], b.T)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _softmax_sums(logits: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -263,8 +275,12 @@ def _gradient_(
     column: Tensor,
     here: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
+    cap: float | None,
 ) -> Tensor:
-    """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
+    """Turns logits [C, V] into the gradient of the projection's output.
+
+    `of_entropy` are the entropies' gradients and values; all are [C].
+    """
     # With z the logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
@@ -275,6 +291,8 @@ def _gradient_(
             factor = factor - grad_entropies * (log_p + entropies)
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], (grad_logprobs[rows] * here[rows])[:, None])
+        if cap is not None:  # of z = cap tanh(x / cap): dz / dx = 1 - (z / cap)^2
+            block.mul_(1 - (logits[rows].float() / cap).square_())
         logits[rows] = block
     return logits
 

@@ -15,7 +15,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.pytorch.stacks import unstacked
+from trainer.engines.pytorch.hf_directory import unstacked
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 
