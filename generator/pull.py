@@ -161,6 +161,18 @@ class _Source:
     def of(self, memory: WeightMemory) -> torch.Tensor:
         return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
+    def behind(self, copy: torch.Tensor, view: torch.Tensor) -> "_Source | None":
+        """What a view of a contiguous copy of this shows of the memory; None if the view joins dimensions."""
+        strides = dict(zip(copy.stride(), self.stride, strict=True))
+        stride = [strides.get(own, 0) for own in view.stride()]
+        if any(size > 1 and own not in strides for size, own in zip(view.shape, view.stride(), strict=True)):
+            return None
+        offset, left = self.offset, int(view.storage_offset())
+        for own, theirs in zip(copy.stride(), self.stride, strict=True):
+            index, left = divmod(left, own)
+            offset += index * theirs
+        return _Source(self.part, self.dtype, offset, tuple(view.shape), tuple(stride))
+
 
 class CopyRecorder(TorchDispatchMode):
     """Records every copy out of weight memory while it is active."""
@@ -169,6 +181,8 @@ class CopyRecorder(TorchDispatchMode):
         """The tensors to be copied are views of `memory`."""
         super().__init__()
         self._parts = {_address(part): index for index, part in enumerate(memory.parts)}
+        # By their addresses, which stay theirs while they are kept: transposed copies, as vLLM makes for gpt-oss.
+        self._copied: dict[int, tuple[torch.Tensor, _Source]] = {}
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
         """Whether the copies are all that was read: a cast or a sum of published tensors cannot be repeated."""
@@ -177,19 +191,28 @@ class CopyRecorder(TorchDispatchMode):
         """Called by torch for each operation."""
         del types
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and self._in_memory(args[1]):
-            source: torch.Tensor = args[1]
-            part = self._parts[_address(source)]
-            view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
-            self.copies.append((args[0], view))
+        if func is torch.ops.aten.copy_.default and (source := self._source(args[1])) is not None:
+            self.copies.append((args[0], source))
+        elif func is torch.ops.aten.clone.default and result.is_contiguous() and (source := self._source(args[0])):
+            self._copied[_address(result)] = result, source
         elif any(map(self._in_memory, tree_leaves((args, kwargs)))) and not all(
             map(self._in_memory, tree_leaves(result))
         ):
             self.complete = False
         return result
 
+    def _source(self, tensor: torch.Tensor) -> _Source | None:
+        """Where a tensor's values lie in the memory, if it is a view of it or of a copy."""
+        address = _address(tensor)
+        if address in self._copied:
+            copy, source = self._copied[address]
+            return source.behind(copy, tensor)
+        if (part := self._parts.get(address)) is None:
+            return None
+        return _Source(part, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
     def _in_memory(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and _address(value) in self._parts
+        return isinstance(value, torch.Tensor) and (_address(value) in self._parts or _address(value) in self._copied)
 
 
 class CopyPlan:

@@ -20,6 +20,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Olmo2Config,
@@ -45,6 +47,8 @@ from rl.tiny_models import (
     tiny_qwen3_moe,
 )
 
+_NEUTRAL = ("gate.weight", "router.weight", "e_score_correction_bias", "sinks")
+
 
 def _random(model_class: Any) -> Callable[[Any], Any]:
     """Builds a model in which no weight is neutral: routers with selection biases and scales of layers are random."""
@@ -52,7 +56,7 @@ def _random(model_class: Any) -> Callable[[Any], Any]:
     def build(config: Any) -> Any:
         model = model_class(config)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("gate.weight", "e_score_correction_bias")) or ".experts." in name:
+            if name.endswith(_NEUTRAL) or ".experts." in name:
                 torch.nn.init.normal_(tensor, std=0.15)
             elif name.endswith("layer_scalar"):
                 torch.nn.init.uniform_(tensor, 0.8, 1.2)
@@ -161,6 +165,17 @@ def _glm4_moe(path: Path) -> Path:
     return save_tiny(_random(Glm4MoeForCausalLM), Glm4MoeConfig(tie_word_embeddings=False, **options), path)
 
 
+def _gpt_oss(path: Path) -> Path:
+    options: dict[str, Any] = {
+        **_SHAPE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": _WINDOW,
+    }
+    return save_tiny(_random(GptOssForCausalLM), GptOssConfig(tie_word_embeddings=False, **options), path)
+
+
 def _deepseek_v3(path: Path) -> Path:
     heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
@@ -179,6 +194,7 @@ MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
     "granite": ("GraniteForCausalLM", _granite),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
     "olmo3": ("Olmo3ForCausalLM", _olmo3),

@@ -29,8 +29,8 @@ _PADDING_DOCUMENT = 128
 _SHORTEST_OPENING = 8
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 """Sizes that `ModelFlops` needs."""
-_OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input")
-"""Sizes of layers that `ModelFlops` does not count: latent attention, gated delta rules, embeddings of layers."""
+_OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input", "enable_moe_block")
+"""Settings of layers that `ModelFlops` does not count: latent attention, gated delta rules, Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from typing import Any, cast
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
 
 PROVEN_ARCHITECTURES = (
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",

@@ -22,7 +22,8 @@ from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
-WITH_CODE_OF_VLLM = {"glm4_moe": "float32"}
+# A mixture first: the first engine of a process decides whether vLLM has a group for experts.
+WITH_CODE_OF_VLLM = {"glm4_moe": "float32", "gemma2": "float32", "gemma4": "float32"}
 WITH_CODE_OF_TRANSFORMERS = ("olmo3", "seed_oss", "smollm3")
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
 
@@ -56,7 +57,7 @@ def check_pulls(folder: Path, name: str, dtype: str, build_engine: EngineFactory
 @torch.no_grad()
 def _logprobs(directory: Path) -> list[list[float]]:
     """Of each prompt's tokens but the first, computed by transformers in float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     scored: list[list[float]] = []
     for prompt in PROMPTS:
         tokens = torch.tensor(prompt)

@@ -177,8 +177,8 @@ class TransformersPolicy(nn.Module):
         The model is tried on a few tokens, with transformers' attention for comparison. Returns why it keeps that,
         empty if it does not. A collective, and its parameters must be there.
         """
-        tokens, bounds = torch.arange(1, 9, device=device)[None], Bounds([4, 4], device)
-        positions = torch.arange(4, device=device).repeat(2)[None]
+        tokens, bounds = torch.arange(1, 5, device=device)[None], Bounds([4], device)
+        positions = torch.arange(4, device=device)[None]
         expected = self._run(lambda model: _hidden(model, tokens, positions)).float()
         before = self.model.config._attn_implementation
         document_kernel.prepare_kernel(device)
@@ -199,33 +199,46 @@ class TransformersPolicy(nn.Module):
     def check(self, device: torch.device) -> None:
         """Tests the module's assumptions on a few tokens. Raises ValueError if one does not hold for this model.
 
-        In bfloat16 on a GPU, attention is computed document by document from then on, where the model allows that.
+        Attention is computed document by document from then on, where the model allows that: in bfloat16 on a GPU, and
+        for a model whose own masks do not keep documents apart (gpt-oss).
         """
         if device.type == "cuda" and self._dtype == torch.bfloat16:
             why = self.attend_by_documents(device)
             said = f"with a mask of the whole row, because {why}" if why else "by documents"
             print(f"attention of {self._name}: {said}", flush=True)
+        if self._leaks(device) and (self._by_documents or self.attend_by_documents(device) or self._leaks(device)):
+            raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
+        if not self._has_values:  # a critic has no logits
+            self._check_logits(device)
+
+    def _leaks(self, device: torch.device) -> bool:
+        """Whether a document of a packed row changes the hidden states of the next one."""
         tokens = torch.arange(1, 9, device=device)[None]
         alone = torch.arange(4, device=device)[None]
+        both, one = (Bounds(sizes, device) if self._by_documents else None for sizes in ([4, 4], [4]))
+        packed, single = self._run(
+            lambda model: (
+                _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:].float(),
+                _hidden(model, tokens[:, 4:], alone, one).float(),
+            )
+        )
+        return bool((packed - single).norm() > 0.1 * single.norm())
 
-        def compute(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            by_documents = self._by_documents
-            both, one = (Bounds(sizes, device) if by_documents else None for sizes in ([4, 4], [4]))
-            packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:]
-            single = _hidden(model, tokens[:, 4:], alone, one)
-            if self._has_values:  # has no logits, so nothing to compare
-                return packed, single, single, single
+    def _check_logits(self, device: torch.device) -> None:
+        """Raises ValueError if logits are not the product of hidden states, with the factor and the cap."""
+        tokens, positions = torch.arange(5, 9, device=device)[None], torch.arange(4, device=device)[None]
+        bounds = Bounds([4], device) if self._by_documents else None
+
+        def compute(model: Any) -> tuple[Tensor, Tensor]:
             head = model.get_output_embeddings()
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
-                more = document_kernel.arguments(one)
-                logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False, **more).logits
-            product = _MAGNIFIED * self._logit_factor * (single @ head.weight.T)
+                more = document_kernel.arguments(bounds)
+                logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **more).logits
+            product = _MAGNIFIED * self._logit_factor * (_hidden(model, tokens, positions, bounds) @ head.weight.T)
             cap = self._logit_cap
-            return packed, single, logits, product if cap is None else torch.tanh(product / cap) * cap
+            return logits.float(), (product if cap is None else torch.tanh(product / cap) * cap).float()
 
-        packed, single, logits, product = (x.float() for x in self._run(compute))
-        if (packed - single).norm() > 0.1 * single.norm():
-            raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
+        logits, product = self._run(compute)
         if (logits - product).norm() > 0.01 * logits.norm():
             raise ValueError(
                 f"{self._name} changes its logits after the output projection, by a cap or an unknown factor, which "
