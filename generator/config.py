@@ -12,7 +12,14 @@ from typing import Any, Literal, get_args
 from rl.checks import check_at_least, check_gpus
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
-from rl.system.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config, rope_parameters
+from rl.system.hf_config import (
+    find_family,
+    is_tied,
+    longest_context,
+    proven_architectures,
+    read_config,
+    rope_parameters,
+)
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
@@ -138,16 +145,20 @@ class GeneratorConfig:
         check_no_stray_weights(self.model)
         check_head(self.model, tied=is_tied(model))
         architectures = model.get("architectures") or []
-        is_proven = bool(set(architectures) & set(PROVEN_ARCHITECTURES))
-        if (not is_proven or self.tensor_parallel > 1) and not set(architectures) & _vllm_architectures():
+        if not set(architectures) & {*proven_architectures(), *_vllm_architectures()}:
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
-                f" which vLLM has no code of its own for; "
-                + (
-                    f"it is proven with tensor_parallel 1, not {self.tensor_parallel}"
-                    if is_proven
-                    else f"proven are {', '.join(PROVEN_ARCHITECTURES)}"
-                )
+                f" which vLLM has no code of its own for; proven are {', '.join(proven_architectures())}"
+            )
+        family, most = find_family(model), None
+        if family is not None:
+            most = family.generator_ranks
+        elif not set(architectures) & _vllm_architectures():
+            most = 1  # vLLM serves it with the code of transformers, which is proven on one rank
+        if most is not None and self.tensor_parallel > most:
+            raise ValueError(
+                f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; for {architectures[0]} it is proven up to"
+                f" {most}"
             )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads") or model["num_attention_heads"]
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.

@@ -11,7 +11,7 @@ from typing import Any
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.system.hf_config import num_experts, read_config
+from rl.system.hf_config import find_family, num_experts, read_config
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""
@@ -59,6 +59,11 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
         raise ValueError(
             f"GeneratorConfig.model is {config.model}, whose attention heads have {_head_size(model)} dimensions; on "
             f"the CPU vLLM can do {', '.join(map(str, _CPU_HEAD_SIZES))}"
+        )
+    if model.get("linear_num_key_heads") and config.dtype != "bfloat16":
+        raise ValueError(
+            f"GeneratorConfig.dtype is {config.dtype!r}; on the CPU vLLM computes the gated delta rule of "
+            f"{config.model.name} in 'bfloat16' only"
         )
     if not config.engine_args.get("enforce_eager", True):
         # A compiled graph holds on to the packed weights that it was traced with.
@@ -110,7 +115,8 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
             "lora_target_modules": _adaptable_modules(config),
         }
-    return {**options, **config.engine_args}
+    family = find_family(read_config(config.model))
+    return {**options, **({} if family is None else family.engine_args), **config.engine_args}
 
 
 def _has_gpu(has_gpu: bool | None) -> bool:

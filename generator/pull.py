@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
+from generator.cpu.weight_packing import pack, pack_again, packed_in_place, packed_layers, plain_convolutions
 from rl.checks import first_names
 from rl.system.hf_config import trained_shapes
 from rl.weights import copies as gpu_copies
@@ -53,7 +53,7 @@ class WeightLoader:
         self._workers = Workers()
         self._plan: CopyPlan | None = None
         self._fitting = b""  # the layout that was last found to fit this model
-        packed_experts(model)  # only to raise
+        packed_in_place(model)  # only to raise
 
     def check(self, record: VersionRecord) -> None:
         """Raises `WeightsMismatchError` if the version is not one of this model."""
@@ -135,7 +135,7 @@ class WeightLoader:
             object.__setattr__(layer, "cpu_linear", cpu_linear)
 
     def _load(self, tensors: NamedTensors) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), plain_convolutions(self._model):
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         # vLLM puts adapters around the layers of the model, and leaves this out of the names that it returns.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
@@ -249,7 +249,7 @@ class CopyPlan:
                 # and not with weights of an earlier version.
                 weight.data.fill_(torch.nan)
         self._copies = [pair for pairs in into.values() for pair in pairs]
-        self._experts = packed_experts(model)
+        self._in_place = packed_in_place(model)
         # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
         # hundreds of views take long to make, and they are gone with the memory.
         self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
@@ -266,7 +266,7 @@ class CopyPlan:
             copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
             weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
             packs = _packing(weights, pack_again)
-            stages = self._stages[memory] = [copies, packs, self._experts]
+            stages = self._stages[memory] = [copies, packs, self._in_place]
         for operations in stages:
             workers.run(operations)
 
@@ -274,7 +274,7 @@ class CopyPlan:
 def pack_weights(model: nn.Module, workers: Workers) -> None:
     """Packs the loaded weights again, which the next forward pass computes with. Does nothing on a GPU."""
     workers.run(_packing([(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)], pack))
-    workers.run(packed_experts(model))
+    workers.run(packed_in_place(model))
 
 
 def _packing(layers: Sequence[tuple[nn.Module, torch.Tensor]], how: Callable[..., None]) -> list[Operation]:

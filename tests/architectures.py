@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -30,6 +31,10 @@ from transformers import (
     Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -47,7 +52,7 @@ from rl.tiny_models import (
     tiny_qwen3_moe,
 )
 
-_NEUTRAL = ("gate.weight", "router.weight", "e_score_correction_bias", "sinks")
+_NEUTRAL = ("gate.weight", "conv1d.weight", "router.weight", "e_score_correction_bias", "sinks")
 
 
 def _random(model_class: Any) -> Callable[[Any], Any]:
@@ -176,9 +181,42 @@ def _gpt_oss(path: Path) -> Path:
     return save_tiny(_random(GptOssForCausalLM), GptOssConfig(tie_word_embeddings=False, **options), path)
 
 
+_DELTA: dict[str, Any] = {
+    "head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _qwen3_5(path: Path) -> Path:
+    options: dict[str, Any] = {**_SHAPE, **_DELTA}
+    build = _random(Qwen3_5ForCausalLM)
+    return _centred(save_tiny(build, Qwen3_5TextConfig(tie_word_embeddings=False, **options), path))
+
+
+def _qwen3_5_moe(path: Path) -> Path:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    options: dict[str, Any] = {**_SHAPE, **_DELTA, **experts, "shared_expert_intermediate_size": 64}
+    build = _random(Qwen3_5MoeForCausalLM)
+    return _centred(save_tiny(build, Qwen3_5MoeTextConfig(tie_word_embeddings=False, **options), path))
+
+
+def _centred(path: Path) -> Path:
+    """Subtracts 1 from the weights of norms that multiply by 1 + weight, so that they multiply by 0.5 to 1.5."""
+    file = path / "model.safetensors"
+    weights = {n: t - float("norm" in n and "linear_attn.norm" not in n) for n, t in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    return path
+
+
 def _deepseek_v3(path: Path) -> Path:
     heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
+    options["topk_method"] = "noaux_tc"  # which vLLM asks for
     del options["head_dim"]
     return save_tiny(_random(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
 
@@ -194,6 +232,8 @@ MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+    "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
     "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
     "granite": ("GraniteForCausalLM", _granite),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),

@@ -20,6 +20,7 @@ OPTIONAL = (
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
+    "trainer/families/",
     "rl/envs/verifiers_env.py",
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""

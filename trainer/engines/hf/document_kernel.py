@@ -139,7 +139,7 @@ def sinks_on_cpu(
 class _FlashWithSinks(torch.autograd.Function):
     """FlashAttention over documents with sinks. torch's `varlen_attn` has no gradient of the log-sum-exp.
 
-    With l the log-sum-exp of a query's logits, s the sink and l' = log(exp l + exp s), the output is o exp(l - l') = o'.
+    With l the log-sum-exp of a query's logits, s the sink and l' = log(exp l + exp s), the output o' is exp(l - l') o.
     FlashAttention's backward pass (https://arxiv.org/abs/2205.14135, algorithm 4) computes probabilities from l and
     subtracts do . o; given l' and o' instead, it returns the gradients with the sink. That of s is the sum of
     -exp(s - l') (do . o').

@@ -6,8 +6,9 @@ once on the model itself; there is no list of architectures.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import accelerate
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.hf_config import trained_shapes
+from rl.system.hf_config import find_family, read_config, trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
@@ -68,6 +69,10 @@ class TransformersPolicy(nn.Module):
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
+        family = find_family(read_config(path))
+        self._needs_bounds = family is not None and bool(family.prepare)
+        if family is not None and family.prepare:
+            resolve_name(family.prepare)(self.model)
         self._stored = trained_shapes(path).keys()
         self._logit_factor = _logit_factor(config)
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -152,7 +157,7 @@ class TransformersPolicy(nn.Module):
         begin at 0 in every document, by which transformers separates documents.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
-        bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
+        bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
@@ -170,6 +175,10 @@ class TransformersPolicy(nn.Module):
 
         return self._run(compute)
 
+    def _bounds(self, sizes: Sequence[int], device: torch.device) -> Bounds | None:
+        """The documents of a row, for a model that is to know them."""
+        return Bounds(sizes, device) if self._by_documents or self._needs_bounds else None
+
     @torch.no_grad()
     def attend_by_documents(self, device: torch.device) -> str:
         """Has attention computed document by document from now on, unless this model's cannot be.
@@ -179,7 +188,7 @@ class TransformersPolicy(nn.Module):
         """
         tokens, bounds = torch.arange(1, 5, device=device)[None], Bounds([4], device)
         positions = torch.arange(4, device=device)[None]
-        expected = self._run(lambda model: _hidden(model, tokens, positions)).float()
+        expected = self._run(lambda model: _hidden(model, tokens, positions, self._bounds([4], device))).float()
         before = self.model.config._attn_implementation
         document_kernel.prepare_kernel(device)
         self.model.set_attn_implementation(document_kernel.NAME)
@@ -215,7 +224,7 @@ class TransformersPolicy(nn.Module):
         """Whether a document of a packed row changes the hidden states of the next one."""
         tokens = torch.arange(1, 9, device=device)[None]
         alone = torch.arange(4, device=device)[None]
-        both, one = (Bounds(sizes, device) if self._by_documents else None for sizes in ([4, 4], [4]))
+        both, one = self._bounds([4, 4], device), self._bounds([4], device)
         packed, single = self._run(
             lambda model: (
                 _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:].float(),
@@ -227,7 +236,7 @@ class TransformersPolicy(nn.Module):
     def _check_logits(self, device: torch.device) -> None:
         """Raises ValueError if logits are not the product of hidden states, with the factor and the cap."""
         tokens, positions = torch.arange(5, 9, device=device)[None], torch.arange(4, device=device)[None]
-        bounds = Bounds([4], device) if self._by_documents else None
+        bounds = self._bounds([4], device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor]:
             head = model.get_output_embeddings()
