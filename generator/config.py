@@ -153,6 +153,11 @@ class GeneratorConfig:
         family, most = find_family(model), None
         if family is not None:
             most = family.generator_ranks
+            if family.generator_requires and importlib.util.find_spec(family.generator_requires) is None:
+                raise ValueError(
+                    f"GeneratorConfig.model is a {architectures[0]}, of which vLLM's code imports "
+                    f"{family.generator_requires}; install the one that fits the installed torch"
+                )
         elif not set(architectures) & _vllm_architectures():
             most = 1  # vLLM serves it with the code of transformers, which is proven on one rank
         if most is not None and self.tensor_parallel > most:

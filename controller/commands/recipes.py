@@ -34,7 +34,7 @@ class List:
     """Lists the recipes and the hardware that each is for, or with --parts the optional parts."""
 
     parts: bool = False
-    """List the optional parts: engines, loggers, ways to start hosts, commands. Says which packages are missing."""
+    """List the optional parts: engines, families, loggers, ways to start hosts, commands. Says what is missing."""
 
     def run(self) -> int:
         """Prints a line per recipe, without importing any of them; or a line per part."""
@@ -51,8 +51,9 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    for kind in ("engine", "host", "logger", "command"):
-        for entry_point in sorted(entry_points(group=f"ownloop.{kind}s"), key=lambda each: each.name):
+    for kind in ("engine", "family", "host", "logger", "command"):
+        group = "ownloop.families" if kind == "family" else f"ownloop.{kind}s"
+        for entry_point in sorted(entry_points(group=group), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None
             lines.append(

@@ -64,10 +64,12 @@ class ModelFamily:
     """Options of vLLM that the family needs, by their upstream names."""
     generator_ranks: int | None = None
     """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
+    generator_requires: str = ""
+    """A package that vLLM's code of the family imports, and that does not come with vLLM everywhere."""
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """The row of the first architecture that a `config.json` names; None for those of the core and unknown ones."""
+    """The row of the first architecture that a `config.json` names; None for an architecture of the core."""
     named: list[str] = config.get("architectures") or []
     for family in _families():
         if named and named[0] in family.architectures:

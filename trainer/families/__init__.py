@@ -13,4 +13,5 @@ QWEN3_5 = ModelFamily(
     # vLLM keeps states of prefixes only with chunked prefill, which its CPU sampling does not allow.
     engine_args={"enable_prefix_caching": False},
     generator_ranks=1,
+    generator_requires="torchvision",
 )
