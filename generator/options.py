@@ -16,6 +16,7 @@ from rl.system.hf_config import find_family, num_experts, read_config
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
+_CPU_LATENT_SIZE = 576  # its CPUMLABackend
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
 
@@ -55,7 +56,12 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
     if _has_gpu(has_gpu):
         return
     model = read_config(config.model)
-    if _head_size(model) not in _CPU_HEAD_SIZES:
+    if model.get("kv_lora_rank") and _latent_size(model) != _CPU_LATENT_SIZE:
+        raise ValueError(
+            f"GeneratorConfig.model is {config.model}, whose latent attention keeps {_latent_size(model)} numbers of a "
+            f"token (kv_lora_rank and qk_rope_head_dim); on the CPU vLLM can do {_CPU_LATENT_SIZE}"
+        )
+    if not model.get("kv_lora_rank") and _head_size(model) not in _CPU_HEAD_SIZES:
         raise ValueError(
             f"GeneratorConfig.model is {config.model}, whose attention heads have {_head_size(model)} dimensions; on "
             f"the CPU vLLM can do {', '.join(map(str, _CPU_HEAD_SIZES))}"
@@ -99,9 +105,12 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, _MIN_BATCHED_TOKENS),
         }
+        if read_config(config.model).get("kv_lora_rank"):
+            # Where a processor has AMX, vLLM would keep packed parts of `kv_b_proj` only, and nothing to pull into.
+            options["attention_backend"] = "CPU_MLA"
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator.cpu.mesh_worker.CPUMeshWorker"
-    elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
+    elif num_experts(read_config(config.model)):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
     if config.placement == "colocated" and sees_gpu():
@@ -154,7 +163,14 @@ def _kv_cache_bytes(config: GeneratorConfig) -> int:
     block_size = cpu_block_size(config.dtype)
     blocks_per_sequence = -(-config.max_model_len // block_size) + 1
     num_tokens = (config.max_num_seqs * blocks_per_sequence + 1) * block_size
-    return 2 * model["num_hidden_layers"] * kv_heads * _head_size(model) * itemsize * num_tokens
+    largest = max(_head_size(model), model.get("global_head_dim") or 0)  # the latter is of Gemma 4
+    per_token = _latent_size(model) if model.get("kv_lora_rank") else 2 * kv_heads * largest
+    return model["num_hidden_layers"] * per_token * itemsize * num_tokens
+
+
+def _latent_size(model: Mapping[str, Any]) -> int:
+    """Numbers that latent attention (MLA) keeps of a token in each layer, on every rank."""
+    return model["kv_lora_rank"] + model["qk_rope_head_dim"]
 
 
 def _head_size(model: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator.cpu.weight_packing import pack, pack_again, packed_in_place, packed_layers, plain_convolutions
+from generator.cpu.weight_packing import absorbing, pack, pack_again, packed_in_place, packed_layers, plain_convolutions
 from rl.checks import first_names
 from rl.system.hf_config import trained_shapes
 from rl.weights import copies as gpu_copies
@@ -139,6 +139,7 @@ class WeightLoader:
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         # vLLM puts adapters around the layers of the model, and leaves this out of the names that it returns.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
+        left = {name for name in left if not name.endswith((".W_UV", ".W_UK_T"))}  # made of others, see `absorbing`
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {first_names(left)}")
 
@@ -237,6 +238,7 @@ class CopyPlan:
             for name, parameter in module.named_parameters(recurse=False)
             if id(module) not in packed or name != "weight"
         }
+        plain |= {_address(cast(torch.Tensor, layer.kv_b_proj.weight)) for layer in absorbing(model)}
         self._packs: list[tuple[nn.Module, torch.Tensor | _Source]] = []
         for layer in layers:
             weight = layer.weight

@@ -216,7 +216,7 @@ def _centred(path: Path) -> Path:
 def _deepseek_v3(path: Path) -> Path:
     heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
-    options["topk_method"] = "noaux_tc"  # which vLLM asks for
+    options |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM reads
     del options["head_dim"]
     return save_tiny(_random(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
 

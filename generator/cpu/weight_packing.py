@@ -19,6 +19,7 @@ import vllm.model_executor.layers.utils as gemm
 from torch import Tensor, nn
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -218,14 +219,23 @@ def _pack_convolution(layer: Any) -> None:
     layer.weight.data.copy_(packed.view_as(layer.weight))
 
 
-def packed_in_place(model: nn.Module) -> list[Callable[[], None]]:
-    """For each layer of experts or convolutions that vLLM packs in place on the CPU, a function that packs it again.
+def absorbing(model: nn.Module) -> list[MLAAttention]:
+    """The layers that compute with parts of the plain weight of `kv_b_proj`, their parameters `W_UV` and `W_UK_T`."""
+    return [layer for layer in model.modules() if isinstance(layer, MLAAttention)]
 
-    Empty on a GPU. Raises ValueError for experts that vLLM widens when it packs them: nothing can be loaded into those.
+
+def packed_in_place(model: nn.Module) -> list[Callable[[], None]]:
+    """For each layer whose weights vLLM has changed after loading them, a function that does so again.
+
+    On the CPU experts and convolutions are packed in place. Everywhere, latent attention (MLA) computes with parts of
+    `kv_b_proj`, which may be copies: without this, decoding would use an earlier version of them.
+
+    Raises ValueError for experts that vLLM widens when it packs them: nothing can be loaded into these.
 
     Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
     """
     packing: list[Callable[[], None]] = [partial(_pack_convolution, layer) for layer in _packed_convolutions(model)]
+    packing += [partial(each.process_weights_after_loading, each.kv_b_proj.weight.dtype) for each in absorbing(model)]
     layer: Any  # vLLM declares no types for these attributes
     for layer in model.modules():
         experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)

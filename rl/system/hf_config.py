@@ -21,7 +21,6 @@ from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_sh
 PROVEN_ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
-    "Gemma4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",

@@ -28,6 +28,7 @@ WITH_CODE_OF_VLLM = {
     "qwen3_5_moe": "bfloat16",
     "qwen3_5": "bfloat16",
     "gpt_oss": "float32",
+    "deepseek_v3": "float32",
     "glm4_moe": "float32",
     "gemma2": "float32",
     "gemma4": "float32",

@@ -71,7 +71,7 @@ class _Chunks:
     places: Tensor
     """[L] the place of each token, counted over all chunks."""
     steps: list[slice]
-    """The chunks of each step, one of each document that is long enough, those of longer documents first."""
+    """The chunks of each step, one of each document that is long enough, the longest document's first."""
 
 
 def _chunks(sizes: Sequence[int], device: torch.device) -> _Chunks:

@@ -100,3 +100,10 @@ def test_an_entry_point_that_names_no_row_is_a_mistake(quiet: Path) -> None:
     (quiet.parent / "quiet.py").write_text("ROW = 'quiet'")
     with pytest.raises(ValueError, match=r"entry point 'quiet' of ownloop\.families names 'quiet'; a ModelFamily is"):
         find_family({"architectures": ["QuietForCausalLM"]})
+
+
+def test_a_router_that_vllm_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    model = MODELS["deepseek_v3"][1](tmp_path / "model")
+    check_model(TrainerConfig(model=model, engine="fsdp2"))
+    with pytest.raises(ValueError, match="scoring_func is None; it must be 'sigmoid'"):
+        check_model(TrainerConfig(model=named(model, "DeepseekV3ForCausalLM", scoring_func=None), engine="fsdp2"))
