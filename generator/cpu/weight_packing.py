@@ -235,7 +235,10 @@ def packed_in_place(model: nn.Module) -> list[Callable[[], None]]:
     Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
     """
     packing: list[Callable[[], None]] = [partial(_pack_convolution, layer) for layer in _packed_convolutions(model)]
-    packing += [partial(each.process_weights_after_loading, each.kv_b_proj.weight.dtype) for each in absorbing(model)]
+    packing += [
+        partial(each.process_weights_after_loading, next(each.kv_b_proj.parameters()).dtype)
+        for each in absorbing(model)
+    ]
     layer: Any  # vLLM declares no types for these attributes
     for layer in model.modules():
         experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)
