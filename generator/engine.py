@@ -120,7 +120,9 @@ class GenerationEngine:
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
         request = Generate(self._next_id(), tokens, sampling, num_distinct, policy)
-        return (await self._calls.answered(request)) * (num_samples // num_distinct)
+        completions: list[Completion] = await self._calls.answered(request)
+        sampled = [replace(completion, temperature=sampling.temperature) for completion in completions]
+        return sampled * (num_samples // num_distinct)
 
     def stream(
         self, prompt_tokens: Sequence[int], params: vllm.SamplingParams, *, policy: Policy = None

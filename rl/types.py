@@ -94,13 +94,16 @@ class Completion:
     tokens: tuple[int, ...]
     """[N] sampled tokens, including the stop token."""
     logprobs: tuple[float, ...]
-    """[N] log-prob of each sampled token under the distribution that it was sampled from."""
+    """[N] log-prob of each sampled token under the distribution that it was sampled from. Greedy completions have those
+    at temperature 1."""
     versions: tuple[int, ...]
     """[N] policy version that sampled each token."""
     text: str
     """The decoded tokens, without stop strings, and without special tokens that begin, end or border a turn."""
     finish_reason: FinishReason
     """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
+    temperature: float = 1.0
+    """At which the tokens were sampled; 0 if greedily."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -292,6 +295,9 @@ class Datum:
     """[T] input tokens, T at least 1."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """[T] each: target_tokens int64; weights, logprobs, advantages float32; and any others that a custom loss uses."""
+    temperature: float = 1.0
+    """By which logits are divided before anything is computed of them. That of the sampler, so that a token is scored
+    under the distribution that it was sampled from, by the policy and by every reference and teacher."""
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -359,10 +365,10 @@ class ForwardBackwardOutput:
     """The result of `forward` or `forward_backward` for the whole batch, in its order."""
 
     logprobs: tuple[NDArray[np.float32], ...]
-    """One [T] per datum: log-prob of each target token at temperature 1, and 0 where the weight is 0. Empty for a value
-    head, which computes none."""
+    """One [T] per datum: log-prob of each target token at the datum's temperature, and 0 where the weight is 0. Empty
+    for a value head, which computes none."""
     entropy: tuple[NDArray[np.float32], ...] | None
-    """One [T] per datum if asked for: entropy of the next-token distribution in nats, and 0 where the weight is 0."""
+    """One [T] per datum if asked for: entropy of the same distribution in nats, and 0 where the weight is 0."""
     metrics: Mapping[str, float]
     """`loss` (the sum over all tokens, 0 if none counts), `num_loss_tokens`, and the metrics of the loss function.
     All are sums over the batch, except names that end in `_max` or `_min`. `forward` has no loss."""

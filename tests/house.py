@@ -18,9 +18,12 @@ OPTIONAL = (
     "controller/server/",
     "controller/hosts/starting/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "sweep")),
+    "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
+    *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
     "rl/envs/verifiers_env.py",
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""

@@ -1,9 +1,10 @@
 """`ownloop check-env`, `check-engine` and `parity`: whether a part of a run keeps its contract."""
 
+import importlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -11,21 +12,14 @@ from controller.commands.command import TakesFields
 from controller.commands.command_line import FAILED
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
-from controller.commands.recipes import runnable_configuration
+from controller.commands.recipes import find_recipe, load_recipe, runnable_configuration
+from rl.checks import errors_of_user_code, see_working_directory
 from trainer.config import parse_layout
 from trainer.engine_table import find_engine
 
 if TYPE_CHECKING:
-    from trainer.engines.contract.kit import Finding
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from controller.commands.recipes import find_recipe, load_recipe
-from rl.checks import errors_of_user_code, see_working_directory
-
-if TYPE_CHECKING:
     from rl.protocols import Env
+    from trainer.engines.contract.kit import Finding
 
 _LAYOUTS = ("data_parallel_shard=2", "data_parallel_replicate=2")
 

@@ -26,18 +26,13 @@ USAGE = 2
 
 COMMANDS: Mapping[str, str] = {
     "run": "controller.commands.run:Run",
-    "sweep": "controller.commands.sweep:Sweep",
     "list": "controller.commands.recipes:List",
     "show": "controller.commands.show:Show",
     "runs": "controller.commands.show:Runs",
     "report": "controller.commands.show:Report",
-    "compare": "controller.commands.compare:Compare",
     "eval": "controller.commands.chat_and_eval:Eval",
     "export": "controller.commands.export_run:Export",
     "chat": "controller.commands.chat_and_eval:Chat",
-    "parity": "controller.commands.check_parts:Parity",
-    "check-env": "controller.commands.check_parts:CheckEnv",
-    "check-engine": "controller.commands.check_parts:CheckEngine",
     "model": "controller.commands.export_run:Model",
     "worker": "controller.commands.host_commands:Worker",
     "doctor": "controller.commands.host_commands:Doctor",

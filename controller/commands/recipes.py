@@ -11,9 +11,10 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,15 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Lists the recipes and the hardware that each is for, or with --parts the optional parts."""
+    """Lists the recipes and the hardware that each is for; or losses, advantages or optional parts."""
 
     parts: bool = False
     """List the optional parts: engines, families, loggers, ways to start hosts, commands. Says what is missing."""
+    losses: bool = False
+    """List the losses that `loss` may name: formula, the inputs that each needs, its options, its paper."""
+    advantages: bool = False
+    """List the functions that `advantage` may name."""
 
     def run(self) -> int:
-        """Prints a line per recipe, without importing any of them; or a line per part."""
-        if self.parts:
-            print(*_parts(), sep="\n")
+        """Prints a line per recipe, without importing any of them; or what is asked for instead."""
+        asked = {"parts": _parts, "losses": loss_lines, "advantages": advantage_lines}
+        if lines := [line for name, list_them in asked.items() if getattr(self, name) for line in list_them()]:
+            print(*lines, sep="\n")
             return 0
         files = recipe_files()
         width = max(map(len, files), default=0)
@@ -51,15 +57,36 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    for kind in ("engine", "family", "host", "logger", "command"):
-        group = "ownloop.families" if kind == "family" else f"ownloop.{kind}s"
-        for entry_point in sorted(entry_points(group=group), key=lambda each: each.name):
+    groups = ("engines", "families", "hosts", "loggers", "losses", "advantages", "commands")
+    kinds = {"losses": "loss", "families": "family"}
+    for group in groups:
+        kind = kinds.get(group, group[:-1])
+        for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None
             lines.append(
-                f"{kind:<8} {entry_point.name:<14} {f'needs {how_to_install(package)}' if missing else 'ready'}"
+                f"{kind:<9} {entry_point.name:<14} {f'needs {how_to_install(package)}' if missing else 'ready'}"
             )
     return lines
+
+
+def loss_lines() -> Iterator[str]:
+    """Name, docstring, inputs and options of every loss, as lines of Markdown."""
+    from rl.losses import all_losses, option_defaults
+
+    for name, loss in sorted(all_losses().items()):
+        needs = ", ".join(f"`{each}`" for each in ("target_tokens", *loss.required_inputs))
+        options = ", ".join(f"`{key} = {value!r}`" for key, value in option_defaults(loss.function).items())
+        yield from (f"## {name}", "", inspect.getdoc(loss.function) or "", "", f"Needs {needs}.")
+        yield from (f"Options: {options}." if options else "It has no options of its own.", "")
+
+
+def advantage_lines() -> Iterator[str]:
+    """Name and docstring of every advantage function, as lines of Markdown."""
+    from rl.advantages import all_advantages
+
+    for name, function in sorted(all_advantages().items()):
+        yield from (f"## {name}", "", inspect.getdoc(function) or "", "")
 
 
 def recipe_files() -> dict[str, Path]:

@@ -55,6 +55,7 @@ class TrainerHandle:
         """
         checked = get_loss(loss, loss_config)
         checked.check_head(self.config.head)
+        batch = checked.prepared(batch)
         plan = self._trainer.plan(batch, checked.required_inputs)
         arguments = [(local_batch, checked) for local_batch in self._trainer.local_batches(plan, batch)]
         return self._trainer.merge(plan, await self._call_each("forward_backward", arguments, size=_num_tokens(batch)))

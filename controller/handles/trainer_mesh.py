@@ -185,7 +185,7 @@ def _plain(datum: Datum) -> Datum:
     if type(datum) is Datum and type(datum.loss_inputs) is dict and all(type(each) is np.ndarray for each in arrays):
         return datum
     inputs = {str(name): np.asarray(array) for name, array in datum.loss_inputs.items()}
-    return Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs)
+    return Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs, temperature=float(datum.temperature))
 
 
 async def _traits(mesh: Mesh) -> tuple[bool, float]:

@@ -9,7 +9,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
-from rl.advantages import ADVANTAGES, Rewards
+from rl.advantages import Rewards, all_advantages
 from rl.checks import check_above_zero, check_at_least, check_known
 from rl.envs.check import require_env
 from rl.lora import LoRAConfig
@@ -162,9 +162,9 @@ class GroupLoopConfig(RolloutLoopConfig):
     """Fields of a loop that compares the rollouts of one prompt, so `group_size` is at least 2."""
 
     advantage: str = "group_mean_std"
-    """How a group's rewards become advantages, by its name in `rl.advantages.ADVANTAGES`."""
+    """How a group's rewards become advantages, by a name that `ownloop list --advantages` shows."""
     loss: str = "importance_sampling"
-    """By its name in `rl.losses.LOSSES`, or a function as "module:function"."""
+    """A name that `ownloop list --losses` shows, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """The loss's options, and the options that all policy losses share (`rl.losses.shared`), by name."""
     loss_inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
@@ -174,10 +174,10 @@ class GroupLoopConfig(RolloutLoopConfig):
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
         check_at_least(2, group_size=self.group_size)
-        check_known("advantage", self.advantage, ADVANTAGES)
+        check_known("advantage", self.advantage, all_advantages())
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 
     @property
-    def advantage_function(self) -> Callable[[Rewards], Rewards]:
+    def advantage_function(self) -> Callable[..., Rewards]:
         """The function that `advantage` names: [G] rewards of one group -> [G] advantages."""
-        return ADVANTAGES[self.advantage]
+        return all_advantages()[self.advantage]

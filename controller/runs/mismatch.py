@@ -188,11 +188,12 @@ async def compare(
     sequences = tuple((p, sample.tokens) for p, group in zip(prompts, groups, strict=True) for sample in group)
     sampled = np.concatenate([sample.logprobs for group in groups for sample in group])
     packed, single = await _score(train, sequences), await _score(train, sequences, one_by_one=True)
+    configured = await _score(train, sequences, temperature=sampling.temperature or 1.0)
     loaded = await _rescore(generate, sequences)
     await generate.pull_model_state_dict(await train.push_model_state_dict())
     pulled = await _rescore(generate, sequences)
     mismatches = [
-        _mismatch("as configured", packed, sampled),
+        _mismatch("as configured", configured, sampled),
         _mismatch("- at temperature 1, uncut", packed, loaded),
         _mismatch("- and after a pull", packed, pulled),
         _mismatch("- and one sequence per row", single, pulled),
@@ -259,9 +260,15 @@ async def _start(
     return _Running(train, generate, (await launcher.reference(models[0], trainer), generate.unbound))
 
 
-async def _score(trainer: Trainer, sequences: Sequence[tuple[Tokens, Tokens]], *, one_by_one: bool = False) -> Logprobs:
+async def _score(
+    trainer: Trainer,
+    sequences: Sequence[tuple[Tokens, Tokens]],
+    *,
+    one_by_one: bool = False,
+    temperature: float = 1.0,
+) -> Logprobs:
     """The trainer's log-probs of all completions' tokens, concatenated."""
-    batch = [text_to_datum(*sequence, "completion") for sequence in sequences]
+    batch = [replace(text_to_datum(*sequence, "completion"), temperature=temperature) for sequence in sequences]
     calls = [[datum] for datum in batch] if one_by_one else [batch]
     scored = [logprobs for call in calls for logprobs in (await trainer.forward(call)).logprobs]
     return np.concatenate(

@@ -23,7 +23,8 @@ from rl.types import REPORTED_WEIGHT, Datum
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, use forward_backward_custom, which computes it in the client"
-_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs")
+_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature")
+"""`temperature` is an input of this server alone: that at which the client sampled, the same number at every token."""
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
@@ -153,14 +154,24 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
     only_reported = (weights == 0) | _without_effect(loss, inputs)
     inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
+    temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
-        return [Datum(tokens=tokens, loss_inputs=inputs)], 0
+        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature)], 0
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
-    return [Datum(tokens=tokens, loss_inputs=part) for part in parts], len(columns)
+    return [Datum(tokens=tokens, loss_inputs=part, temperature=temperature) for part in parts], len(columns)
+
+
+def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
+    """The temperature that all tokens of a datum have."""
+    if given is None or given.size == 0:
+        return 1.0
+    if not (np.isfinite(given).all() and given.flat[0] > 0 and (given == given.flat[0]).all()):
+        raise ValueError(f"{field}.loss_fn_inputs['temperature'] must be one finite number above 0 at every token")
+    return float(given.flat[0])
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:

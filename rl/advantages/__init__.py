@@ -9,6 +9,7 @@ completion.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from itertools import pairwise
 
 import numpy as np
@@ -69,6 +70,17 @@ ADVANTAGES: Mapping[str, Callable[[Rewards], Rewards]] = {
     "leave_one_out": leave_one_out,
 }
 """Advantage functions by the name that a recipe uses."""
+
+
+def all_advantages() -> dict[str, Callable[..., Rewards]]:
+    """All advantage functions by name: `ADVANTAGES`, and the tables of installed parts.
+
+    A part is an entry point of the group `ownloop.advantages` that names such a table.
+    """
+    parts: list[Mapping[str, Callable[..., Rewards]]] = [
+        part.load() for part in entry_points(group="ownloop.advantages")
+    ]
+    return {name: function for table in (*parts, ADVANTAGES) for name, function in table.items()}
 
 
 def gae(

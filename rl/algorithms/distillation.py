@@ -54,6 +54,7 @@ async def eval_kl(
         seeded = replace(sampling, seed=(sampling.seed or 0) + index)  # another seed for every problem
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")
+        datum = replace(datum, temperature=completion.temperature)
         return with_inputs([datum], logprobs=[scatter_scored(datum, np.array(completion.logprobs))])[0]
 
     batch = await asyncio.gather(*(answer(index, problem) for index, problem in enumerate(problems)))

@@ -3,6 +3,7 @@
 Also checks a batch before it is sent, and merges metrics of its parts. Pure functions of NumPy arrays.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -141,6 +142,8 @@ def validate_batch(
             if len(array) != len(datum.tokens):
                 raise ValueError(f"{field} has length {len(array)}; batch[{i}].tokens has length {len(datum.tokens)}")
         _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
+        if not (math.isfinite(datum.temperature) and datum.temperature > 0):
+            raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
 
 
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:

@@ -7,7 +7,7 @@ completions are a tree. The results are the same, for a fraction of the tokens. 
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
 Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
-P different pairs of a token of the row and a target among them.
+P different pairs of a token of the row and a target among them, at different temperatures.
 """
 
 import itertools
@@ -89,6 +89,8 @@ class PackedRow:
     """[P] index into the row. A token that several suffixes follow occurs once for each of their first tokens."""
     targets: Ints
     """[P] the token that is scored after it."""
+    temperatures: NDArray[np.float32]
+    """[P] the temperature of the datum; the same pair of datums of different temperatures occurs once for each."""
     pair_index: Ints
     """[S] index of the pair that has the score of the position."""
     datum_index: Ints
@@ -144,14 +146,17 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
     starts = np.cumsum((0, *lengths))
     loss_inputs = _gathered(datums, starts[index] + position)
-    of_pairs, targets, pair_index = _distinct_pairs(np.concatenate(scored), loss_inputs["target_tokens"])
+    of_positions, targets = np.concatenate(scored), loss_inputs["target_tokens"]
+    temperatures = np.array([datum.temperature for datum in datums])[index]
+    pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures)
     return PackedRow(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         documents=tuple(documents),
         lengths=tuple(lengths),
-        scored=of_pairs,
-        targets=targets,
+        scored=of_positions[pairs],
+        targets=targets[pairs],
+        temperatures=temperatures[pairs].astype(np.float32),
         pair_index=pair_index,
         datum_index=index,
         datum_position=position,
@@ -314,13 +319,17 @@ def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Docume
     return Document(sizes[0], tuple(sizes[1:]), opening, branches if any(depth > 1 for depth in branches) else ())
 
 
-def _distinct_pairs(scored: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
-    """Tokens of the row and targets, [S] each -> the tokens and targets of the different pairs, [P]
-    each, and every position's pair.
+def _distinct_pairs(scored: Ints, *others: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Tokens of the row, and what else distinguishes pairs, [S] each -> a position of each pair [P], pairs of all [S].
+
+    Pairs are in the order of the row.
     """
-    num_targets = int(targets.max(initial=0)) + 1
-    pairs, pair_index = np.unique(scored * num_targets + targets, return_inverse=True)
-    return pairs // num_targets, pairs % num_targets, pair_index
+    key = scored
+    for other in others:
+        values, index = np.unique(other, return_inverse=True)
+        key = key * len(values) + index
+    _, first, pair_index = np.unique(key, return_index=True, return_inverse=True)
+    return first, pair_index
 
 
 def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:

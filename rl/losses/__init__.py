@@ -5,8 +5,9 @@ model, no batch layout and no rank. It returns a sum over tokens, never a mean; 
 `optim_step`, and can do so after all rollout batches of a step are known: `token_mean`, `constant_length` and
 `sequence_mean` return the `grad_scale`.
 
-To add a loss, write a function in `functions.py` and add a row to `LOSSES`. This package imports torch only for type
-checking, because the controller, which checks names and options, does not need it.
+To add a loss, write a function in `functions.py` and add a row to `LOSSES`. An installed package adds losses by an
+entry point of the group `ownloop.losses` that names such a table; `published_losses.py` has one. This package imports
+torch only for type checking, because the controller, which checks names and options, does not need it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, see_working_directory
@@ -37,7 +39,7 @@ from rl.types import Datum, Head
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "constant_length", "get_loss", "sequence_mean", "token_mean"]
+__all__ = ["LOSSES", "Loss", "LossInputs", "all_losses", "constant_length", "get_loss", "sequence_mean", "token_mean"]
 RESERVED_METRICS = frozenset(
     {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
 )
@@ -76,6 +78,9 @@ class Loss:
     clips: bool = False
     """Whether it clips its importance ratio. With `importance_cap` it then needs `old_logprobs`: without them that
     ratio would be 1, and never clipped."""
+    prepare: Callable[[Sequence[Datum], Mapping[str, Any]], list[Datum]] | None = None
+    """(batch, options) -> the batch with the loss inputs that need all of it, such as a rank among its tokens. The
+    controller calls it once for each `forward_backward`."""
     checks_values: bool = True
     """Whether `with_options` checks the ranges of options. A user's function checks its own; only types are checked."""
 
@@ -113,6 +118,14 @@ class Loss:
                 f"loss {self.name!r} needs the input {missing[0]!r}{_NEEDED_FOR.get(missing[0], '')}; there are "
                 f"{', '.join(sorted(given))}"
             )
+
+    def prepared(self, batch: Sequence[Datum]) -> Sequence[Datum]:
+        """The batch with the inputs that the loss derives from the whole of it; most losses derive none."""
+        if self.prepare is None:
+            return batch
+        for datum in batch:
+            self.check_inputs(datum.loss_inputs)
+        return self.prepare(batch, {**option_defaults(self.function), **self.options})
 
     def check_head(self, head: Head) -> None:
         """Raises ValueError if the loss needs another head."""
@@ -166,6 +179,12 @@ LOSSES: Mapping[str, Loss] = {
 }
 
 
+def all_losses() -> dict[str, Loss]:
+    """All losses by name: `LOSSES`, and the tables of installed parts."""
+    parts: list[Mapping[str, Loss]] = [part.load() for part in entry_points(group="ownloop.losses")]
+    return {name: loss for table in (*parts, LOSSES) for name, loss in table.items()}
+
+
 def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | None = None) -> Loss:
     """A loss with its options set. `loss` is a name ("ppo"), an import path ("module:function") or a function.
 
@@ -174,8 +193,9 @@ def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | 
     if isinstance(loss, Loss):
         found = loss
     elif isinstance(loss, str) and ":" not in loss:
-        check_known("loss", loss, LOSSES)
-        found = LOSSES[loss]
+        known = LOSSES if loss in LOSSES else all_losses()
+        check_known("loss", loss, known)
+        found = known[loss]
     else:
         found = custom_loss(loss)
     return found.with_options(config or {})

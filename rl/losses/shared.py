@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceMode = Literal["truncate", "mask"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 KL_OPTIONS = ("kl_coef", "kl_estimator")
 ENTROPY_OPTIONS = ("entropy_coef",)
-IMPORTANCE_OPTIONS = ("importance_cap", "importance_mode")
+IMPORTANCE_OPTIONS = (
+    *("importance_cap", "importance_floor", "importance_mode", "importance_level"),
+    "off_policy_sequence_threshold",
+)
 MAX_LOG_RATIO = math.log(np.finfo(np.float32).max)
 """The bound of log-ratios that are exponentiated."""
 Metrics = dict[str, "Tensor"]
@@ -70,9 +74,11 @@ class LossInputs:
         With a `mask` [S], only positions where it is not 0 count.
         """
         counted = values.new_ones(len(values)) if mask is None else (mask != 0).to(values.dtype)
-        sums = values.new_zeros(self.num_datums).index_add(0, self.datum_index, values * counted)
-        counts = values.new_zeros(self.num_datums).index_add(0, self.datum_index, counted)
-        return sums / counts.clamp(min=1)
+        return self.sum_per_datum(values * counted) / self.sum_per_datum(counted).clamp(min=1)
+
+    def sum_per_datum(self, values: Tensor) -> Tensor:
+        """[D] sum of `values` [S] over each datum's scored positions."""
+        return values.new_zeros(self.num_datums).index_add(0, self.datum_index, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +100,39 @@ class SharedOptions:
     AIPO, https://arxiv.org/abs/2505.24034. It is right for a loss that does not clip, if each token is trained on once.
     A loss that clips needs `old_logprobs`, from a `forward` before the first optimizer step.
     """
+    importance_floor: float = 0.0
+    """The smallest multiplier, as `importance_cap` is the largest one."""
     importance_mode: ImportanceMode = "truncate"
-    """What happens to a multiplier above the cap. "truncate" sets it to the cap (TIS,
-    https://fengyao.notion.site/off-policy-rl). "mask" sets it to 0, which leaves the token out; subtract the metric
-    `capped_tokens` for a mean over the tokens that are left."""
+    """What happens to a multiplier outside the range. "truncate" sets it to the nearest bound (TIS,
+    https://fengyao.notion.site/off-policy-rl). "mask" sets it to 0, which leaves the token out (MIS; with a floor,
+    IcePop, https://arxiv.org/abs/2510.18855); subtract the metric `capped_tokens` for a mean over the tokens left."""
+    importance_level: ImportanceLevel = "token"
+    """What the multiplier is the ratio of: "token"; "sequence", the product of its tokens' ratios, which every token of
+    the sequence gets; "geometric", their geometric mean, which with "mask" is a rejection of whole sequences."""
+    off_policy_sequence_threshold: float = 0.0
+    """Above 0, leaves out the tokens with a negative advantage of a sequence whose mean of q - p is above it: the
+    off-policy sequence mask of DeepSeek-V3.2, eq. 9 of https://arxiv.org/abs/2512.02556."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option, the value and what is accepted."""
         check_known("loss_config['kl_estimator']", self.kl_estimator, get_args(KLEstimator))
         check_known("loss_config['importance_mode']", self.importance_mode, get_args(ImportanceMode))
-        if self.importance_mode == "mask" and self.importance_cap == 0:
+        check_known("loss_config['importance_level']", self.importance_level, get_args(ImportanceLevel))
+        if self.importance_cap == 0:
+            for name, default in (
+                ("importance_mode", "truncate"),
+                ("importance_level", "token"),
+                ("importance_floor", 0),
+            ):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(
+                        "loss_config['importance_cap'] is 0, which switches the correction off; "
+                        f"{name} {value!r} needs it above 0"
+                    )
+        elif self.importance_floor > self.importance_cap:
             raise ValueError(
-                "loss_config['importance_cap'] is 0, which switches the correction off; "
-                "importance_mode 'mask' needs it above 0"
+                f"loss_config['importance_floor'] is {self.importance_floor}; it must not exceed importance_cap "
+                f"{self.importance_cap}"
             )
 
     @property
@@ -129,13 +155,15 @@ class SharedOptions:
         """Evaluates the loss with these options and adds metrics that every policy loss has.
 
         `kl_generator`, KL(generator || trainer) by k3, and `ratio_max`, the largest exp(p - q), are always there;
-        `kl_reference`, `entropy` and `capped_tokens` if they were computed. All but the maximum are sums over the
-        scored tokens.
+        `kl_reference`, `entropy`, `capped_tokens` and `off_policy_tokens` if they were computed. All but the maximum
+        are sums over the scored tokens.
         """
         metrics = _generator_metrics(logprobs.detach(), inputs)
         corrected = inputs
+        if self.off_policy_sequence_threshold > 0:
+            corrected, metrics["off_policy_tokens"] = self._without_off_policy(logprobs.detach(), corrected)
         if self.importance_cap > 0:
-            corrected, metrics["capped_tokens"] = self._corrected(logprobs.detach(), inputs)
+            corrected, metrics["capped_tokens"] = self._corrected(logprobs.detach(), corrected)
         total, own_metrics = loss(logprobs, entropy, corrected)
         if "reference_logprobs" in inputs.arrays:
             kl = kl_terms(logprobs, inputs["reference_logprobs"], self.kl_estimator)
@@ -151,11 +179,24 @@ class SharedOptions:
     def _corrected(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
         """The inputs with o in place of q and the multiplier in the weights; also the number of capped multipliers."""
         old = inputs.arrays.get("old_logprobs", logprobs)
-        ratio = bounded_exp(old.double() - inputs["logprobs"])  # no gradient: `logprobs` is detached
-        capped = ratio > self.importance_cap
-        multiplier = ratio.masked_fill(capped, self.importance_cap if self.importance_mode == "truncate" else 0.0)
+        log_ratio = old.double() - inputs["logprobs"]  # no gradient: `logprobs` is detached
+        if self.importance_level != "token":
+            merge = inputs.sum_per_datum if self.importance_level == "sequence" else inputs.mean_per_datum
+            log_ratio = merge(log_ratio)[inputs.datum_index]
+        ratio = bounded_exp(log_ratio)
+        multiplier = ratio.clamp(self.importance_floor, self.importance_cap)
+        capped = multiplier != ratio
+        if self.importance_mode == "mask":
+            multiplier = multiplier.masked_fill(capped, 0.0)
         arrays = {**inputs.arrays, "logprobs": old, "weights": inputs.weights * multiplier}
         return replace(inputs, arrays=arrays), capped.sum()
+
+    def _without_off_policy(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
+        """The inputs with the weights that `off_policy_sequence_threshold` leaves out at 0; also their number."""
+        distance = inputs.mean_per_datum(inputs["logprobs"].double() - logprobs)[inputs.datum_index]
+        left_out = (distance > self.off_policy_sequence_threshold) & (inputs["advantages"] < 0)
+        arrays = {**inputs.arrays, "weights": inputs.weights.masked_fill(left_out, 0.0)}
+        return replace(inputs, arrays=arrays), left_out.sum()
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

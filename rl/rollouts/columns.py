@@ -28,6 +28,7 @@ _TURN = pa.struct(
         ("tokens", _TOKENS),
         ("logprobs", _LOGPROBS),
         ("versions", _TOKENS),
+        ("temperature", pa.float64()),
         ("prompt_logprobs", _LOGPROBS),
     ]
 )
@@ -164,13 +165,16 @@ def _turns(turns: Sequence[Turn]) -> pa.StructArray:
         "tokens": _numbers([completion.tokens for completion in completions], np.int32),
         "logprobs": _numbers([completion.logprobs for completion in completions], np.float32),
         "versions": _numbers([completion.versions for completion in completions], np.int32),
+        "temperature": pa.array([float(completion.temperature) for completion in completions], pa.float64()),
         "prompt_logprobs": _numbers(of_prompts, np.float32),
     }
     return pa.StructArray.from_arrays([columns[field.name] for field in _TURN], fields=list(_TURN))
 
 
 def _played(turns: pa.StructArray) -> list[Turn]:
-    prompts, texts, reasons = (turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason"))
+    values = zip(
+        *(turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason", "temperature")), strict=True
+    )
     names = ("prompt_tokens", "tokens", "logprobs", "versions", "prompt_logprobs")
     numbers = zip(*(_tuples(turns.field(name)) for name in names), strict=True)
     return [
@@ -182,12 +186,13 @@ def _played(turns: pa.StructArray) -> list[Turn]:
                 versions=versions or (),
                 text=text,
                 finish_reason=reason,
+                temperature=temperature,
                 prompt_logprobs=prompt_logprobs,
             ),
             prompt=prompt,
         )
-        for prompt, text, reason, (prompt_tokens, tokens, logprobs, versions, prompt_logprobs) in zip(
-            prompts, texts, reasons, numbers, strict=True
+        for (prompt, text, reason, temperature), (prompt_tokens, tokens, logprobs, versions, prompt_logprobs) in zip(
+            values, numbers, strict=True
         )
     ]
 

@@ -6,6 +6,7 @@ generator batches the requests. Sampled tokens are never tokenised again: a datu
 
 import asyncio
 import hashlib
+import inspect
 import math
 import sys
 import time
@@ -22,6 +23,8 @@ from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a lower one is asked for."""
 
 T = TypeVar("T")
 
@@ -217,18 +220,23 @@ async def _all(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def group_to_data(
     group: Group,
-    advantage: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    advantage: Callable[..., NDArray[np.float64]],
     *,
     keep: Callable[[Rollout], bool] = lambda _rollout: True,
 ) -> list[Datum]:
     """One Datum per rollout for which `keep` is true. Rollouts that are not kept still count in the advantages.
+
+    `advantage` maps [G] rewards to [G] advantages. One with a parameter `lengths` also gets the [G] numbers of sampled
+    tokens.
 
     Left out are rollouts without a sampled token, groups whose advantages are all 0, and groups that failures have
     reduced to fewer than two rollouts.
     """
     if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
         return []
-    advantages = advantage(group.rewards)
+    takes_lengths = "lengths" in inspect.signature(advantage).parameters
+    lengths = {"lengths": np.array([r.num_sampled_tokens for r in group.rollouts])} if takes_lengths else {}
+    advantages = advantage(group.rewards, **lengths)
     if not advantages.any():
         return []
     return [
@@ -244,13 +252,17 @@ def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
 
 
 def check_sampled_distribution(sampling: SamplingParams) -> None:
-    """Raises ValueError unless rollouts are sampled from the distribution whose log-probs the trainer computes.
+    """Raises ValueError unless rollouts are sampled from a distribution whose log-probs the trainer computes.
 
-    The generator returns log-probs of the distribution that it sampled from. At another temperature, or with top_p or
-    top_k, the ratio of trainer to generator would be wrong from the first step.
+    The generator returns log-probs of the distribution that it sampled from, at any temperature. With top_p or top_k,
+    the ratio of trainer to generator would be wrong from the first step.
     """
+    if sampling.temperature < _MIN_TEMPERATURE:
+        raise ValueError(
+            f"sampling.temperature is {sampling.temperature}; training rollouts need at least {_MIN_TEMPERATURE}: they "
+            "are sampled, not greedy"
+        )
     whole: Mapping[str, tuple[float, float]] = {
-        "temperature": (sampling.temperature, 1.0),
         "top_p": (sampling.top_p, 1.0),
         "top_k": (sampling.top_k, -1),
     }
@@ -267,11 +279,14 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
 
     `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
     which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
-    ValueError for a prompt without tokens, for a wrong number of advantages, and for a rollout that was sampled from
-    another distribution than the trainer's (`check_sampled_distribution`).
+    ValueError for a prompt without tokens, for a wrong number of advantages, for turns of different temperatures, and
+    for a rollout that was sampled from a distribution that the trainer does not compute (`check_sampled_distribution`).
     """
     if rollout.sampling is not None:
         check_sampled_distribution(rollout.sampling)
+    temperatures = {turn.completion.temperature for turn in rollout.turns}
+    if len(temperatures) > 1:
+        raise ValueError(f"the rollout's turns were sampled at temperatures {sorted(temperatures)}; a datum has one")
     if not rollout.turns[0].prompt_tokens:
         raise ValueError("the rollout's prompt has no tokens; a first token has nothing to be predicted from")
     if np.shape(advantage) not in ((), (rollout.num_sampled_tokens,)):
@@ -299,6 +314,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
             "logprobs": logprobs,
             "advantages": advantages,
         },
+        temperature=temperatures.pop(),
     )
 
 

@@ -75,6 +75,7 @@ def test_sampled_logprobs_are_of_the_distribution_at_the_temperature(
     engine: GenerationEngine, model: Path, temperature: float
 ) -> None:
     for completion in _generate(engine, PROMPT, SamplingParams(max_tokens=25, temperature=temperature, seed=1), 3):
+        assert completion.temperature == temperature
         expected = _reference_logprobs(model, PROMPT, completion.tokens, temperature)
         chosen = expected[range(len(completion.tokens)), completion.tokens]
         np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)

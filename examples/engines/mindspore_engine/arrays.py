@@ -48,6 +48,7 @@ def row_arrays(row: PackedRow, inverse_frequencies: Floats) -> Row:
         mask=attention_mask(row.documents),
         scored=row.scored,
         targets=row.targets,
+        scale=np.reciprocal(row.temperatures),
     )
 
 

@@ -41,6 +41,8 @@ class Row:
     """[P] indices into the row."""
     targets: Ints
     """[P] the tokens to score."""
+    scale: Floats
+    """[P] what logits are multiplied by: the inverse temperatures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
 def test_parts_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
     assert parse_command(["list", "--parts"]).run() == 0
     lines = {tuple(line.split()[:2]): line for line in capfd.readouterr().out.splitlines()}
-    assert lines.keys() >= {("engine", "megatron"), ("host", "slurm"), ("logger", "wandb"), ("command", "serve")}
+    assert lines.keys() >= {("engine", "megatron"), ("host", "slurm"), ("logger", "wandb"), ("loss", "published")}
     for extra, part in (("trackio", ("logger", "trackio")), ("tensorboard", ("logger", "tensorboard"))):
         installed = importlib.util.find_spec(extra) is not None
         assert lines[part].endswith(" ready") if installed else f"'.[{extra}]'" in lines[part]

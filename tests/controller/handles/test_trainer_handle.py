@@ -117,12 +117,13 @@ def test_ranks_are_sent_no_types_of_the_users(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     plain = random_batch((3, 2))
     inputs = UserDict({name: array.view(OwnArray) for name, array in plain[1].loss_inputs.items()})
-    own = OwnDatum(tokens=plain[1].tokens, loss_inputs=inputs)
+    own = OwnDatum(tokens=plain[1].tokens, loss_inputs=inputs, temperature=0.5)
     asyncio.run(handle.forward_backward([plain[0], own], "ppo"))
     sent = [datum for rank in mesh.ranks for microbatch in rank.microbatches[0] for datum in microbatch]
     assert {type(datum) for datum in sent} == {Datum}
     assert {type(array) for datum in sent for array in datum.loss_inputs.values()} == {np.ndarray}
     assert any(datum is plain[0] for datum in sent)
+    assert sorted(datum.temperature for datum in sent) == [0.5, 1.0]
 
 
 def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:

@@ -94,6 +94,23 @@ def test_cross_entropy_honours_negative_tiny_and_zero_weights_and_scores_every_t
     assert output.metrics["loss:sum"] == pytest.approx(-(-1.0 + 1e-6 + 0.25) * p[0], rel=1e-6)
 
 
+def test_a_datum_is_scored_at_the_temperature_that_the_client_names(server: RunningServer) -> None:
+    client = new_client(server)
+    train(client, 3)
+
+    def gap(**inputs: list[float]) -> float:
+        """Between two words, in units of the logits: what an inverse temperature multiplies."""
+        data = [datum([2], [target], **inputs) for target in (3, 4)]
+        first, second = (o["logprobs"].data[0] for o in client.forward(data, "cross_entropy").result().loss_fn_outputs)
+        return float(first) - float(second)
+
+    assert gap(temperature=[0.5]) == pytest.approx(2 * gap(), rel=1e-5)
+    for given in ([0.5, 0.6], [0.0, 0.0]):
+        wrong = datum([2, 3], [3, 4], temperature=given)
+        with pytest.raises(tinker.RequestFailedError, match=r"'temperature'. must be one finite number above 0"):
+            client.forward([wrong], "cross_entropy").result()
+
+
 def test_targets_of_n_by_k_have_the_gradient_of_k_datums(server: RunningServer) -> None:
     wide, narrow = new_client(server), new_client(server)
     targets = types.TensorData(data=[3, 5, 4, 6], dtype="int64", shape=[2, 2])

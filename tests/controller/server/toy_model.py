@@ -46,7 +46,7 @@ class ToyTrainer:
         return self.version
 
     def _logprobs(self, datum: Datum) -> torch.Tensor:
-        logprobs = torch.log_softmax(self.table[torch.from_numpy(datum.tokens)], -1)
+        logprobs = torch.log_softmax(self.table[torch.from_numpy(datum.tokens)] / datum.temperature, -1)
         return logprobs.gather(-1, torch.from_numpy(datum.loss_inputs["target_tokens"])[:, None])[:, 0]
 
     async def forward_backward(

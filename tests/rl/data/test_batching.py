@@ -1,5 +1,7 @@
 """Covers: rl/data/batching.py, rl/data/packing.py"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -105,6 +107,7 @@ def _valid() -> Datum:
             r"batch\[0\].loss_inputs has \['logprobs', 'target_tokens'\]",
         ),
         (Datum(tokens=np.arange(40) % 9, loss_inputs=_valid().loss_inputs), "between 1 and 32 tokens"),
+        (replace(_valid(), temperature=0.0), r"batch\[1\].temperature is 0.0; it must be finite and above 0"),
     ],
 )
 def test_mistakes_name_the_datum_and_the_field(datum: Datum, message: str) -> None:

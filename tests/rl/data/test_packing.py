@@ -1,5 +1,7 @@
 """Covers: rl/data/packing.py"""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def _batch(sizes: list[tuple[int, list[int]]], seed: int, opening: int = 0, num_
         for g, (p, completions) in enumerate(sizes)
         for n in completions
     ]
-    return [batch[i] for i in rng.permutation(len(batch))]
+    return [replace(batch[i], temperature=rng.choice([0.5, 1.0])) for i in rng.permutation(len(batch))]
 
 
 WORDS = st.sampled_from([1, 2, 1000])
@@ -57,13 +59,15 @@ def test_every_scored_position_sees_exactly_its_own_datum(
         assert len(row.tokens) == _tree_size(batch), "nothing is computed twice"
     assert sum(d.num_tokens for d in row.documents) == len(row.tokens) == len(row.positions)
     assert len(row.pair_index) == sum(d.num_loss_tokens for d in batch)
-    assert len({*zip(row.scored, row.targets, strict=True)}) == len(row.scored) == len({*row.pair_index})
+    pairs = {*zip(row.scored, row.targets, row.temperatures, strict=True)}
+    assert len(pairs) == len(row.scored) == len({*row.pair_index})
     sees = attended(row.documents)
     for k, index in enumerate(row.scored[row.pair_index]):
         datum, position = batch[row.datum_index[k]], int(row.datum_position[k])
         assert row.tokens[sees[index]].tolist() == datum.tokens[: position + 1].tolist()
         assert row.positions[index] == position
         assert row.targets[row.pair_index[k]] == datum.loss_inputs["target_tokens"][position]
+        assert row.temperatures[row.pair_index[k]] == datum.temperature
         assert row.loss_inputs["target_tokens"][k] == datum.loss_inputs["target_tokens"][position]
         assert row.loss_inputs["advantages"][k] == datum.loss_inputs["advantages"][position]
     unpacked = row.unpack(row.loss_inputs["advantages"])

@@ -102,6 +102,42 @@ def test_importance_correction_splits_the_ratio_in_two(name: str, mode: str) -> 
     assert metrics["ratio_max"].item() == pytest.approx(np.exp(p - q).max())
 
 
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_multiplier_is_of_a_token_or_of_a_sequence(level: str, mode: str) -> None:
+    p, inputs = random_case(3, (4, 9, 2, 7))
+    w, q, a, o = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages", "old_logprobs"))
+    multiplier = np.exp(o - q)
+    for d in range(inputs.num_datums):
+        rows = inputs.datum_index.numpy() == d
+        if level != "token":
+            multiplier[rows] = np.prod(multiplier[rows]) ** (1 / rows.sum() if level == "geometric" else 1)
+    outside = (multiplier < 0.7) | (multiplier > 1.3)
+    assert 0 < outside.sum() < len(p)
+    multiplier = np.where(outside, 0.0, multiplier) if mode == "mask" else np.clip(multiplier, 0.7, 1.3)
+    config = {"importance_cap": 1.3, "importance_floor": 0.7, "importance_level": level, "importance_mode": mode}
+    loss, metrics = get_loss("importance_sampling", config)(torch.tensor(p), None, inputs)
+    assert loss.item() == pytest.approx(-np.sum(w * multiplier * np.exp(p - o) * a))
+    assert metrics["capped_tokens"] == outside.sum()
+
+
+def test_sequences_far_from_the_generator_lose_their_negative_terms() -> None:
+    p, inputs = random_case(3, (4, 9, 2, 7))
+    w, q, a = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages"))
+    kept = np.ones(len(p))
+    for d in range(inputs.num_datums):
+        rows = inputs.datum_index.numpy() == d
+        if (q - p)[rows].mean() > 0.1:
+            kept[rows & (a < 0)] = 0
+    assert 0 < kept.sum() < len(p)
+    logprobs = torch.tensor(p, requires_grad=True)
+    loss, metrics = get_loss("importance_sampling", {"off_policy_sequence_threshold": 0.1})(logprobs, None, inputs)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.numpy() == pytest.approx(-w * kept * np.exp(p - q) * a)
+    assert metrics["off_policy_tokens"] == np.sum(kept == 0)
+
+
 def test_ppo_with_truncated_importance_correction_is_the_papers_formula() -> None:
     p, inputs = random_case(size=60)
     w, q, a, o = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages", "old_logprobs"))
@@ -209,6 +245,18 @@ def test_required_inputs_and_entropy_follow_from_the_options() -> None:
         ("gspo", {"entropy_coef": float("inf")}, "entropy_coef.*inf.*finite"),
         ("ppo", {"importance_cap": 2.0, "importance_mode": "truncated"}, "did you mean 'truncate'"),
         ("ppo", {"importance_mode": "mask"}, "importance_cap.*is 0.*'mask' needs it above 0"),
+        (
+            "ppo",
+            {"importance_level": "geometric"},
+            "importance_cap.*is 0.*importance_level 'geometric' needs it above 0",
+        ),
+        ("ppo", {"importance_floor": 0.5}, "importance_cap.*is 0.*importance_floor 0.5 needs it above 0"),
+        ("ppo", {"importance_cap": 2.0, "importance_floor": 3.0}, "importance_floor.*3.0.*importance_cap 2.0"),
+        (
+            "ppo",
+            {"importance_cap": 2.0, "importance_level": "group"},
+            "importance_level.*'group'.*geometric, sequence, token",
+        ),
         ("dro", {"importance_cap": 2.0}, "'importance_cap', which 'dro' does not know"),
         ("cross_entropy", {"kl_coef": 0.1}, "'kl_coef', which 'cross_entropy' does not know"),
     ],

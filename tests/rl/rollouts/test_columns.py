@@ -37,6 +37,7 @@ def turns(draw: Callable[..., int]) -> Turn:
         versions=many(TOKEN),  # pyright: ignore[reportArgumentType]
         text=draw(TEXT),  # pyright: ignore[reportArgumentType]
         finish_reason=draw(REASON),  # pyright: ignore[reportArgumentType]
+        temperature=draw(NUMBER),  # pyright: ignore[reportArgumentType]
         prompt_logprobs=draw(st.none() | st.lists(LOGPROB, max_size=3).map(tuple)),  # pyright: ignore[reportArgumentType]
     )
     prompt = draw(st.lists(TOKEN, max_size=4))

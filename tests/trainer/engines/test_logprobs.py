@@ -1,12 +1,15 @@
 """Chunked log-probs and entropies against autograd through the whole matrix.
 
-Covers: trainer/engines/pytorch/logprobs.py
+Covers: trainer/engines/pytorch/distribution.py, trainer/engines/pytorch/logprobs.py
 """
+
+from typing import Any
 
 import pytest
 import torch
 
 from trainer.engines.pytorch import logprobs
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.logprobs import LogitsMemory
 
 
@@ -29,18 +32,20 @@ def test_values_and_gradients_equal_log_softmax(
     monkeypatch.setattr(logprobs, "MEMORY", memory)
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
-    targets = torch.randint(0, 50, (size,))
+    targets, temperatures = torch.randint(0, 50, (size,)), torch.rand(size) + 0.5
     scale_logprobs, scale_entropy = torch.randn(size), torch.randn(size)
 
     logits = hidden @ weight.T
-    expected = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), -1)
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = torch.log_softmax(capped / temperatures[:, None], -1)
     expected_entropy = -(expected.exp() * expected).sum(-1)
     chosen = expected.gather(1, targets[:, None])[:, 0]
     ((chosen * scale_logprobs).sum() + (expected_entropy * scale_entropy).sum()).backward()
     expected_grads = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
 
-    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, cap=cap)
+    options: dict[str, Any] = {"distribution": Distribution(1 / temperatures), "cap": cap}
+    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, **options)
     assert entropy is not None
     torch.testing.assert_close(actual, chosen)
     torch.testing.assert_close(entropy, expected_entropy)

@@ -4,7 +4,7 @@
 of adapters too: calls that add up, failures, offload, checkpoints.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch
-from rl.types import AdamParams, ForwardBackwardOutput
+from rl.types import AdamParams, Datum, ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -30,6 +30,7 @@ from trainer.engines.contract.reference import (
     require_close,
     require_equal,
     require_names,
+    tempered,
 )
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
@@ -64,8 +65,7 @@ def check_loss(subject: Subject) -> str:
     """Log-probs, entropies and the loss equal transformers', and a forward pass leaves no gradient."""
     engine, reference = subject.build(), ReferencePolicy(subject.model)
     output = engine.forward(MICROBATCHES, entropy=True)
-    worst = _worst_score(output, reference)
-    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
+    worst = _require_scores(output, reference, BATCH)
     require(not gradients(engine), "there is a gradient after `forward`")
     require_refused(lambda: engine.optim_step(PARAMS), "optim_step without a gradient")
     trained = engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
@@ -80,9 +80,20 @@ def check_loss(subject: Subject) -> str:
 
 def check_gradients(subject: Subject) -> str:
     """Every gradient is that of plain autograd."""
+    return _check_gradients(subject, BATCH)
+
+
+def check_temperatures(subject: Subject) -> str:
+    """Each datum is scored at its own temperature, also where datums share a prefix."""
+    batch = tempered(BATCH)
+    _require_scores(subject.build().forward([batch], entropy=True), ReferencePolicy(subject.model), batch)
+    return _check_gradients(subject, batch)
+
+
+def _check_gradients(subject: Subject, batch: Sequence[Datum]) -> str:
     engine, reference = subject.build(), ReferencePolicy(subject.model)
-    engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
-    reference.backward(BATCH, importance_sampling)
+    engine.forward_backward([batch[:3], [], batch[3:]], get_loss("importance_sampling"))
+    reference.backward(batch, importance_sampling)
     return f"within {require_close('gradients', gradients(engine), reference.gradients(), _TOLERANCE):.0e}"
 
 
@@ -179,6 +190,7 @@ def check_push(subject: Subject) -> str:
 MODEL_CHECKS: Mapping[str, Check] = {
     "loss": check_loss,
     "gradients": check_gradients,
+    "temperatures": check_temperatures,
     "three steps": check_three_steps,
     "learning-rate multipliers": check_multipliers,
     "parameters by name": check_parameters_by_name,
@@ -205,16 +217,17 @@ def explode(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> obj
     return logprobs.sum() * float("nan"), {}
 
 
-def _worst_score(output: ForwardBackwardOutput, reference: ReferencePolicy) -> float:
+def _require_scores(output: ForwardBackwardOutput, reference: ReferencePolicy, batch: Sequence[Datum]) -> float:
     require(output.entropy is not None, "forward(entropy=True) returned no entropies")
     assert output.entropy is not None
     worst = 0.0
-    for datum, logprobs, entropy in zip(BATCH, output.logprobs, output.entropy, strict=True):
+    for datum, logprobs, entropy in zip(batch, output.logprobs, output.entropy, strict=True):
         scored = datum.weights != 0
         with torch.no_grad():
             expected = reference.logprobs(datum).numpy(), reference.entropy(datum).numpy()
         for actual, theirs in zip((logprobs, entropy), expected, strict=True):
             worst = max(worst, float(np.abs(actual - np.where(scored, theirs, 0)).max()))
+    require(worst <= _TOLERANCE, f"log-probs or entropies differ by {worst:.1e}; at most {_TOLERANCE:.0e} is accepted")
     return worst
 
 

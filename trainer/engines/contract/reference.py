@@ -6,6 +6,7 @@ read back in the same process.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def random_groups(
     return [batch[i] for i in rng.permutation(len(batch))]
 
 
+def tempered(batch: Sequence[Datum]) -> list[Datum]:
+    """The datums at different temperatures."""
+    return [replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3]) for i, datum in enumerate(batch)]
+
+
 class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 
@@ -74,12 +80,16 @@ class ReferencePolicy:
     def logprobs(self, datum: Datum) -> Tensor:
         """[T] of the target tokens, scored or not."""
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
-        return torch.log_softmax(self.logits(datum), -1).gather(1, targets[:, None])[:, 0]
+        return self._distributions(datum).gather(1, targets[:, None])[:, 0]
 
     def entropy(self, datum: Datum) -> Tensor:
         """[T]"""
-        logprobs = torch.log_softmax(self.logits(datum), -1)
+        logprobs = self._distributions(datum)
         return -(logprobs.exp() * logprobs).sum(-1)
+
+    def _distributions(self, datum: Datum) -> Tensor:
+        """[T, V] log-probs at the datum's temperature."""
+        return torch.log_softmax(self.logits(datum) / datum.temperature, -1)
 
     def backward(self, batch: Sequence[Datum], token_loss: TokenLoss) -> float:
         """Adds the gradient of the weighted sum over all datums; returns the sum."""

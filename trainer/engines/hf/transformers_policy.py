@@ -24,6 +24,7 @@ from rl.system.hf_config import find_family, read_config, trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
@@ -159,6 +160,7 @@ class TransformersPolicy(nn.Module):
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
+        distribution = Distribution.of_row(row, device)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)
@@ -170,7 +172,11 @@ class TransformersPolicy(nn.Module):
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
             return logprobs_and_entropy(
-                hidden, head.weight, targets, entropy=entropy, low_rank=low_rank, cap=self._logit_cap
+                *(hidden, head.weight, targets),
+                entropy=entropy,
+                low_rank=low_rank,
+                distribution=distribution,
+                cap=self._logit_cap,
             )
 
         return self._run(compute)

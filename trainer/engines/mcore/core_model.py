@@ -27,6 +27,7 @@ from trainer.engines.mcore.groups import RankGroups
 from trainer.engines.mcore.layers import SplitAttention, decoder_spec, gather_tokens, split_tokens
 from trainer.engines.mcore.layout_check import MODEL_PROVIDER
 from trainer.engines.mcore.names import Piece, pieces_of
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import inverse_frequencies
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.ranks import DTYPES
@@ -67,7 +68,15 @@ class Stage(nn.Module):
         self._frequencies: Tensor | None = None
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, plan: Any, *, scored: Tensor, targets: Tensor, entropy: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        plan: Any,
+        *,
+        scored: Tensor,
+        targets: Tensor,
+        entropy: bool,
+        distribution: Distribution,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
@@ -101,9 +110,8 @@ class Stage(nn.Module):
             if self._config.tie_embeddings
             else self.model.output_layer.weight
         )
-        return logprobs_and_entropy(
-            hidden, weight, targets, entropy=entropy, group=self._group if self._is_sharded else None
-        )
+        group = self._group if self._is_sharded else None
+        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group, distribution=distribution)
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[1, L] positions -> [L, 1, 1, head_dim] angles, the form in which Megatron-core takes them."""

@@ -21,6 +21,7 @@ from trainer.engines.mcore.layers import plan_documents, plan_shard
 from trainer.engines.mcore.masters import MasterSlices, ShardedMasters, by_name
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_directory import load_hf_weights
 from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
@@ -102,6 +103,7 @@ class RowScorer:
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
+        distribution = Distribution.of_row(row, self._device)
         shard = None
         if self._num_shards == 1:
             plan = plan_documents(row.documents, self._device)
@@ -109,13 +111,14 @@ class RowScorer:
             shard = shard_row(len(tokens), scored, dist.get_rank(self._context), self._num_shards)
             plan = plan_shard(row.documents, shard, self._context)
             tokens, positions = tokens[shard.rows], positions[shard.rows]
-            scored, targets = shard.scored, targets[shard.where]
+            scored, targets, distribution = shard.scored, targets[shard.where], distribution.at(shard.where)
         others: dict[str, Any] = {
             "positions": positions[None],
             "plan": plan,
             "scored": scored,
             "targets": targets,
             "entropy": entropy,
+            "distribution": distribution,
         }
         return StageInputs(tokens[None], others), shard
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, Distribution
 from trainer.engines.pytorch.low_rank import LowRank
 
 
@@ -102,11 +103,13 @@ def logprobs_and_entropy(
     entropy: bool,
     group: dist.ProcessGroup | None = None,
     low_rank: LowRank | None = None,
+    distribution: Distribution = MODEL_DISTRIBUTION,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
-    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Logits are
+    then divided by the temperatures of `distribution`.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
@@ -118,7 +121,9 @@ def logprobs_and_entropy(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
     )
     key = MEMORY.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
-    logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, inner, b, targets, entropy, group, key, cap)  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs, entropies = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        *(hidden, weight, inner, b, targets), entropy, group, key, distribution, cap
+    )
     return logprobs, entropies
 
 
@@ -139,6 +144,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy: bool,
         group: dist.ProcessGroup | None,
         key: object,
+        distribution: Distribution,
         cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
@@ -146,12 +152,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key, ctx.cap = key, cap
+        ctx.key, ctx.scale, ctx.cap = key, distribution.scale, cap
         for part in _parts(hidden, weight, key):
             logits = _logits(hidden, weight, inner, b, part, cap, out=MEMORY.kept(key, part))
             column, here = _local_targets(targets[part], start_row, weight.shape[0])
-            chosen = logits.gather(1, column[:, None])[:, 0].float() * here
-            log_sum, expected = _softmax_sums(logits, entropy)
+            scale = None if ctx.scale is None else ctx.scale[part]
+            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].float(), scale) * here
+            log_sum, expected = _softmax_sums(logits, entropy, scale)
             lse[part] = _sum_over(group, log_sum.clone(), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
             if entropies is not None and expected is not None:
@@ -176,7 +183,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits = _logits(hidden, weight, inner, b, part, ctx.cap)
             column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
-            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, ctx.cap)
+            scale = None if ctx.scale is None else ctx.scale[part]
+            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale, ctx.cap)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
@@ -187,7 +195,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
-        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_inner, grad_b, *(None,) * 6
 
 
 def _added(total: Tensor | None, update: Tensor) -> Tensor:
@@ -254,18 +262,21 @@ def _logits(
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _softmax_sums(logits: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Of logits [C, V], the log of the sum of exponentials and, for entropies, the expected logit; [C] float32 each."""
+def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of logits [C, V] times scale [C], the log of the sum of exponentials and, for entropies, the expected logit.
+
+    Both are [C] float32.
+    """
     log_sum = logits.new_empty(len(logits), dtype=torch.float32)
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
-        block = _float32(logits[rows])
+        block = _float32(logits[rows], scale, rows)
         largest = block.amax(-1)
         total = _exp_(block.sub_(largest[:, None])).sum(-1)
         log_sum[rows] = total.log().add_(largest)
         if expected is not None:
             expected[rows] = block.mul_(logits[rows]).sum(-1).div_(total)
-    return log_sum, expected
+    return log_sum, None if expected is None else _scaled_(expected, scale)
 
 
 def _gradient_(
@@ -275,23 +286,27 @@ def _gradient_(
     column: Tensor,
     here: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
+    scale: Tensor | None,
     cap: float | None,
 ) -> Tensor:
     """Turns logits [C, V] into the gradient of the projection's output.
 
     `of_entropy` are the entropies' gradients and values; all are [C].
     """
-    # With z the logits, p their softmax and H the entropy:
+    # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
-        log_p = _float32(logits[rows]).sub_(lse[rows, None])
+        log_p = _float32(logits[rows], scale, rows).sub_(lse[rows, None])
         factor = -grad_logprobs[rows, None]
         if of_entropy is not None:
             grad_entropies, entropies = (x[rows, None] for x in of_entropy)
             factor = factor - grad_entropies * (log_p + entropies)
+        of_target = grad_logprobs[rows] * here[rows]
+        if scale is not None:
+            factor, of_target = factor * scale[rows, None], of_target * scale[rows]
         block = _exp_(log_p).mul_(factor)
-        block.scatter_add_(1, column[rows, None], (grad_logprobs[rows] * here[rows])[:, None])
-        if cap is not None:  # of z = cap tanh(x / cap): dz / dx = 1 - (z / cap)^2
+        block.scatter_add_(1, column[rows, None], of_target[:, None])
+        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2
             block.mul_(1 - (logits[rows].float() / cap).square_())
         logits[rows] = block
     return logits
@@ -305,11 +320,17 @@ def _blocks(logits: Tensor) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _float32(logits: Tensor) -> Tensor:
-    """A block's logits in float32, in memory of their own."""
+def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
+    """A block's scaled logits in float32, in memory of their own."""
     if logits.device.type != "cpu":
-        return logits.to(torch.float32, copy=True)
-    return MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+        block = logits.to(torch.float32, copy=True)
+    else:
+        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    return block if scale is None else block.mul_(scale[rows, None])
+
+
+def _scaled_(logits: Tensor, scale: Tensor | None) -> Tensor:
+    return logits if scale is None else logits.mul_(scale)
 
 
 def _exp_(x: Tensor) -> Tensor:

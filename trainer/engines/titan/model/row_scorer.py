@@ -12,6 +12,7 @@ from torchtitan.models.common.decoder import Decoder
 from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor
@@ -49,12 +50,14 @@ class RowScorer:
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
+        distribution = Distribution.of_row(row, self._device)
         if self._context_mesh is None:
             shard, rows = None, slice(None)
             masks = attention_masks(positions[None], row.documents, self._compute_dtype)
         else:
             shard = shard_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
             rows, scored, targets = shard.rows, shard.scored, targets[shard.where]
+            distribution = distribution.at(shard.where)
             masks = sharded_attention_masks(self._decoder, positions[None], row.documents, shard, self._context_mesh)
         others: Mapping[str, Any] = {
             "positions": positions[rows][None],
@@ -62,6 +65,7 @@ class RowScorer:
             "scored": scored,
             "targets": targets,
             "entropy": entropy,
+            "distribution": distribution,
         }
         return StageInputs(tokens[rows][None], others), shard
 

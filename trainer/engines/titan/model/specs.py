@@ -36,6 +36,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
+from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable
@@ -209,7 +210,7 @@ class LogprobHead(Adaptable, Linear):
         """Same fields as `Linear.Config`."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, targets: Tensor, *, entropy: bool
+        self, hidden: Tensor, targets: Tensor, *, entropy: bool, distribution: Distribution
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [S, D], targets [S] -> log-probs [S] float32, entropies [S] float32 if asked for."""
         weight, group, low_rank = self.weight, None, self.low_rank
@@ -218,7 +219,9 @@ class LogprobHead(Adaptable, Linear):
             weight, group = weight.to_local(), mesh.get_group()
             if low_rank is not None:
                 low_rank = low_rank._replace(b=low_rank.b.chunk(mesh.size())[mesh.get_local_rank()])
-        return logprobs_and_entropy(hidden, weight, targets, entropy=entropy, group=group, low_rank=low_rank)
+        return logprobs_and_entropy(
+            *(hidden, weight, targets), entropy=entropy, group=group, low_rank=low_rank, distribution=distribution
+        )
 
 
 class ValueHead(Linear):
@@ -232,10 +235,10 @@ class ValueHead(Linear):
         """Same fields as `Linear.Config`."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, targets: Tensor, *, entropy: bool
+        self, hidden: Tensor, targets: Tensor, *, entropy: bool, distribution: Distribution
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [S, D] -> values [S] float32, and None because a value head has no entropies."""
-        del targets, entropy
+        del targets, entropy, distribution
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         return values(hidden, weight), None
 
@@ -268,6 +271,7 @@ class _Policy(Decoder):
         scored: Tensor,
         targets: Tensor,
         entropy: bool,
+        distribution: Distribution,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Scores the positions `scored` [S] of one packed row: tokens and positions [1, L], targets [S].
 
@@ -280,7 +284,8 @@ class _Policy(Decoder):
             return hidden
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[self.lm_head.hidden_gradient])
-        return self.lm_head(hidden.squeeze(0).index_select(0, scored), targets, entropy=entropy)
+        hidden = hidden.squeeze(0).index_select(0, scored)
+        return self.lm_head(hidden, targets, entropy=entropy, distribution=distribution)
 
 
 class LlamaPolicy(_Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
