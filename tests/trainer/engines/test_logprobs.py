@@ -3,6 +3,8 @@
 Covers: trainer/engines/pytorch/distribution.py, trainer/engines/pytorch/logprobs.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,9 +26,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
 @pytest.mark.parametrize("kept_bytes", [0, 5 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [1, 3 * 50 * 4, 1 << 20])
-@pytest.mark.parametrize("size", [0, 1, 8])
+@pytest.mark.parametrize(("size", "cap"), [(0, None), (1, None), (8, None), (8, 2.0)])
 def test_values_and_gradients_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int, cap: float | None
 ) -> None:
     memory = LogitsMemory(chunk_bytes=chunk_bytes, block_bytes=block_bytes, kept_bytes=kept_bytes)
     monkeypatch.setattr(logprobs, "MEMORY", memory)
@@ -35,15 +37,17 @@ def test_values_and_gradients_equal_log_softmax(
     targets, temperatures = torch.randint(0, 50, (size,)), torch.rand(size) + 0.5
     scale_logprobs, scale_entropy = torch.randn(size), torch.randn(size)
 
-    expected = torch.log_softmax(hidden @ weight.T / temperatures[:, None], -1)
+    logits = hidden @ weight.T
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = torch.log_softmax(capped / temperatures[:, None], -1)
     expected_entropy = -(expected.exp() * expected).sum(-1)
     chosen = expected.gather(1, targets[:, None])[:, 0]
     ((chosen * scale_logprobs).sum() + (expected_entropy * scale_entropy).sum()).backward()
     expected_grads = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
 
-    distribution = Distribution(1 / temperatures)
-    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, distribution=distribution)
+    options: dict[str, Any] = {"distribution": Distribution(1 / temperatures), "cap": cap}
+    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, **options)
     assert entropy is not None
     torch.testing.assert_close(actual, chosen)
     torch.testing.assert_close(entropy, expected_entropy)
