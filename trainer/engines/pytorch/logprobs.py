@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.sampling import KeptSets
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
 from trainer.engines.pytorch.low_rank import LowRank
 
 
@@ -183,7 +183,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
             column, here = local_targets(targets[part] - start_row, weight.shape[0], words)
             scale = None if ctx.scale is None else ctx.scale[part]
-            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].to(lse.dtype), scale) * here
+            chosen = logits.gather(1, column[:, None])[:, 0].to(lse.dtype) * (here if scale is None else here * scale)
             log_sum, expected = _softmax_sums(logits, entropy, scale)
             lse[part] = _sum_over(group, log_sum.clone(), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
@@ -325,7 +325,7 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
         log_sum[rows] = total.log().add_(largest)
         if expected is not None:
             expected[rows] = block.mul_(logits[rows]).sum(-1).div_(total)
-    return log_sum, None if expected is None else _scaled_(expected, scale)
+    return log_sum, expected if expected is None or scale is None else expected * scale
 
 
 def _gradient_(
@@ -376,10 +376,6 @@ def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     else:
         block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
-
-
-def _scaled_(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return logits if scale is None else logits.mul_(scale)
 
 
 def _exp_(x: Tensor) -> Tensor:
