@@ -122,7 +122,8 @@ def logprobs_and_entropy(
     both are differentiable. Of float64 they are float64.
     """
     if distribution.kept is not None and not distribution.kept.counts.all():
-        return _in_two(hidden, weight, targets, distribution, entropy=entropy, group=group, low_rank=low_rank)
+        options: dict[str, Any] = {"group": group, "low_rank": low_rank, "cap": cap}
+        return _in_two(hidden, weight, targets, distribution, entropy=entropy, **options)
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
@@ -356,7 +357,7 @@ def _gradient_(
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], of_target[:, None])
         if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2, and 0 for a word that was cut off
-            block.mul_(1 - (logits[rows].float().clamp_(-cap, cap) / cap).square_())
+            block.mul_(1 - (logits[rows].to(block.dtype).clamp(-cap, cap) / cap).square_())
         logits[rows] = block
     return logits
 
