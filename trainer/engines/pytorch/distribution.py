@@ -5,7 +5,10 @@ of itself keeps few, so a chunk of positions is multiplied with the rows of the 
 all. Legend: C positions of a chunk, U different words of their sets, k words of all sets together.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,3 +85,40 @@ class ChunkWords:
     def of_tensor(self, tensor: Tensor) -> Tensor:
         """The words' rows [U, ...] of a tensor with a row for each word that is held here."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
+
+
+@functools.cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of logits as one kernel, which reads each of them once, for chunks of any size."""
+    return torch.compile(function, dynamic=True)
+
+
+def sums_of_rows(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of logits [C, V] times scale [C], log of the sum of exponentials and, for entropies, expected logit, to be compiled."""
+    z = _exact(logits, scale)
+    log_sum = z.logsumexp(-1)
+    return log_sum, ((z - log_sum[:, None]).exp() * z).sum(-1) if entropy else None
+
+
+def gradient_of_rows(
+    logits: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    column: Tensor,
+    here: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    scale: Tensor | None,
+) -> Tensor:
+    """The gradient of logits [C, V], to be compiled; as in `logprobs.py`, but a target is found by comparing columns."""
+    log_p = _exact(logits, scale) - lse[:, None]
+    grad = -grad_logprobs[:, None] * log_p.exp()
+    if of_entropy is not None:
+        grad = grad - of_entropy[0][:, None] * (log_p + of_entropy[1][:, None]) * log_p.exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    grad = grad + is_target * (grad_logprobs * here)[:, None]
+    return (grad if scale is None else grad * scale[:, None]).to(logits.dtype)
+
+
+def _exact(logits: Tensor, scale: Tensor | None) -> Tensor:
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact if scale is None else exact * scale[:, None]

@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.sampling import KeptSets
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution
+from trainer.engines.pytorch.distribution import (
+    MODEL_DISTRIBUTION,
+    ChunkWords,
+    Distribution,
+    fused,
+    gradient_of_rows,
+    sums_of_rows,
+)
 from trainer.engines.pytorch.low_rank import LowRank
 
 
@@ -309,6 +316,8 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
 
     Both are [C] float32.
     """
+    if logits.is_cuda:
+        return fused(sums_of_rows)(logits, entropy, scale)
     log_sum = logits.new_empty(len(logits), dtype=_exact(logits))
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
@@ -331,6 +340,8 @@ def _gradient_(
     scale: Tensor | None,
 ) -> Tensor:
     """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
+    if logits.is_cuda:
+        return fused(gradient_of_rows)(logits, lse, grad_logprobs, column, here, of_entropy, scale)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
