@@ -87,14 +87,8 @@ class ChunkWords:
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
 
-@functools.cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of logits as one kernel, which reads each of them once, for chunks of any size."""
-    return torch.compile(function, dynamic=True)
-
-
 def sums_of_rows(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of logits [C, V] times scale [C], log of the sum of exponentials and, for entropies, expected logit, to be compiled."""
+    """Of logits [C, V] times scale [C], log of the sum of exponentials and, for entropies, the expected logit."""
     z = _exact(logits, scale)
     log_sum = z.logsumexp(-1)
     return log_sum, ((z - log_sum[:, None]).exp() * z).sum(-1) if entropy else None
@@ -109,7 +103,7 @@ def gradient_of_rows(
     of_entropy: tuple[Tensor, Tensor] | None,
     scale: Tensor | None,
 ) -> Tensor:
-    """The gradient of logits [C, V], to be compiled; as in `logprobs.py`, but a target is found by comparing columns."""
+    """The gradient of logits [C, V], as in `logprobs.py`, but a target is found by comparing columns."""
     log_p = _exact(logits, scale) - lse[:, None]
     grad = -grad_logprobs[:, None] * log_p.exp()
     if of_entropy is not None:
@@ -122,3 +116,18 @@ def gradient_of_rows(
 def _exact(logits: Tensor, scale: Tensor | None) -> Tensor:
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return exact if scale is None else exact * scale[:, None]
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def fused_sums(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """`sums_of_rows` as one kernel of a GPU, which reads each logit once, for chunks of any size."""
+    return _fused(sums_of_rows)(*arguments)
+
+
+def fused_gradient(*arguments: Any) -> Tensor:
+    """`gradient_of_rows` as one kernel."""
+    return _fused(gradient_of_rows)(*arguments)
