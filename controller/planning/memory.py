@@ -40,7 +40,7 @@ class Memory:
 
 
 def trainer_memory(model: ModelSize, config: TrainerConfig, gpu: GPU, *, tokens: int | None = None) -> Memory:
-    """Of the trainer's rank that needs most. `tokens` are those of a row, by default `max_tokens_per_microbatch`."""
+    """Of the trainer's rank that needs most, for a row of `tokens`, by default `max_tokens_per_microbatch`."""
     tokens = config.max_tokens_per_microbatch if tokens is None else tokens
     state = _state(model, config)
     gradients = state.pop("gradients")
@@ -124,7 +124,7 @@ def _at_projection(model: ModelSize, config: TrainerConfig, gpu: GPU, tokens: in
 
 
 def _at_last_layer(model: ModelSize, config: TrainerConfig, tokens: int) -> dict[str, int]:
-    """At the last layer: activations of all, this layer's whole, its gathered weights and those of the next."""
+    """At the last layer: activations of all, this layer's whole, and gathered weights of two layers."""
     width = _BF16 if config.compute_dtype == "bfloat16" else _FLOAT32
     is_sharded = config.data_parallel_shard * config.context_parallel > 1
     of_layer = sum(each.numel for each in model.layer if each.kind != "expert") // config.tensor_parallel

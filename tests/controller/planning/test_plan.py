@@ -1,6 +1,6 @@
 """`ownloop plan`: parameters against transformers, memory against torch's own allocator, refusals, ranked layouts.
 
-Covers: controller/planning/__init__.py, controller/planning/command.py, controller/planning/gpus.py,
+Covers: controller/planning/__init__.py, controller/planning/plan_command.py, controller/planning/gpus.py,
 controller/planning/memory.py, controller/planning/search.py, controller/planning/sizes.py, controller/planning/times.py
 """
 

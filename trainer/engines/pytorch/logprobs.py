@@ -355,16 +355,14 @@ def _gradient_(
 
 def _blocks(logits: Tensor) -> list[slice]:
     """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds."""
-    size, step = len(logits), max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    step = max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
+    return [slice(start, min(start + step, len(logits))) for start in range(0, len(logits), step)]
 
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    if logits.dtype == torch.float64:
-        block = logits.to(_exact(logits), copy=True)
-    else:
-        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    is_exact = logits.dtype == torch.float64
+    block = logits.clone() if is_exact else MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
 
 
