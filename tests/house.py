@@ -19,6 +19,7 @@ OPTIONAL = (
     "controller/agents/",
     "configs/agent_",
     "controller/hosts/starting/",
+    "controller/planning/",
     "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     *(f"controller/commands/{name}" for name in ("check_parts", "compare", "report_run", "sweep")),
@@ -33,7 +34,8 @@ OPTIONAL = (
 ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
-    *("controller/loops", "controller/commands", "controller/server", "controller/agents", "configs"),
+    *("controller/loops", "controller/commands", "controller/planning", "controller/server"),
+    *("controller/agents", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

@@ -216,7 +216,7 @@ def install(*, computes: bool) -> None:
 
     threading.Thread.run = run_computed
     _replace_nccl(fake=not computes)
-    _switch_compilers_off()
+    _switch_compilers_off(computes=computes)
 
 
 def _replace_nccl(*, fake: bool) -> None:
@@ -244,14 +244,29 @@ def _without_nccl(backend: Any) -> Any:
     return backend.replace("nccl", "gloo") if isinstance(backend, str) else backend
 
 
-def _switch_compilers_off() -> None:
-    """A compiled function would leave out the mode. FlexAttention has only a compiled kernel; its definition runs."""
+def _switch_compilers_off(*, computes: bool) -> None:
+    """A compiled function would leave out the mode. FlexAttention has only a compiled kernel; its definition runs.
+
+    Where nothing is computed, a compiled function allocates what it returns, as its one kernel does.
+    """
 
     def uncompiled(function: Any = None, **_: Any) -> Any:
-        return function if function is not None else lambda later: later
+        if function is None:
+            return uncompiled
+        return function if computes else functools.wraps(function)(functools.partial(_returns_alone, function))
 
     torch.compile = uncompiled  # pyright: ignore[reportAttributeAccessIssue]
     sys.meta_path.insert(0, _AfterAttention())
+
+
+def _returns_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Allocates what a function returns, and nothing on the way."""
+    flat, spec = tree_flatten((args, kwargs))
+    device = next(x.device for x in flat if isinstance(x, Tensor))
+    shaped = [_as_meta(x) if isinstance(x, Tensor) else x for x in flat]
+    args, kwargs = tree_unflatten(shaped, spec)
+    result = function(*args, **kwargs)
+    return tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, result)
 
 
 class _AfterAttention(importlib.abc.MetaPathFinder):

@@ -10,7 +10,7 @@ import torch
 
 from rl.sampling import KeptSets
 from trainer.engines.pytorch import logprobs
-from trainer.engines.pytorch.distribution import Distribution
+from trainer.engines.pytorch.distribution import Distribution, gradient_of_rows, sums_of_rows
 from trainer.engines.pytorch.logprobs import LogitsMemory
 from trainer.engines.pytorch.low_rank import LowRank
 
@@ -161,3 +161,25 @@ def test_what_has_no_gradient_keeps_no_logits(memory: LogitsMemory) -> None:
     assert not len(memory._kept)  # pyright: ignore[reportPrivateUsage]
     logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=False)
     assert len(memory._kept)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("scaled", "cap"), [(False, None), (True, None), (True, 2.0)])
+def test_gpu_logic_fused_functions_are_softmax_and_its_gradient(scaled: bool, cap: float | None) -> None:
+    x, column = torch.randn(5, 31, requires_grad=True), torch.tensor([0, 30, 7, 7, 2])
+    logits = x if cap is None else cap * torch.tanh(x / cap)
+    grad_logprobs, grad_entropies = torch.randn(5), torch.randn(5)
+    here = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])  # another rank of a tensor-parallel group has the third target
+    scale = torch.rand(5) + 0.5 if scaled else None
+    z = logits if scale is None else logits * scale[:, None]
+    lse, p = z.logsumexp(-1), z.softmax(-1)
+    entropies = lse - (p * z).sum(-1)
+    logprobs = z.gather(1, column[:, None])[:, 0] * here - lse
+    ((logprobs * grad_logprobs).sum() + (entropies * grad_entropies).sum()).backward()
+    with torch.no_grad():
+        log_sum, expected = sums_of_rows(logits, True, scale)
+        of_entropy = (grad_entropies, entropies)
+        grad = gradient_of_rows(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
+    assert expected is not None
+    torch.testing.assert_close(log_sum, lse)
+    torch.testing.assert_close(log_sum - expected, entropies)
+    torch.testing.assert_close(grad, x.grad)

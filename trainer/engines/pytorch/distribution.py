@@ -5,7 +5,10 @@ of itself keeps few, so a chunk of positions is multiplied with the rows of the 
 all. Legend: C positions of a chunk, U different words of their sets, k words of all sets together.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,3 +95,54 @@ def local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tupl
         return column * here, here.float()
     here = (rows >= 0) & (rows < num_rows)
     return rows * here, here.float()
+
+
+def sums_of_rows(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of logits [C, V] times scale [C], log of the sum of exponentials and, for entropies, the expected logit."""
+    z = _exact(logits, scale)
+    log_sum = z.logsumexp(-1)
+    return log_sum, ((z - log_sum[:, None]).exp() * z).sum(-1) if entropy else None
+
+
+def gradient_of_rows(
+    logits: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    column: Tensor,
+    here: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    scale: Tensor | None,
+    cap: float | None,
+) -> Tensor:
+    """The gradient of logits [C, V], as in `logprobs.py`, but a target is found by comparing columns."""
+    log_p = _exact(logits, scale) - lse[:, None]
+    grad = -grad_logprobs[:, None] * log_p.exp()
+    if of_entropy is not None:
+        grad = grad - of_entropy[0][:, None] * (log_p + of_entropy[1][:, None]) * log_p.exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
+    grad = grad + is_target * (grad_logprobs * here)[:, None]
+    if scale is not None:
+        grad = grad * scale[:, None]
+    if cap is not None:
+        grad = grad * (1 - (logits.to(grad.dtype).clamp(-cap, cap) / cap).square())
+    return grad.to(logits.dtype)
+
+
+def _exact(logits: Tensor, scale: Tensor | None) -> Tensor:
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact if scale is None else exact * scale[:, None]
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def fused_sums(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """`sums_of_rows` as one kernel of a GPU, which reads each logit once, for chunks of any size."""
+    return _fused(sums_of_rows)(*arguments)
+
+
+def fused_gradient(*arguments: Any) -> Tensor:
+    """`gradient_of_rows` as one kernel."""
+    return _fused(gradient_of_rows)(*arguments)

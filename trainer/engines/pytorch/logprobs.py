@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.sampling import KeptSets
+from trainer.engines.pytorch import distribution as on_gpu
 from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
 from trainer.engines.pytorch.low_rank import LowRank
 
@@ -317,6 +318,8 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
 
     Both are [C] float32.
     """
+    if logits.is_cuda:
+        return on_gpu.fused_sums(logits, entropy, scale)
     log_sum = logits.new_empty(len(logits), dtype=_exact(logits))
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
@@ -343,6 +346,8 @@ def _gradient_(
 
     `of_entropy` are the entropies' gradients and values; all are [C].
     """
+    if logits.is_cuda:
+        return on_gpu.fused_gradient(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
@@ -363,19 +368,15 @@ def _gradient_(
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds. A GPU works on all at once."""
-    size, step = len(logits), max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
-    if logits.device.type != "cpu":
-        return [slice(0, size)]
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds."""
+    step = max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
+    return [slice(start, min(start + step, len(logits))) for start in range(0, len(logits), step)]
 
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    if logits.device.type != "cpu" or logits.dtype == torch.float64:
-        block = logits.to(_exact(logits), copy=True)
-    else:
-        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    is_exact = logits.dtype == torch.float64
+    block = logits.clone() if is_exact else MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
 
 

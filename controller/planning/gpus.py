@@ -1,0 +1,69 @@
+"""Kinds of GPUs, by their data sheets, and the shares of these rates that are assumed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPU:
+    """One kind. Rates are a second's, of dense bfloat16 products and of bytes in one direction."""
+
+    memory_gib: float
+    """As torch reports it."""
+    operations: float
+    memory_rate: float
+    nvlink_rate: float
+    pcie_rate: float
+    network_rate: float
+    """Of each GPU's share of its host's network."""
+    context_gib: float = 0.6
+    nccl_gib: float = 1.5
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device."""
+        return int(self.memory_gib * GIB)
+
+    @property
+    def context_bytes(self) -> int:
+        """What CUDA takes for itself in each process: an allowance."""
+        return int(self.context_gib * GIB)
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Buffers of NCCL: an allowance."""
+        return int(self.nccl_gib * GIB)
+
+
+GPUS: Mapping[str, GPU] = {
+    "h100": GPU(
+        memory_gib=79.2, operations=989e12, memory_rate=3.35e12, nvlink_rate=400e9, pcie_rate=50e9, network_rate=45e9
+    ),
+    "h200": GPU(
+        memory_gib=139.8, operations=989e12, memory_rate=4.8e12, nvlink_rate=400e9, pcie_rate=50e9, network_rate=45e9
+    ),
+    "a100": GPU(
+        memory_gib=79.2, operations=312e12, memory_rate=2.0e12, nvlink_rate=270e9, pcie_rate=25e9, network_rate=22e9
+    ),
+    "b200": GPU(
+        memory_gib=178.0, operations=2250e12, memory_rate=8.0e12, nvlink_rate=800e9, pcie_rate=50e9, network_rate=45e9
+    ),
+}
+"""By the names that `ownloop plan --gpu` takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The share of each rate that is assumed to be reached."""
+
+    train: float = 0.40
+    """Of the matrix rate, in forward and backward passes: the bar of `make gpu-check`."""
+    prefill: float = 0.50
+    decode: float = 0.60
+    """Of the memory's rate, while tokens are sampled."""
+    decode_overhead_s: float = 0.003
+    """What a sampled token takes beside reading memory."""
+    copies: float = 0.60
+    """Of links, for weights on their way."""

@@ -1,0 +1,135 @@
+"""Seconds of a step and of its phases: operations and bytes over rates, at the efficiencies that `gpus.py` states."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from controller.planning.gpus import GPU, Efficiency
+from controller.planning.memory import cache_bytes_per_token
+from controller.planning.sizes import ModelSize
+from generator.config import GeneratorConfig
+from trainer.config import TrainerConfig
+
+_BF16, _FLOAT32 = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a step samples and trains on."""
+
+    num_prompts: int
+    group_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    """Mean length."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions of a step."""
+        return self.num_prompts * self.group_size
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the trainer computes. A prompt is computed once for its group."""
+        return self.num_prompts * (self.prompt_tokens + self.group_size * self.completion_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds by phase."""
+
+    phases: Mapping[str, float]
+    overlaps: bool
+    """Whether sampling and training run at the same time, as in `grpo_async`."""
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        if not self.overlaps:
+            return sum(self.phases.values())
+        side = {"generate": self.phases["generate"], "train": self.phases["train"] + self.phases["optimizer"]}
+        return max(side.values()) + sum(value for name, value in self.phases.items() if name in ("push", "pull"))
+
+
+def step_time(
+    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
+    *, overlaps: bool = False,
+) -> StepTime:  # fmt: skip
+    """A step of a loop that samples, trains, and takes the new weights over."""
+    phases = {
+        "generate": generate_seconds(model, generator, work, gpu, efficiency),
+        "train": train_seconds(model, trainer, work, gpu, efficiency),
+        "optimizer": _optimizer_seconds(model, trainer, gpu),
+        **_sync_seconds(model, trainer, generator, gpu, efficiency),
+    }
+    if generator.placement == "colocated":
+        moved = model.of_rank(trainer) * 2 * _FLOAT32
+        phases["turns"] = 2 * moved / (gpu.pcie_rate * efficiency.copies)
+    return StepTime(phases, overlaps)
+
+
+def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
+    """Floating-point operations of a step's forward and backward passes, as `rl.data.packing.ModelFlops` counts them.
+
+    With full checkpointing the forward pass is computed twice.
+    """
+    d, layers = model.decoder.dim, model.decoder.num_layers
+    per_token = 2.0 * layers * (2 * d * (model.queries + model.keys) + 3 * d * model.feed_forward)
+    scored = work.num_sequences * work.completion_tokens
+    length = work.prompt_tokens + work.completion_tokens / 2
+    pairs = scored * length + work.num_prompts * work.prompt_tokens**2 / 2
+    linear = per_token * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
+    attention = 4.0 * layers * model.queries * pairs
+    passes = (2 if trainer.is_frozen else 3) + (1 if trainer.activation_checkpointing == "full" else 0)
+    return passes * linear + (passes if not trainer.is_frozen else passes + 1) * attention
+
+
+def train_seconds(model: ModelSize, trainer: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency) -> float:
+    """Forward and backward passes. A pipeline idles while it fills: (stages - 1) of its rows."""
+    seconds = operations(model, trainer, work) / (trainer.num_ranks * gpu.operations * efficiency.train)
+    rows = max(1, work.trained_tokens // (trainer.num_data_parallel_ranks * trainer.max_tokens_per_microbatch))
+    return seconds * (rows + trainer.pipeline_parallel - 1) / rows
+
+
+def _optimizer_seconds(model: ModelSize, trainer: TrainerConfig, gpu: GPU) -> float:
+    """AdamW reads and writes parameters, moments and gradients: 28 bytes a parameter."""
+    trained = model.of_rank(trainer)
+    if trainer.is_frozen:
+        trained = 0 if trainer.lora is None else model.adapter(trainer.lora.rank)
+    return 28 * trained / gpu.memory_rate
+
+
+def generate_seconds(
+    model: ModelSize, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency
+) -> float:
+    """Prompts are computed once; then each token reads the weights that it needs, and keys and values of its batch."""
+    per_replica = -(-work.num_sequences // generator.num_replicas)
+    batch = min(per_replica, generator.max_num_seqs)
+    num_waves = -(-per_replica // batch)
+    layer = sum(each.numel for each in model.layer if each.kind != "expert")
+    experts = sum(each.numel for each in model.layer if each.kind == "expert")
+    if model.decoder.moe is not None:
+        experts = experts * min(1.0, batch * model.decoder.moe.experts_per_token / model.decoder.moe.num_experts)
+    weights = (model.decoder.num_layers * (layer + experts) + model.embedding.numel) * _BF16 / generator.tensor_parallel
+    context = work.prompt_tokens + work.completion_tokens / 2
+    cache = batch * context * cache_bytes_per_token(model, generator)
+    token = (weights + cache) / (gpu.memory_rate * efficiency.decode) + efficiency.decode_overhead_s
+    active = (
+        2.0
+        * model.decoder.num_layers
+        * (2 * model.decoder.dim * (model.queries + model.keys) + 3 * model.decoder.dim * model.feed_forward)
+    )
+    prompts = work.num_prompts * work.prompt_tokens * active / generator.num_replicas / generator.tensor_parallel
+    return num_waves * work.completion_tokens * token + prompts / (gpu.operations * efficiency.prefill)
+
+
+def _sync_seconds(
+    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, gpu: GPU, efficiency: Efficiency
+) -> dict[str, float]:
+    """A push casts and writes each rank's shards; a pull reads each generator rank's part over its own link."""
+    numel = model.numel
+    if trainer.is_frozen:
+        numel = 0 if trainer.lora is None else model.adapter(trainer.lora.rank)
+    one_host = trainer.num_ranks + generator.num_replicas * generator.tensor_parallel <= 8
+    link = (gpu.nvlink_rate if one_host else gpu.network_rate) * efficiency.copies
+    push = numel * (_FLOAT32 + _BF16) / trainer.num_ranks / gpu.memory_rate
+    return {"push": push, "pull": numel * _BF16 / generator.tensor_parallel / link}

@@ -1,0 +1,160 @@
+"""`ownloop plan`: parameters against transformers, memory against torch's own allocator, refusals, ranked layouts.
+
+Covers: controller/planning/__init__.py, controller/planning/plan_command.py, controller/planning/gpus.py,
+controller/planning/memory.py, controller/planning/search.py, controller/planning/sizes.py, controller/planning/times.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from controller.commands.command_line import run_command
+from controller.planning.gpus import GPUS, Efficiency
+from controller.planning.memory import generator_memory, longest_row, trainer_memory
+from controller.planning.search import find_layouts
+from controller.planning.sizes import ModelSize
+from controller.planning.times import Work, operations
+from generator.config import GeneratorConfig
+from rl.data.packing import ModelFlops, pack_row
+from rl.lora import LoRAConfig
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from trainer.config import TrainerConfig
+from trainer.engines.decoder_config import read_decoder_config
+
+H100 = GPUS["h100"]
+QWEN3 = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+MEASURED = (
+    ("0.6B", 8192, {"activation_checkpointing": "full"}, 11_400_350_208),
+    ("0.6B", 8192, {"activation_checkpointing": "none"}, 22_948_004_352),
+    ("0.6B", 8192, {"data_parallel_shard": 2, "activation_checkpointing": "selective"}, 11_215_588_352),
+    ("8B", 4096, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 21_494_214_144),
+    ("8B", 16384, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 25_419_673_088),
+    ("8B", 16384, {"data_parallel_shard": 8, "activation_checkpointing": "selective"}, 55_694_177_792),
+    ("8B", 32768, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 32_621_231_104),
+)
+"""Peaks of torch's CUDA allocator, which `python -m tests.gpu_pretended.memory` prints as `second`."""
+
+
+def write_qwen3(folder: Path, size: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **QWEN3[size],
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": size == "0.6B",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def size_of(folder: Path) -> ModelSize:
+    return ModelSize(read_decoder_config(folder))
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe])
+def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None:
+    folder = make(tmp_path / "model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    assert size_of(folder).numel == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("size", "tokens", "options", "peak"), MEASURED)
+def test_memory_is_what_torchs_allocator_counts(
+    tmp_path: Path, size: str, tokens: int, options: dict[str, Any], peak: int
+) -> None:
+    folder = write_qwen3(tmp_path / "model", size)
+    config = TrainerConfig(model=folder, max_tokens_per_microbatch=tokens, **options)
+    planned = trainer_memory(size_of(folder), config, H100)
+    assert planned.allocated == pytest.approx(peak, rel=0.05)
+
+
+def test_ranks_hold_everything_between_them(tmp_path: Path) -> None:
+    size = size_of(tiny_qwen3_moe(tmp_path / "model"))
+    for config in (TrainerConfig(data_parallel_shard=2), TrainerConfig(tensor_parallel=2, expert_parallel=2)):
+        assert size.numel <= size.of_rank(config) * config.num_ranks <= 1.05 * size.numel
+
+
+def test_operations_are_those_of_the_metric(tmp_path: Path) -> None:
+    folder = tiny_qwen3(tmp_path / "model")
+    row = pack_row(random_batch((40,)), share_prefixes=False)
+    work = Work(num_prompts=1, group_size=1, prompt_tokens=0, completion_tokens=40)
+    counted = ModelFlops.of(folder).training(row)
+    assert operations(size_of(folder), TrainerConfig(), work) == pytest.approx(counted, rel=0.05)
+
+
+def test_adapters_and_long_rows(tmp_path: Path) -> None:
+    size = size_of(write_qwen3(tmp_path / "model", "8B"))
+    full = TrainerConfig(data_parallel_shard=8, activation_checkpointing="full")
+    lora = TrainerConfig(lora=LoRAConfig(rank=32), activation_checkpointing="full")
+    assert not trainer_memory(size, TrainerConfig(), H100).fits
+    assert trainer_memory(size, lora, H100).parts["parameters"] == 2 * size.numel
+    row = longest_row(size, full, H100)
+    assert trainer_memory(size, full, H100, tokens=row).fits
+    assert not trainer_memory(size, full, H100, tokens=row + 1024).fits
+    assert longest_row(size, TrainerConfig(), H100) == 0
+
+
+def test_layouts_are_ranked_and_fit(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model", "8B")
+    work = Work(num_prompts=32, group_size=8, prompt_tokens=256, completion_tokens=1024)
+    options: dict[str, Any] = {"num_gpus": 16, "gpus_per_host": 8, "overlaps": False}
+    trainer, generator = TrainerConfig(model=folder), GeneratorConfig(model=folder)
+    found = find_layouts(size_of(folder), trainer, generator, work, H100, Efficiency(), **options)
+    assert [each.time.step for each in found] == sorted(each.time.step for each in found)
+    assert all(each.num_gpus <= 16 for each in found)
+    assert all(trainer_memory(size_of(folder), each.trainer, H100).fits for each in found)
+    assert all(generator_memory(size_of(folder), each.generator, H100).fits for each in found)
+
+
+@pytest.mark.seconds
+def test_the_command_says_what_fits_and_refuses_as_the_engine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_qwen3(tmp_path / "model", "8B"))
+    words = ["plan", "grpo_qwen3_gpu", "--model-directory", folder]
+    long = ["--trainer.data-parallel-shard", "8", "--trainer.max-tokens-per-microbatch", "65536"]
+    assert run_command([*words, *long, "--trainer.activation-checkpointing", "none"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    fitting = ["--trainer.data-parallel-shard", "8", "--trainer.activation-checkpointing", "full"]
+    assert run_command([*words, *fitting, "--price", "2.5"]) == 0
+    said = capsys.readouterr().out
+    assert "8.19 billion parameters on 12 x h100; every figure is computed" in said
+    assert "cost" in said
+    assert run_command([*words, "--trainer.tensor-parallel", "3"]) == 2
+    assert "TrainerConfig.tensor_parallel is 3, which does not divide" in capsys.readouterr().err
+    assert run_command([*words, "--gpu", "v100"]) == 2
+    assert "--gpu is 'v100'" in capsys.readouterr().err
+    assert run_command(["plan", "sft_qwen3_gpu", "--model-directory", folder]) == 2
+    assert "plan is for loops that sample and train" in capsys.readouterr().err
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 1, "mfu": 0.25, "schema_version": 4}) + "\n")
+    assert run_command([*words, *fitting, "--metrics", str(metrics)]) == 0
+    assert "assumed: 25% of the matrix rate" in capsys.readouterr().out
+
+
+def test_a_model_that_no_host_serves_is_refused(tmp_path: Path) -> None:
+    size = size_of(write_qwen3(tmp_path / "model", "8B"))
+    work = Work(num_prompts=1, group_size=8, prompt_tokens=1, completion_tokens=1)
+    options: dict[str, Any] = {"num_gpus": 16, "gpus_per_host": 1, "overlaps": False}
+    with pytest.raises(ValueError, match="1 GPUs of 79 GiB do not hold 16 GB of weights"):
+        find_layouts(
+            size,
+            TrainerConfig(),
+            GeneratorConfig(engine_args={"gpu_memory_utilization": 0.1}),
+            work,
+            H100,
+            Efficiency(),
+            **options,
+        )
