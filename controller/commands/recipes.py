@@ -54,6 +54,10 @@ class List:
         return 0
 
 
+_WITH_PACKAGES = ("engines", "hosts", "loggers")
+"""Groups of parts that may need a package; others are not loaded to be listed, which would take seconds."""
+
+
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
@@ -61,7 +65,7 @@ def _parts() -> list[str]:
     for group in groups:
         kind = {"families": "family", "losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
-            package = getattr(entry_point.load(), "requires", "")
+            package = getattr(entry_point.load(), "requires", "") if group in _WITH_PACKAGES else ""
             missing = package and importlib.util.find_spec(package) is None
             lines.append(
                 f"{kind:<9} {entry_point.name:<14} {f'needs {how_to_install(package)}' if missing else 'ready'}"
