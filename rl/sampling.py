@@ -174,5 +174,10 @@ class KeptSets:
         return ""
 
 
+def after_prompt(prompt: Sequence[int], kept: KeptSets) -> KeptSets:
+    """The kept sets of a datum's targets: of the prompt's tokens but the first, and of a completion's."""
+    return KeptSets.joined([KeptSets.whole(len(prompt) - 1), kept])
+
+
 def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

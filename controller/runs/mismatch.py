@@ -25,7 +25,8 @@ from rl.data.sources import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer
-from rl.types import AdamParams, SamplingParams
+from rl.sampling import after_prompt
+from rl.types import AdamParams, Completion, Datum, SamplingParams
 from trainer.config import TrainerConfig
 
 Logprobs: TypeAlias = NDArray[np.float64]
@@ -185,10 +186,11 @@ async def compare(
     if frozen is not None:
         await _learn(train, generate, [(prompt[:1], prompt[1:]) for prompt in prompts if len(prompt) > 1], rate)
     groups = await asyncio.gather(*(generate.generate(p, sampling, _GROUP_SIZE) for p in prompts))
-    sequences = tuple((p, sample.tokens) for p, group in zip(prompts, groups, strict=True) for sample in group)
-    sampled = np.concatenate([sample.logprobs for group in groups for sample in group])
+    pairs = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
+    sequences = tuple((prompt, sample.tokens) for prompt, sample in pairs)
+    sampled = np.concatenate([sample.logprobs for _, sample in pairs])
     packed, single = await _score(train, sequences), await _score(train, sequences, one_by_one=True)
-    configured = await _score(train, sequences, temperature=sampling.temperature or 1.0)
+    configured, distribution = await _score_as_sampled(train, pairs, packed)
     loaded = await _rescore(generate, sequences)
     await generate.pull_model_state_dict(await train.push_model_state_dict())
     pulled = await _rescore(generate, sequences)
@@ -202,6 +204,7 @@ async def compare(
         _mismatch("generator: scored, not sampled", loaded, sampled),
         _mismatch("generator: after a pull, not before", pulled, loaded),
         _mismatch("trainer: one sequence per row", single, packed),
+        *distribution,
     )
     await _learn(train, generate, sequences, rate)
     stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
@@ -265,11 +268,35 @@ async def _score(
     sequences: Sequence[tuple[Tokens, Tokens]],
     *,
     one_by_one: bool = False,
-    temperature: float = 1.0,
 ) -> Logprobs:
-    """The trainer's log-probs of all completions' tokens, concatenated."""
-    batch = [replace(text_to_datum(*sequence, "completion"), temperature=temperature) for sequence in sequences]
-    calls = [[datum] for datum in batch] if one_by_one else [batch]
+    """The trainer's log-probs of all completions' tokens, at temperature 1, concatenated."""
+    batch = [text_to_datum(*sequence, "completion") for sequence in sequences]
+    return await _score_data(trainer, [[datum] for datum in batch] if one_by_one else [batch])
+
+
+async def _score_as_sampled(
+    trainer: Trainer, pairs: Sequence[tuple[Tokens, Completion]], plain: Logprobs
+) -> tuple[Logprobs, list[Mismatch]]:
+    """The trainer's log-probs under the distribution that was sampled from; what temperature and cut do to them.
+
+    `plain` are its log-probs at temperature 1, uncut. Prompts need no kept words, because nothing of them is scored.
+    """
+    whole = [
+        replace(text_to_datum(prompt, sample.tokens, "completion"), temperature=sample.temperature or 1.0)
+        for prompt, sample in pairs
+    ]
+    batch = [
+        datum if sample.kept is None else replace(datum, kept=after_prompt(prompt, sample.kept))
+        for datum, (prompt, sample) in zip(whole, pairs, strict=True)
+    ]
+    uncut = await _score_data(trainer, [whole])
+    configured = await _score_data(trainer, [batch]) if any(datum.kept for datum in batch) else uncut
+    rows = {"trainer: at temperature 1": (plain, uncut), "trainer: of all words, not kept ones": (uncut, configured)}
+    return configured, [_mismatch(name, p, q) for name, (p, q) in rows.items() if not np.array_equal(p, q)]
+
+
+async def _score_data(trainer: Trainer, calls: Sequence[list[Datum]]) -> Logprobs:
+    batch = [datum for call in calls for datum in call]
     scored = [logprobs for call in calls for logprobs in (await trainer.forward(call)).logprobs]
     return np.concatenate(
         [logprobs[datum.counted].astype(np.float64) for logprobs, datum in zip(scored, batch, strict=True)]

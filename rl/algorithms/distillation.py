@@ -16,7 +16,7 @@ from rl.protocols import Generator, Problem, Trainer
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
-from rl.sampling import KeptSets
+from rl.sampling import after_prompt
 from rl.types import Datum, SamplingParams
 
 
@@ -56,7 +56,7 @@ async def eval_kl(
         seeded = replace(sampling, seed=(sampling.seed or 0) + index)  # another seed for every problem
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")
-        kept = None if completion.kept is None else KeptSets.joined([KeptSets.whole(len(prompt) - 1), completion.kept])
+        kept = None if completion.kept is None else after_prompt(prompt, completion.kept)
         datum = replace(datum, temperature=completion.temperature, kept=kept)
         return with_inputs([datum], logprobs=[scatter_scored(datum, np.array(completion.logprobs))])[0]
 
