@@ -187,6 +187,7 @@ async def agent_endpoint(
     Raises ValueError for sampling that the trainer cannot score, for another generator, and for a taken address.
     """
     check_sampled_distribution(sampling)
+    _check_whole(sampling)
     policy: Policy = None
     inner: Any = generator
     if isinstance(inner, BoundGenerator):
@@ -204,6 +205,17 @@ async def agent_endpoint(
         finally:
             for session in [*endpoint.sessions.values()]:
                 await endpoint.end(session)
+
+
+def _check_whole(sampling: SamplingParams) -> None:
+    """Raises ValueError if words are cut off: the endpoint does not record which ones were left."""
+    for name, (value, whole) in {
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, -1),
+        "min_p": (sampling.min_p, 0.0),
+    }.items():
+        if value != whole:
+            raise ValueError(f"sampling.{name} is {value}; an agent's endpoint samples from all words, with {whole}")
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from controller.agents.endpoint import AgentEndpoint
 from controller.agents.open_session import OpenSession
@@ -43,6 +43,10 @@ class AgentTask:
     """What is put there for the reward, after the program has ended, such as tests."""
     answer: Any = None
     """For the reward."""
+
+    def start(self) -> NoReturn:
+        """Raises TypeError: `run_agents` plays a task, and a loop of rollouts cannot."""
+        raise TypeError(f"task {self.id!r} is for a program; train with the loop of controller.agents.agent_loop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,28 @@ class Attempt:
 
 
 Reward = Callable[[AgentTask, Path, Attempt], float | Awaitable[float]]
+
+
+@runtime_checkable
+class AgentEnv(Protocol):
+    """A source of tasks for one program; an `rl.protocols.Env` whose problems are `AgentTask`s."""
+
+    @property
+    def program(self) -> Program:
+        """What is run on each task."""
+        ...
+
+    def train_problems(self, seed: int, start: int, count: int) -> Sequence[AgentTask]:
+        """Tasks number `start` to `start + count - 1` of the endless training stream that `seed` selects."""
+        ...
+
+    def eval_problems(self, count: int) -> Sequence[AgentTask]:
+        """The first `count` held-out tasks. They are the same in every run."""
+        ...
+
+    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+        """See `Reward`."""
+        ...
 
 
 async def exit_code(task: AgentTask, work: Path, attempt: Attempt) -> float:

@@ -3,6 +3,7 @@
 Covers: examples/
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -23,3 +24,14 @@ def test_the_loop_of_the_readme(tmp_path: Path) -> None:
     rewards = [float(reward) for reward in re.findall(r"^step \d+: mean reward (\d\.\d+)", result.stdout, re.MULTILINE)]
     assert len(rewards) == 1
     assert all(0 < reward < 1 for reward in rewards)  # problems that are sometimes solved, so that there is a signal
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.usefixtures("smollm2")
+def test_the_script_of_the_agents_page(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "train_a_program.py", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^step 0: mean reward \d\.\d+", result.stdout, re.MULTILINE)

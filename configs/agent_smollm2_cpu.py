@@ -1,0 +1,30 @@
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to use the tool of a program that knows no ownloop."""
+
+from controller.agents.agent_loop import AgentConfig
+from controller.agents.look_up import LookUp
+from controller.agents.open_session import SessionLimits
+from generator.config import GeneratorConfig
+from rl.system.hardware import cpu_dtype
+from rl.types import SamplingParams
+from trainer.config import TrainerConfig
+
+
+def recipe() -> AgentConfig:
+    """Trainer and generator take turns, so each may use both cores."""
+    dtype = cpu_dtype()
+    return AgentConfig(
+        model="smollm2-135m-instruct",
+        env=LookUp(),
+        trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
+        generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=64),
+        sampling=SamplingParams(max_tokens=16),
+        limits=SessionLimits(max_calls=4),
+        num_steps=12,
+        prompts_per_step=6,
+        group_size=8,
+        learning_rate=2e-5,
+        lora_learning_rate=2e-4,
+        num_eval=64,
+        evaluate_every=6,
+        checkpoint_every=6,
+    )
