@@ -12,7 +12,14 @@ from typing import Any, Literal, get_args
 from rl.checks import check_at_least, check_gpus
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
-from rl.system.hf_config import PROVEN_ARCHITECTURES, is_tied, longest_context, read_config, rope_parameters
+from rl.system.hf_config import (
+    find_family,
+    is_tied,
+    longest_context,
+    proven_architectures,
+    read_config,
+    rope_parameters,
+)
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
@@ -142,10 +149,25 @@ class GeneratorConfig:
         check_no_stray_weights(self.model)
         check_head(self.model, tied=is_tied(model))
         architectures = model.get("architectures") or []
-        if not set(architectures) & set(PROVEN_ARCHITECTURES) and not set(architectures) & _vllm_architectures():
+        if not set(architectures) & {*proven_architectures(), *_vllm_architectures()}:
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
-                f" which vLLM has no code of its own for; proven are {', '.join(PROVEN_ARCHITECTURES)}"
+                f" which vLLM has no code of its own for; proven are {', '.join(proven_architectures())}"
+            )
+        family, most = find_family(model), None
+        if family is not None:
+            most = family.generator_ranks
+            if family.generator_requires and importlib.util.find_spec(family.generator_requires) is None:
+                raise ValueError(
+                    f"GeneratorConfig.model is a {architectures[0]}, of which vLLM's code imports "
+                    f"{family.generator_requires}; install the one that fits the installed torch"
+                )
+        elif not set(architectures) & _vllm_architectures():
+            most = 1  # vLLM serves it with the code of transformers, which is proven on one rank
+        if most is not None and self.tensor_parallel > most:
+            raise ValueError(
+                f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; for {architectures[0]} it is proven up to"
+                f" {most}"
             )
         heads, kv_heads = model["num_attention_heads"], model.get("num_key_value_heads") or model["num_attention_heads"]
         # vLLM splits the key-value heads over ranks, or gives several ranks a copy of each.

@@ -11,11 +11,12 @@ from typing import Any
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.system.hf_config import read_config
+from rl.system.hf_config import find_family, num_experts, read_config
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
+_CPU_LATENT_SIZE = 576  # its CPUMLABackend
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
 
 
@@ -62,10 +63,20 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
             )
         return
     model = read_config(config.model)
-    if _head_size(model) not in _CPU_HEAD_SIZES:
+    if model.get("kv_lora_rank") and _latent_size(model) != _CPU_LATENT_SIZE:
+        raise ValueError(
+            f"GeneratorConfig.model is {config.model}, whose latent attention keeps {_latent_size(model)} numbers of a "
+            f"token (kv_lora_rank and qk_rope_head_dim); on the CPU vLLM can do {_CPU_LATENT_SIZE}"
+        )
+    if not model.get("kv_lora_rank") and _head_size(model) not in _CPU_HEAD_SIZES:
         raise ValueError(
             f"GeneratorConfig.model is {config.model}, whose attention heads have {_head_size(model)} dimensions; on "
             f"the CPU vLLM can do {', '.join(map(str, _CPU_HEAD_SIZES))}"
+        )
+    if model.get("linear_num_key_heads") and config.dtype != "bfloat16":
+        raise ValueError(
+            f"GeneratorConfig.dtype is {config.dtype!r}; on the CPU vLLM computes the gated delta rule of "
+            f"{config.model.name} in 'bfloat16' only"
         )
     if not config.engine_args.get("enforce_eager", True):
         # A compiled graph holds on to the packed weights that it was traced with.
@@ -101,9 +112,12 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_model_len, _MIN_BATCHED_TOKENS),
         }
+        if read_config(config.model).get("kv_lora_rank"):
+            # Where a processor has AMX, vLLM would keep packed parts of `kv_b_proj` only, and nothing to pull into.
+            options["attention_backend"] = "CPU_MLA"
         if config.tensor_parallel > 1:
             options["worker_cls"] = "generator.cpu.mesh_worker.CPUMeshWorker"
-    elif "Qwen3MoeForCausalLM" in (read_config(config.model).get("architectures") or ()):
+    elif num_experts(read_config(config.model)):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
     if config.kept_sets and sees_gpu():
@@ -119,7 +133,8 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
             "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
             "lora_target_modules": _adaptable_modules(config),
         }
-    return {**options, **config.engine_args}
+    family = find_family(read_config(config.model))
+    return {**options, **({} if family is None else family.engine_args), **config.engine_args}
 
 
 def _has_gpu(has_gpu: bool | None) -> bool:
@@ -130,7 +145,7 @@ def _adaptable_modules(config: GeneratorConfig) -> list[str]:
     """The last parts of the names of the projections that vLLM makes adaptable."""
     # The projections of experts have the same names as an MLP's. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
-    has_experts = read_config(config.model).get("num_experts_per_tok") is not None
+    has_experts = num_experts(read_config(config.model)) > 0
     return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]
 
 
@@ -157,7 +172,14 @@ def _kv_cache_bytes(config: GeneratorConfig) -> int:
     block_size = cpu_block_size(config.dtype)
     blocks_per_sequence = -(-config.max_model_len // block_size) + 1
     num_tokens = (config.max_num_seqs * blocks_per_sequence + 1) * block_size
-    return 2 * model["num_hidden_layers"] * kv_heads * _head_size(model) * itemsize * num_tokens
+    largest = max(_head_size(model), model.get("global_head_dim") or 0)  # the latter is of Gemma 4
+    per_token = _latent_size(model) if model.get("kv_lora_rank") else 2 * kv_heads * largest
+    return model["num_hidden_layers"] * per_token * itemsize * num_tokens
+
+
+def _latent_size(model: Mapping[str, Any]) -> int:
+    """Numbers that latent attention (MLA) keeps of a token in each layer, on every rank."""
+    return model["kv_lora_rank"] + model["qk_rope_head_dim"]
 
 
 def _head_size(model: Mapping[str, Any]) -> int:

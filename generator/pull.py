@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from generator.cpu.weight_packing import pack, pack_again, packed_experts, packed_layers
+from generator.cpu.weight_packing import absorbing, pack, pack_again, packed_in_place, packed_layers, plain_convolutions
 from rl.checks import first_names
-from rl.system.model_files import stored_shapes
+from rl.system.hf_config import trained_shapes
 from rl.weights import copies as gpu_copies
 from rl.weights.copies import Workers
 from rl.weights.transport import WeightMemory
@@ -47,13 +47,13 @@ class WeightLoader:
         """
         self._model = model
         self._dtype = next(model.parameters()).dtype
-        self._expected = stored_shapes(directory)
+        self._expected = trained_shapes(directory)
         if tied_embeddings:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
         self._workers = Workers()
         self._plan: CopyPlan | None = None
         self._fitting = b""  # the layout that was last found to fit this model
-        packed_experts(model)  # only to raise
+        packed_in_place(model)  # only to raise
 
     def check(self, record: VersionRecord) -> None:
         """Raises `WeightsMismatchError` if the version is not one of this model."""
@@ -135,10 +135,11 @@ class WeightLoader:
             object.__setattr__(layer, "cpu_linear", cpu_linear)
 
     def _load(self, tensors: NamedTensors) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), plain_convolutions(self._model):
             loaded: set[str] = self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         # vLLM puts adapters around the layers of the model, and leaves this out of the names that it returns.
         left = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} - loaded
+        left = {name for name in left if not name.endswith((".W_UV", ".W_UK_T"))}  # made of others, see `absorbing`
         if left:
             raise WeightsError(f"vLLM loaded nothing into these parameters: {first_names(left)}")
 
@@ -161,6 +162,18 @@ class _Source:
     def of(self, memory: WeightMemory) -> torch.Tensor:
         return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
+    def behind(self, copy: torch.Tensor, view: torch.Tensor) -> "_Source | None":
+        """What a view of a contiguous copy of this shows of the memory; None if the view joins dimensions."""
+        strides = dict(zip(copy.stride(), self.stride, strict=True))
+        stride = [strides.get(own, 0) for own in view.stride()]
+        if any(size > 1 and own not in strides for size, own in zip(view.shape, view.stride(), strict=True)):
+            return None
+        offset, left = self.offset, int(view.storage_offset())
+        for own, theirs in zip(copy.stride(), self.stride, strict=True):
+            index, left = divmod(left, own)
+            offset += index * theirs
+        return _Source(self.part, self.dtype, offset, tuple(view.shape), tuple(stride))
+
 
 class CopyRecorder(TorchDispatchMode):
     """Records every copy out of weight memory while it is active."""
@@ -169,6 +182,8 @@ class CopyRecorder(TorchDispatchMode):
         """The tensors to be copied are views of `memory`."""
         super().__init__()
         self._parts = {_address(part): index for index, part in enumerate(memory.parts)}
+        # By their addresses, which stay theirs while they are kept: transposed copies, as vLLM makes for gpt-oss.
+        self._copied: dict[int, tuple[torch.Tensor, _Source]] = {}
         self.copies: list[tuple[torch.Tensor, _Source]] = []
         self.complete = True
         """Whether the copies are all that was read: a cast or a sum of published tensors cannot be repeated."""
@@ -177,17 +192,28 @@ class CopyRecorder(TorchDispatchMode):
         """Called by torch for each operation."""
         del types
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default and self._in_memory(args[1]):
-            source: torch.Tensor = args[1]
-            part = self._parts[_address(source)]
-            view = _Source(part, source.dtype, int(source.storage_offset()), tuple(source.shape), source.stride())
-            self.copies.append((args[0], view))
-        elif any(self._in_memory(value) for value in tree_leaves((args, kwargs))) and not self._in_memory(result):
+        if func is torch.ops.aten.copy_.default and (source := self._source(args[1])) is not None:
+            self.copies.append((args[0], source))
+        elif func is torch.ops.aten.clone.default and result.is_contiguous() and (source := self._source(args[0])):
+            self._copied[_address(result)] = result, source
+        elif any(map(self._in_memory, tree_leaves((args, kwargs)))) and not all(
+            map(self._in_memory, tree_leaves(result))
+        ):
             self.complete = False
         return result
 
+    def _source(self, tensor: torch.Tensor) -> _Source | None:
+        """Where a tensor's values lie in the memory, if it is a view of it or of a copy."""
+        address = _address(tensor)
+        if address in self._copied:
+            copy, source = self._copied[address]
+            return source.behind(copy, tensor)
+        if (part := self._parts.get(address)) is None:
+            return None
+        return _Source(part, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
     def _in_memory(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and _address(value) in self._parts
+        return isinstance(value, torch.Tensor) and (_address(value) in self._parts or _address(value) in self._copied)
 
 
 class CopyPlan:
@@ -212,6 +238,7 @@ class CopyPlan:
             for name, parameter in module.named_parameters(recurse=False)
             if id(module) not in packed or name != "weight"
         }
+        plain |= {_address(cast(torch.Tensor, layer.kv_b_proj.weight)) for layer in absorbing(model)}
         self._packs: list[tuple[nn.Module, torch.Tensor | _Source]] = []
         for layer in layers:
             weight = layer.weight
@@ -224,7 +251,7 @@ class CopyPlan:
                 # and not with weights of an earlier version.
                 weight.data.fill_(torch.nan)
         self._copies = [pair for pairs in into.values() for pair in pairs]
-        self._experts = packed_experts(model)
+        self._in_place = packed_in_place(model)
         # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
         # hundreds of views take long to make, and they are gone with the memory.
         self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
@@ -241,7 +268,7 @@ class CopyPlan:
             copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
             weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
             packs = _packing(weights, pack_again)
-            stages = self._stages[memory] = [copies, packs, self._experts]
+            stages = self._stages[memory] = [copies, packs, self._in_place]
         for operations in stages:
             workers.run(operations)
 
@@ -249,7 +276,7 @@ class CopyPlan:
 def pack_weights(model: nn.Module, workers: Workers) -> None:
     """Packs the loaded weights again, which the next forward pass computes with. Does nothing on a GPU."""
     workers.run(_packing([(layer, cast(torch.Tensor, layer.weight)) for layer in packed_layers(model)], pack))
-    workers.run(packed_experts(model))
+    workers.run(packed_in_place(model))
 
 
 def _packing(layers: Sequence[tuple[nn.Module, torch.Tensor]], how: Callable[..., None]) -> list[Operation]:

@@ -26,6 +26,7 @@ OPTIONAL = (
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
+    "trainer/families/",
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
 )

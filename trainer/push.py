@@ -27,6 +27,7 @@ from rl.weights.versions import (
     WeightsError,
     build_manifest,
     manifest_checksum,
+    weight_dtype,
 )
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
@@ -207,7 +208,12 @@ class _Shards:
         Raises ValueError if ranks disagree on a tensor, or a name occurs twice.
         """
         local = [
-            (name, tuple(t.shape), dtype if t.is_floating_point() else t.dtype, isinstance(t, DTensor))
+            (
+                name,
+                tuple(t.shape),
+                weight_dtype(name, dtype) if t.is_floating_point() else t.dtype,
+                isinstance(t, DTensor),
+            )
             for name, t in tensors
         ]
         self._shapes = {name: shape for name, shape, _, _ in local}

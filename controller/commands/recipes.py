@@ -35,7 +35,7 @@ class List:
     """Lists the recipes and the hardware that each is for; or losses, advantages or optional parts."""
 
     parts: bool = False
-    """List the optional parts: engines, loggers, ways to start hosts, commands. Says which packages are missing."""
+    """List the optional parts: engines, families, loggers, ways to start hosts, commands. Says what is missing."""
     losses: bool = False
     """List the losses that `loss` may name: formula, the inputs that each needs, its options, its paper."""
     advantages: bool = False
@@ -57,9 +57,9 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    groups = ("engines", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
+    groups = ("engines", "families", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
     for group in groups:
-        kind = {"losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
+        kind = {"families": "family", "losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None

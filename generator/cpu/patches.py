@@ -15,8 +15,10 @@ import torch
 import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as expert_method
 import vllm.v1.sample.sampler as sampler
 import vllm.v1.worker.gpu_model_runner as model_runner
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from vllm import ir
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -39,6 +41,7 @@ def patch_cpu() -> None:
         # Where oneDNN is kept from AMX by ONEDNN_MAX_CPU_ISA, vLLM still takes its kernels for AMX, which multiply with
         # oneDNN's and end the process. Remove when vLLM asks oneDNN.
         torch.cpu._is_amx_tile_supported = _no  # pyright: ignore[reportPrivateUsage]
+    RotaryEmbedding.forward_cpu = _rotate
     patch_kv_cache()
     patch_packing()
     patch_sampling()
@@ -60,6 +63,20 @@ class _ExpertsWithoutAdapters:
 
     def __call__(self, moe_config: Any) -> Any:
         return self.original(replace(moe_config, is_lora_enabled=False))
+
+
+_rotate_halves = RotaryEmbedding.forward_cpu
+
+
+def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rotates queries and keys; pairs of neighbours in PyTorch, as DeepSeek-V3 and GLM-4 have them.
+
+    vLLM's kernel for pairs of neighbours is wrong for all heads but the first, without an error.
+
+    Remove when `tests/generator/cpu/test_patches.py` passes without it.
+    """
+    rotate = _rotate_halves if self.is_neox_style else RotaryEmbedding.forward_native
+    return rotate(self, positions, query, key)
 
 
 def _no() -> bool:

@@ -5,8 +5,9 @@ multiple of 1 KB apart, as they are in most models, they have to share a few lin
 times as long. Here a matrix is first copied, in one sweep, to rows that are an odd number of cache lines apart.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import vllm.model_executor.layers.utils as gemm
 from torch import Tensor, nn
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -104,12 +106,7 @@ class _PackBesideWeight:
     def __call__(self, layer: nn.Module, remove_weight: bool) -> None:
         weight = cast(Tensor, layer.weight)
         if weight.ndim != 2:
-            self.original(layer, remove_weight)
-            if hasattr(layer, "_cpu_unpacked_conv_weight"):
-                raise ValueError(
-                    "vLLM packs the bfloat16 convolutions of this model in place on this CPU, so no weights can be"
-                    " pulled into them; use dtype float32"
-                )
+            self.original(layer, remove_weight)  # `packed_in_place` packs experts and convolutions again
             return
         if not _multiplies(layer, weight.dtype):
             object.__setattr__(layer, "cpu_linear", nn.functional.linear)
@@ -195,14 +192,53 @@ def pack_again(layer: nn.Module, weight: Tensor) -> None:
         raise WeightsError(f"vLLM could not pack a weight of {shape} again; the generator's log says why")
 
 
-def packed_experts(model: nn.Module) -> list[Callable[[], None]]:
-    """For each layer of experts that vLLM packs in place on the CPU, a function that packs it again. Empty on a GPU.
+@contextlib.contextmanager
+def plain_convolutions(model: nn.Module) -> Generator[None]:
+    """Within the block, convolutions that vLLM has packed in place have the shape that `load_weights` loads into.
 
-    Raises ValueError for experts that vLLM widens when it packs them, because nothing can be loaded into those.
+    Remove when `load_weights` packs convolutions on the CPU; vLLM packs them once, so a second load leaves garbage.
+    """
+    packed = [(layer.weight, layer.weight.shape) for layer in _packed_convolutions(model)]
+    for weight, shape in packed:
+        weight.data = weight.data.view(shape[0], 1, -1)
+    try:
+        yield
+    finally:
+        for weight, shape in packed:
+            weight.data = weight.data.view(shape)
+
+
+def _packed_convolutions(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if hasattr(layer, "_cpu_unpacked_conv_weight")]
+
+
+def _pack_convolution(layer: Any) -> None:
+    plain = layer._cpu_unpacked_conv_weight  # vLLM computes with this one as well
+    plain.copy_(layer.weight.data.view_as(plain))
+    packed: Tensor = ops.causal_conv1d_weight_pack(plain)
+    layer.weight.data.copy_(packed.view_as(layer.weight))
+
+
+def absorbing(model: nn.Module) -> list[MLAAttention]:
+    """The layers that compute with parts of the plain weight of `kv_b_proj`, their parameters `W_UV` and `W_UK_T`."""
+    return [layer for layer in model.modules() if isinstance(layer, MLAAttention)]
+
+
+def packed_in_place(model: nn.Module) -> list[Callable[[], None]]:
+    """For each layer whose weights vLLM has changed after loading them, a function that does so again.
+
+    On the CPU experts and convolutions are packed in place. Everywhere, latent attention (MLA) computes with parts of
+    `kv_b_proj`, which may be copies: without this, decoding would use an earlier version of them.
+
+    Raises ValueError for experts that vLLM widens when it packs them: nothing can be loaded into these.
 
     Remove when `load_weights` packs experts on the CPU; vLLM packs them once, so a second load leaves garbage.
     """
-    packing: list[Callable[[], None]] = []
+    packing: list[Callable[[], None]] = [partial(_pack_convolution, layer) for layer in _packed_convolutions(model)]
+    packing += [
+        partial(each.process_weights_after_loading, next(each.kv_b_proj.parameters()).dtype)
+        for each in absorbing(model)
+    ]
     layer: Any  # vLLM declares no types for these attributes
     for layer in model.modules():
         experts: Any = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "fused_experts", None)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.sampling import KeptSets
-from rl.system.hf_config import read_config
+from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
 
 Ints = NDArray[np.int64]
@@ -30,6 +30,8 @@ _PADDING_DOCUMENT = 128
 _SHORTEST_OPENING = 8
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 """Sizes that `ModelFlops` needs."""
+_OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input", "enable_moe_block")
+"""Settings of layers that `ModelFlops` does not count: latent attention, gated delta rules, Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,17 +271,18 @@ class ModelFlops:
     def of(cls, model: Path, head: Head = "lm", *, frozen: bool = False) -> "ModelFlops":
         """The operations of the model in a directory. Raises ValueError if its `config.json` is missing or no JSON.
 
-        An architecture that names its sizes in its own way, as GPT-2 does, counts 0, and its runs report no `mfu`.
+        An architecture that names its sizes in its own way, as GPT-2 does, or whose layers have other products
+        counts 0, and its runs report no `mfu`.
         """
         config = read_config(model)
-        if any(config.get(name) is None for name in _SIZES):
+        if any(config.get(name) is None for name in _SIZES) or any(config.get(name) for name in _OTHER_ATTENTION):
             return cls(per_token=0.0, per_scored=0.0, per_pair=0.0, frozen=frozen)
         hidden, heads, layers = (config[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         head_size = config.get("head_dim") or hidden // heads
         key_value_heads = config.get("num_key_value_heads") or heads
         attention = 2 * hidden * head_size * (heads + key_value_heads)
         return cls(
-            per_token=2.0 * layers * (attention + _feed_forward(config)),
+            per_token=2.0 * (layers * attention + _feed_forward(config)),
             per_scored=2.0 * hidden * (config["vocab_size"] if head == "lm" else 1),
             per_pair=4.0 * layers * heads * head_size,
             frozen=frozen,
@@ -376,10 +379,12 @@ def _num_alike(a: Ints, b: Ints) -> int:
 
 
 def _feed_forward(config: Mapping[str, Any]) -> int:
-    """Weights of a layer's feed-forward network that a token is multiplied with."""
-    hidden: int = config["hidden_size"]
-    experts_per_token: int | None = config.get("num_experts_per_tok")
-    if experts_per_token is None:
-        return 3 * hidden * config["intermediate_size"]
-    num_experts: int = config.get("num_local_experts") or config["num_experts"]
-    return experts_per_token * 3 * hidden * config["moe_intermediate_size"] + hidden * num_experts
+    """Weights of all layers' feed-forward networks that a token is multiplied with."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    dense: int = 3 * hidden * config["intermediate_size"]
+    if (count := num_experts(config)) == 0:
+        return layers * dense
+    in_use = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    first = config.get("first_k_dense_replace") or 0  # layers without experts
+    return first * dense + (layers - first) * (3 * hidden * in_use * width + hidden * count)

@@ -5,34 +5,91 @@ directory is reported in milliseconds, before any process starts. Reads no weigh
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, weight_files
+from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
 
 PROVEN_ARCHITECTURES = (
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo3ForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
 )
-"""Architectures for which tests compare trainer and generator after a pull."""
+"""The core's architectures for which tests compare trainer and generator after a pull."""
+_FAMILIES = "ownloop.families"
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Sizes without which a file describes no model, although transformers has values for them."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""The names that families have for the number of a layer's experts."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """A family of models that an optional part brings. An entry point of `ownloop.families` names this row."""
+
+    architectures: tuple[str, ...]
+    """As `config.json` names them; `PROVEN_ARCHITECTURES` are the core's."""
+    engines: tuple[str, ...] = ("fsdp2",)
+    """The engines that train it."""
+    check: str = ""
+    """A function, as an importable name `module:function`, that raises ValueError for settings (of `read_config`) that
+    are not proven. The controller imports it, so its module must not import torch."""
+    prepare: str = ""
+    """A function that changes a model of transformers in place, so that documents of a packed row stay apart. Its
+    forward pass then gets `document_bounds`, see `trainer/engines/hf/document_kernel.py`."""
+    engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Options of vLLM that the family needs, by their upstream names."""
+    generator_ranks: int | None = None
+    """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
+    generator_requires: str = ""
+    """A package that vLLM's code of the family imports, and that does not come with vLLM everywhere."""
+
+
+def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
+    """The row of the first architecture that a `config.json` names; None for an architecture of the core."""
+    named: list[str] = config.get("architectures") or []
+    for family in _families():
+        if named and named[0] in family.architectures:
+            return family
+    return None
+
+
+def proven_architectures() -> tuple[str, ...]:
+    """The architectures of the core and of installed optional parts, sorted."""
+    further = (name for family in _families() for name in family.architectures)
+    return tuple(sorted({*PROVEN_ARCHITECTURES, *further}))
+
+
+def _families() -> Iterator[ModelFamily]:
+    for entry_point in entry_points(group=_FAMILIES):
+        family = entry_point.load()
+        if not isinstance(family, ModelFamily):
+            raise ValueError(
+                f"the entry point {entry_point.name!r} of {_FAMILIES} names {family!r}; a ModelFamily is needed"
+            )
+        yield family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +98,7 @@ class ModelInfo:
 
     path: Path
     architecture: str
-    """A class of transformers, often one of `PROVEN_ARCHITECTURES`."""
+    """A class of transformers, often one of `proven_architectures`."""
     max_context: int
     """Tokens that prompt and completion may have together."""
     vocab_size: int
@@ -177,6 +234,25 @@ def inspect_model(path: Path) -> ModelInfo:
     )
 
 
+def num_experts(config: Mapping[str, Any]) -> int:
+    """How many experts each layer chooses from, by the settings that `read_config` returns; 0 for a dense model."""
+    found = next((config[name] for name in _EXPERTS if config.get(name)), 0)
+    return int(found) if found > 1 else 0
+
+
+def trained_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that are trained and served, by the model directory's files and settings.
+
+    The layers that predict further tokens (`num_nextn_predict_layers`), which follow the others, are left out: neither
+    transformers nor vLLM computes them. Raises ValueError as `weight_files` and `read_config_file` do.
+    """
+    stored, config = stored_shapes(path), read_config_file(path)
+    first = config.get("num_hidden_layers") or 0
+    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    further = tuple(f"model.layers.{first + index}." for index in range(count))
+    return {name: shape for name, shape in stored.items() if not name.startswith(further)}
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether the output layer is the embedding matrix, by the settings that `read_config` returns."""
     return bool(config.get("tie_word_embeddings", False))
@@ -239,7 +315,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     if not language_models:
         raise ValueError(
             f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
-            f"model; proven are {', '.join(PROVEN_ARCHITECTURES)}"
+            f"model; proven are {', '.join(proven_architectures())}"
         )
     if config.get("quantization_config") is not None:
         raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")

@@ -129,6 +129,14 @@ def index_key(policy: str | None) -> str:
     return INDEX_KEY if policy is None else f"{INDEX_KEY}/adapters/{policy}"
 
 
+def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a weight leaves a trainer that publishes or exports in `dtype`.
+
+    The selection bias of a router stays in float32, in checkpoints and generators alike: rounded, it chooses others.
+    """
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
 def build_manifest(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Manifest:
     """Lays out tensors one after the other, each at the start of a line. Raises ValueError for a duplicate name."""
     tensors = list(tensors)

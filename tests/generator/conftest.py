@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 EngineFactory = Callable[..., "GenerationEngine"]
 
 
-@pytest.fixture(scope="module")
-def build_engine() -> Generator[EngineFactory]:
-    """Builds an engine for a model directory; all end with the module."""
+def engine_factory() -> Generator[EngineFactory]:
+    """Yields a function that builds an engine for a model directory; all end with the generator."""
     from generator.engine import GenerationEngine
 
     engines: list[GenerationEngine] = []
@@ -36,3 +35,7 @@ def build_engine() -> Generator[EngineFactory]:
         for engine in engines:
             engine.close()
         engines.clear()
+
+
+build_engine = pytest.fixture(engine_factory, scope="module", name="build_engine")
+"""`engine_factory` of a module."""

@@ -26,9 +26,9 @@ COVERS_NOT = """# Results on pretended GPUs
 
 **Not covered:** speed; races between streams; NCCL, for which gloo stands in; what the kernels of cuBLAS,
 FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing does; rounding of
-tensor cores; CUDA graphs; vLLM; pipeline parallelism. A green table says that no device or dtype is mixed up, that memory
-is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real GPU,
-`make gpu-check` comes first.
+tensor cores; CUDA graphs; vLLM; pipeline parallelism. A green table says that no device or dtype is mixed up, that
+memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
+GPU, `make gpu-check` comes first.
 """
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no")
 _CONTRACT = "tests/trainer/engines/test_sharded_engine.py"

@@ -7,7 +7,6 @@ Covers: generator/cpu/patches.py
 """
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from torch import nn
 
 from generator.config import LoRALimits
 from generator.cpu.patches import patch_cpu
+from generator.cpu.weight_packing import packed_in_place, plain_convolutions
 from generator.engine import GenerationEngine
 from rl.lora import LoRAConfig
 from rl.system.hardware import cpu_features
@@ -110,15 +110,22 @@ def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_convolutions_are_plain_or_refused(dtype: torch.dtype) -> None:
+def test_convolutions_are_plain_or_packed_again(dtype: torch.dtype) -> None:
     patch_cpu()
-    convolution = nn.Module()
-    convolution.weight = nn.Parameter(torch.randn(64, 1, 4).to(dtype), requires_grad=False)
-    plain = convolution.weight.clone()
+    old, new = (torch.randn(64, 1, 4).to(dtype) for _ in range(2))
+    pulled, fresh = (nn.Conv1d(64, 64, 4, groups=64, bias=False, dtype=dtype) for _ in range(2))
+    for layer, weight in ((pulled, old), (fresh, new)):
+        layer.requires_grad_(requires_grad=False)
+        layer.weight.data = weight.clone()
+        gemm.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    with plain_convolutions(pulled):
+        assert pulled.weight.shape == new.shape
+        pulled.weight.data.copy_(new)
+    for pack in packed_in_place(pulled):
+        pack()
+    assert torch.equal(pulled.weight, fresh.weight)
     packs = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(ValueError, match="use dtype float32") if packs else contextlib.nullcontext():
-        gemm.dispatch_cpu_unquantized_gemm(convolution, remove_weight=True)
-    assert packs or torch.equal(convolution.weight, plain)
+    assert packs or torch.equal(pulled.weight, new)
 
 
 @pytest.mark.slow

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from generator.cpu.patches import patch_cpu
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
 
@@ -47,3 +50,16 @@ def test_vllm_allocates_a_cache_that_nobody_has_written_to(
     (views,) = allocated
     assert {view.untyped_storage().nbytes() for view in views.values()} == {NUM_BYTES}
     assert all(not view.any() for view in views.values())
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_rotated_heads_are_those_of_pytorch(is_neox_style: bool) -> None:
+    """vLLM's own kernel rotates pairs of neighbours in the first head only."""
+    patch_cpu()
+    with set_current_vllm_config(VllmConfig()):
+        rotate = RotaryEmbedding(64, 64, 32, 10000.0, is_neox_style, torch.float32)
+    query, key, positions = torch.randn(9, 4, 64), torch.randn(9, 2, 64), torch.arange(9)
+    expected = RotaryEmbedding.forward_native(rotate, positions, query.clone(), key.clone())
+    found = rotate(positions, query.clone(), key.clone())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

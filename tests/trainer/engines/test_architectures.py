@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import StableLmConfig, StableLmForCausalLM
 
 from rl.losses import get_loss
-from rl.system.hf_config import PROVEN_ARCHITECTURES
+from rl.system.hf_config import proven_architectures
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, random_batch, save_tiny
 from rl.types import AdamParams
@@ -23,14 +23,19 @@ from trainer.engines.contract.reference import ReferencePolicy, importance_sampl
 from trainer.engines.decoder_config import FAMILIES
 from trainer.engines.model_check import check_model
 
+DECAYS = ("A_log", "dt_bias")
+"""Parameters of the gated delta rule of whose gradients transformers' float32 is itself 2e-5 from float64."""
+BOUNDS = {"qwen3_5_moe": 3e-5}
+"""Worst relative errors of gradients other than 1e-5: experts below delta rules repeat their rounding."""
+
 
 @pytest.mark.filterwarnings("ignore:no test covers")
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_gradients_and_names_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     model = MODELS[name][1](tmp_path / "model")
-    batch = random_batch((1, 17, 5, 40))
+    batch = random_batch((1, 17, 5, 40, 9, 23, 33, 12, 7))
     engine = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))
-    output = engine.forward_backward([batch[:3], batch[3:]], get_loss("importance_sampling"))
+    output = engine.forward_backward([batch[:8], batch[8:]], get_loss("importance_sampling"))
     reference = ReferencePolicy(model)
     reference.model.eval()
     for logprobs, datum in zip(output.logprobs, batch, strict=True):
@@ -41,11 +46,14 @@ def test_logprobs_gradients_and_names_are_those_of_transformers(tmp_path: Path, 
     parameters = dict(engine.hf_parameters())
     actual = {n: p.grad for n, p in parameters.items() if p.grad is not None}
     assert actual.keys() == expected.keys()
-    assert max(relative_error(actual[n], expected[n]) for n in expected) < 1e-5
+    errors = {n: relative_error(actual[n], expected[n]) for n in expected}
+    assert {n: e for n, e in errors.items() if e > BOUNDS.get(name, 1e-5) and not n.endswith(DECAYS)} == {}
+    assert max(errors.values()) < 1e-4
     assert {n: tuple(p.shape) for n, p in parameters.items()} == stored_shapes(model)
-    before = {n: p.detach().clone() for n, p in parameters.items()}
+    stored = load_file(model / "model.safetensors")
+    assert [n for n, p in parameters.items() if not torch.equal(p, stored[n])] == []
     engine.optim_step(AdamParams(learning_rate=1e-2))
-    assert [n for n, p in engine.hf_parameters() if torch.equal(p, before[n])] == []
+    assert {n for n, p in engine.hf_parameters() if not torch.equal(p, stored[n])} == expected.keys()
 
 
 @pytest.fixture
@@ -79,7 +87,7 @@ def test_every_proven_architecture_is_in_the_documented_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "ForCausalLM" in line]
     engines = {row[1].strip(" `"): row[3] for row in rows}
-    assert tuple(engines) == PROVEN_ARCHITECTURES
+    assert tuple(engines) == proven_architectures()
     tried = {architecture for architecture, _ in MODELS.values()}
-    assert {name for name, cell in engines.items() if "fsdp2" in cell} == tried & set(PROVEN_ARCHITECTURES)
+    assert {name for name, cell in engines.items() if "fsdp2" in cell} == tried & set(proven_architectures())
     assert {name for name, cell in engines.items() if "torchtitan" in cell} == set(FAMILIES)

@@ -3,6 +3,8 @@
 Covers: trainer/engines/pytorch/distribution.py, trainer/engines/pytorch/logprobs.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,9 +26,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> LogitsMemory:
 @pytest.mark.parametrize("kept_bytes", [0, 5 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 50 * 4, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [1, 3 * 50 * 4, 1 << 20])
-@pytest.mark.parametrize("size", [0, 1, 8])
+@pytest.mark.parametrize(("size", "cap"), [(0, None), (1, None), (8, None), (8, 2.0)])
 def test_values_and_gradients_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, block_bytes: int, kept_bytes: int, size: int, cap: float | None
 ) -> None:
     memory = LogitsMemory(chunk_bytes=chunk_bytes, block_bytes=block_bytes, kept_bytes=kept_bytes)
     monkeypatch.setattr(logprobs, "MEMORY", memory)
@@ -35,15 +37,17 @@ def test_values_and_gradients_equal_log_softmax(
     targets, temperatures = torch.randint(0, 50, (size,)), torch.rand(size) + 0.5
     scale_logprobs, scale_entropy = torch.randn(size), torch.randn(size)
 
-    expected = torch.log_softmax(hidden @ weight.T / temperatures[:, None], -1)
+    logits = hidden @ weight.T
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = torch.log_softmax(capped / temperatures[:, None], -1)
     expected_entropy = -(expected.exp() * expected).sum(-1)
     chosen = expected.gather(1, targets[:, None])[:, 0]
     ((chosen * scale_logprobs).sum() + (expected_entropy * scale_entropy).sum()).backward()
     expected_grads = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
 
-    distribution = Distribution(1 / temperatures)
-    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, distribution=distribution)
+    options: dict[str, Any] = {"distribution": Distribution(1 / temperatures), "cap": cap}
+    actual, entropy = logprobs.logprobs_and_entropy(hidden, weight, targets, entropy=True, **options)
     assert entropy is not None
     torch.testing.assert_close(actual, chosen)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -53,8 +57,8 @@ def test_values_and_gradients_equal_log_softmax(
 
 
 @pytest.mark.parametrize("share", [0.03, 0.7])
-@pytest.mark.parametrize("whole", [0, 40])
-def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int) -> None:
+@pytest.mark.parametrize(("whole", "cap"), [(0, None), (40, None), (40, 2.0)])
+def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int, cap: float | None) -> None:
     """In float64, over several chunks, with sets of few words and of most, and positions that nothing was cut for."""
     torch.manual_seed(0)
     size, num_words = 600, 101
@@ -65,12 +69,13 @@ def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int)
     keeps[torch.arange(size), targets] = True
     keeps[torch.randperm(size)[:whole]] = True
     scale = torch.rand(size, dtype=torch.float64) + 0.5
-    z = (hidden @ weight.T + low_rank.down(hidden) @ low_rank.b.T) * scale[:, None]
+    x = hidden @ weight.T + low_rank.down(hidden) @ low_rank.b.T
+    z = (x if cap is None else cap * torch.tanh(x / cap)) * scale[:, None]
     log_p = z.masked_fill(~keeps, -1e9).log_softmax(-1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     kept = KeptSets.of([[] if row.all() else row.nonzero()[:, 0].tolist() for row in keeps])
     actual = logprobs.logprobs_and_entropy(
-        *(hidden, weight, targets), entropy=True, low_rank=low_rank, distribution=Distribution(scale, kept)
+        *(hidden, weight, targets), entropy=True, low_rank=low_rank, distribution=Distribution(scale, kept), cap=cap
     )
     upstream = torch.randn(2, size, dtype=torch.float64)
     grads: list[tuple[torch.Tensor, ...]] = []

@@ -5,7 +5,7 @@ read back in the same process.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl.sampling import KeptSets
+from rl.system.model_files import stored_shapes
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
 from rl.weights.buffer import WeightBuffer
@@ -83,7 +84,8 @@ class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 
     def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._stored = stored_shapes(path).keys()
 
     def logits(self, datum: Datum) -> Tensor:
         """[T, V]"""
@@ -120,19 +122,20 @@ class ReferencePolicy:
 
     def gradients(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        return by_stored_name({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return by_stored_name(grads, self._stored)
 
     def parameters(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()})
+        return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()}, self._stored)
 
 
-def by_stored_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views by the names in a checkpoint; in memory transformers fuses the weights of experts."""
+def by_stored_name(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Views by the `names` in a checkpoint; in memory transformers fuses the weights of experts."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, experts, projection = name.partition(".experts.")
-        if not experts:
+        if not experts or name in names:
             stored[name] = tensor
             continue
         parts = {"gate_proj": 0, "up_proj": 1} if projection == "gate_up_proj" else {"down_proj": 0}

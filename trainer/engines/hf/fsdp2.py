@@ -4,6 +4,8 @@ Data parallelism only: sharded (FSDP2), replicated, or both (HSDP). With one ran
 transformers' own, with a mask that separates documents, so a prefix that datums share is computed once per datum.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,6 +49,12 @@ class Fsdp2Engine(TorchEngine):
 
     def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return self._policy.score(row, self._device, entropy=entropy)
+
+    def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return self._policy.views(name, tensor)
+
+    def _buffers(self) -> Mapping[str, Tensor]:
+        return self._policy.buffers_by_name()
 
 
 def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> None:

@@ -2,9 +2,10 @@
 
 import warnings
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from rl.system.hf_config import PROVEN_ARCHITECTURES, longest_context
+from rl.system.hf_config import find_family, longest_context, num_experts, proven_architectures
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
 from trainer.engines.model_check import ModelLimits
@@ -18,7 +19,15 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
     backbones = {name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in hf_config.get("architectures") or ()}
-    if not backbones & set(PROVEN_ARCHITECTURES):
+    if (family := find_family(hf_config)) is not None:
+        if config.engine not in family.engines:
+            raise ValueError(
+                f"TrainerConfig.engine is {config.engine!r} and the model is a {family.architectures[0]}, which "
+                f"{' and '.join(map(repr, family.engines))} can train"
+            )
+        if family.check:
+            resolve_name(family.check)(hf_config)
+    if not backbones & set(proven_architectures()):
         _check_unproven(config, sorted(backbones))
     return ModelLimits(vocab_size=hf_config["vocab_size"], max_seq_len=longest_context(hf_config))
 
@@ -31,7 +40,7 @@ def _check_unproven(config: TrainerConfig, architectures: list[str]) -> None:
     check_weight_names(config.model, config.head)
     warnings.warn(
         f"no test covers {', '.join(architectures) or 'a model without architectures'} with trainer and generator; "
-        "watch the metric logprob_mismatch_mean of the first steps. Proven are " + ", ".join(PROVEN_ARCHITECTURES),
+        "watch the metric logprob_mismatch_mean of the first steps. Proven are " + ", ".join(proven_architectures()),
         stacklevel=2,
     )
 
@@ -50,13 +59,11 @@ def _check_options(config: TrainerConfig) -> None:
 
 
 def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = next((name for name in names if (hf_config.get(name) or 0) > 1), None)
-    if found is not None:
-        # transformers stacks the weights of experts, so their parameters are not the checkpoint's.
+    if (count := num_experts(hf_config)) and config.engine != "fsdp2":
+        # transformers stacks the weights of experts, and a rank's part of a flattened stack is no view of an expert.
         raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r} and config.json has {found} {hf_config[found]}; this engine "
-            "does not train mixtures of experts. The engine 'torchtitan' trains Qwen3-MoE"
+            f"TrainerConfig.engine is {config.engine!r} and the model's layers have {count} experts; this engine does "
+            "not train mixtures of experts. The engines 'fsdp2' and 'torchtitan' do"
         )
 
 

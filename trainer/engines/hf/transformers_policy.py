@@ -1,13 +1,14 @@
 """Any causal language model of transformers as a policy or critic: its forward pass ends in log-probs or values.
 
-The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix
-and perhaps a factor of config.json, and packed documents do not attend to each other. They are tested once on the model
-itself; there is no list of architectures.
+The model is transformers' own, unchanged. Two assumptions are made: logits are the last hidden states times one matrix,
+perhaps with a factor or a soft cap of config.json, and packed documents do not attend to each other. They are tested
+once on the model itself; there is no list of architectures.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import accelerate
@@ -19,17 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.model_files import stored_shapes
+from rl.system.hf_config import find_family, read_config, trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.distribution import Distribution
-from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.row_runner import to_tensor
 
 T = TypeVar("T")
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The projections of one expert that each stack of transformers holds, one above the other."""
 _ADAPTABLE = (*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES)
 # Factor on the output projection that makes a soft cap on logits visible.
 _MAGNIFIED = 1000.0
@@ -59,11 +62,21 @@ class TransformersPolicy(nn.Module):
             if self._has_values:
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
-                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
+                attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+                self.model: Any = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation=attention
+                )
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
+        family = find_family(read_config(path))
+        self._needs_bounds = family is not None and bool(family.prepare)
+        if family is not None and family.prepare:
+            resolve_name(family.prepare)(self.model)
+        self._stored = trained_shapes(path).keys()
         self._logit_factor = _logit_factor(config)
+        self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
@@ -112,12 +125,30 @@ class TransformersPolicy(nn.Module):
         self.materialize(device)
         parameters = self.parameters_by_name()
         with torch.no_grad():
-            load_hf_weights({name: parameter.data for name, parameter in parameters.items()}, path)
+            tensors = ((name, parameter.data) for name, parameter in parameters.items())
+            stored = {part: view for named in tensors for part, view in self.views(*named)}
+            load_hf_weights({**stored, **self.buffers_by_name()}, path)
         return parameters
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name; a tied output projection is the input embedding."""
         return dict(self.model.named_parameters())
+
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """The buffers that checkpoints hold, such as a router's selection bias."""
+        persistent = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+
+    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The `Views` of a parameter: stacked experts one by one, unless the checkpoint stacks them as well."""
+        layer, experts, projection = name.partition(".experts.")
+        if not experts or name in self._stored or projection not in _STACKS:
+            yield name, tensor
+            return
+        parts = _STACKS[projection]
+        for index, expert in unstacked(tensor):
+            for part, view in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{index}.{part}.weight", view
 
     def score(self, row: PackedRow, device: torch.device, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores a packed row on the device that holds the model.
@@ -127,7 +158,7 @@ class TransformersPolicy(nn.Module):
         begin at 0 in every document, by which transformers separates documents.
         """
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
-        bounds = Bounds([each.num_tokens for each in row.documents], device) if self._by_documents else None
+        bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
         distribution = Distribution.of_row(row, device)
 
@@ -141,10 +172,18 @@ class TransformersPolicy(nn.Module):
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
             return logprobs_and_entropy(
-                *(hidden, head.weight, targets), entropy=entropy, low_rank=low_rank, distribution=distribution
+                *(hidden, head.weight, targets),
+                entropy=entropy,
+                low_rank=low_rank,
+                distribution=distribution,
+                cap=self._logit_cap,
             )
 
         return self._run(compute)
+
+    def _bounds(self, sizes: Sequence[int], device: torch.device) -> Bounds | None:
+        """The documents of a row, for a model that is to know them."""
+        return Bounds(sizes, device) if self._by_documents or self._needs_bounds else None
 
     @torch.no_grad()
     def attend_by_documents(self, device: torch.device) -> str:
@@ -153,9 +192,9 @@ class TransformersPolicy(nn.Module):
         The model is tried on a few tokens, with transformers' attention for comparison. Returns why it keeps that,
         empty if it does not. A collective, and its parameters must be there.
         """
-        tokens, bounds = torch.arange(1, 9, device=device)[None], Bounds([4, 4], device)
-        positions = torch.arange(4, device=device).repeat(2)[None]
-        expected = self._run(lambda model: _hidden(model, tokens, positions)).float()
+        tokens, bounds = torch.arange(1, 5, device=device)[None], Bounds([4], device)
+        positions = torch.arange(4, device=device)[None]
+        expected = self._run(lambda model: _hidden(model, tokens, positions, self._bounds([4], device))).float()
         before = self.model.config._attn_implementation
         document_kernel.prepare_kernel(device)
         self.model.set_attn_implementation(document_kernel.NAME)
@@ -175,31 +214,46 @@ class TransformersPolicy(nn.Module):
     def check(self, device: torch.device) -> None:
         """Tests the module's assumptions on a few tokens. Raises ValueError if one does not hold for this model.
 
-        In bfloat16 on a GPU, attention is computed document by document from then on, where the model allows that.
+        Attention is computed document by document from then on, where the model allows that: in bfloat16 on a GPU, and
+        for a model whose own masks do not keep documents apart (gpt-oss).
         """
         if device.type == "cuda" and self._dtype == torch.bfloat16:
             why = self.attend_by_documents(device)
             said = f"with a mask of the whole row, because {why}" if why else "by documents"
             print(f"attention of {self._name}: {said}", flush=True)
+        if self._leaks(device) and (self._by_documents or self.attend_by_documents(device) or self._leaks(device)):
+            raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
+        if not self._has_values:  # a critic has no logits
+            self._check_logits(device)
+
+    def _leaks(self, device: torch.device) -> bool:
+        """Whether a document of a packed row changes the hidden states of the next one."""
         tokens = torch.arange(1, 9, device=device)[None]
         alone = torch.arange(4, device=device)[None]
+        both, one = self._bounds([4, 4], device), self._bounds([4], device)
+        packed, single = self._run(
+            lambda model: (
+                _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:].float(),
+                _hidden(model, tokens[:, 4:], alone, one).float(),
+            )
+        )
+        return bool((packed - single).norm() > 0.1 * single.norm())
 
-        def compute(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            by_documents = self._by_documents
-            both, one = (Bounds(sizes, device) if by_documents else None for sizes in ([4, 4], [4]))
-            packed = _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:]
-            single = _hidden(model, tokens[:, 4:], alone, one)
-            if self._has_values:  # has no logits, so nothing to compare
-                return packed, single, single, single
+    def _check_logits(self, device: torch.device) -> None:
+        """Raises ValueError if logits are not the product of hidden states, with the factor and the cap."""
+        tokens, positions = torch.arange(5, 9, device=device)[None], torch.arange(4, device=device)[None]
+        bounds = self._bounds([4], device)
+
+        def compute(model: Any) -> tuple[Tensor, Tensor]:
             head = model.get_output_embeddings()
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
-                more = document_kernel.arguments(one)
-                logits = model(input_ids=tokens[:, 4:], position_ids=alone, use_cache=False, **more).logits
-            return packed, single, logits, _MAGNIFIED * self._logit_factor * (single @ head.weight.T)
+                more = document_kernel.arguments(bounds)
+                logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **more).logits
+            product = _MAGNIFIED * self._logit_factor * (_hidden(model, tokens, positions, bounds) @ head.weight.T)
+            cap = self._logit_cap
+            return logits.float(), (product if cap is None else torch.tanh(product / cap) * cap).float()
 
-        packed, single, logits, product = (x.float() for x in self._run(compute))
-        if (packed - single).norm() > 0.1 * single.norm():
-            raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
+        logits, product = self._run(compute)
         if (logits - product).norm() > 0.01 * logits.norm():
             raise ValueError(
                 f"{self._name} changes its logits after the output projection, by a cap or an unknown factor, which "
@@ -231,8 +285,9 @@ def check_weight_names(model: Path, head: Head) -> None:
     """Raises ValueError if the engine cannot train the model, or if names or shapes differ, naming the weights."""
     policy = TransformersPolicy(model, head, torch.float32)
     policy.model.tie_weights()
-    built = {name: tuple(parameter.shape) for name, parameter in policy.parameters_by_name().items()}
-    stored = stored_shapes(model)
+    tensors = {**policy.parameters_by_name(), **policy.buffers_by_name()}
+    built = {part: tuple(view.shape) for named in tensors.items() for part, view in policy.views(*named)}
+    stored = trained_shapes(model)
     left_out = {VALUE_HEAD, "lm_head.weight"}  # made where the files lack it; not of a critic, or a copy of another
     problems = [
         f"{what} {first_names(names)}"

@@ -34,7 +34,7 @@ from trainer.engines.pytorch.engine_state import (
     Offload,
     Part,
 )
-from trainer.engines.pytorch.hf_directory import write_hf_directory
+from trainer.engines.pytorch.hf_directory import itself, moment_views, parameter_views, write_hf_directory
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner
@@ -271,7 +271,17 @@ class TorchEngine(Engine):
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Hook: as `Engine.hf_parameters`."""
-        yield from self._parameters.items()
+        for name, parameter in self._parameters.items():
+            yield from parameter_views(self._views, name, parameter)
+        yield from self._buffers().items()
+
+    def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Hook: a parameter, or a tensor of its shape, as views by the names that all engines use."""
+        return itself(name, tensor)
+
+    def _buffers(self) -> Mapping[str, Tensor]:
+        """Hook: the weights that no step changes and every rank holds whole, by Hugging Face name."""
+        return {}
 
     def _reduce_gradients(self) -> None:
         """Hook: sums a call's gradients over ranks, if the backward pass has not done so. A collective."""
@@ -295,9 +305,16 @@ class TorchEngine(Engine):
 
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         """Hook: the state that a step depends on, in tensors that a checkpoint can be loaded into in place."""
+        model = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        moments = self._optimizer.state() if optimizer else {}
         return {
-            "model": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            **({"optimizer": self._optimizer.state()} if optimizer else {}),
+            # By the names that all engines use, so that each of them can resume from the checkpoint.
+            "model": {**dict(part for named in model.items() for part in self._views(*named)), **self._buffers()},
+            **(
+                {"optimizer": dict(part for named in moments.items() for part in moment_views(self._views, *named))}
+                if optimizer
+                else {}
+            ),
             "rng": {str(own_rank()): torch.get_rng_state()},
         }
 

@@ -1,5 +1,9 @@
 """Reads the weights of a Hugging Face model directory, and writes a policy as one, or an adapter as one of PEFT.
 
+Models hold the weights of a layer's experts as one parameter per projection, or even for two projections, while most
+checkpoints name the weights of each expert. Here an expert is a view of the stack, so nothing is copied on load, push,
+checkpoint or export.
+
 The rotary frequencies that a directory's config.json asks for are computed here, as transformers computes them.
 """
 
@@ -7,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +21,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 from rl.lora import LoRAConfig, adapted_modules
 from rl.system.hf_config import read_config_file
 from rl.system.model_files import other_files, weight_files
 from rl.types import Head
+from rl.weights.versions import weight_dtype
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0
 
 VALUE_HEAD = "score.weight"
 """Name of a value head's parameter, [1, dim]. transformers' sequence classifiers use it, and reward models are
 published and served by vLLM in that form."""
+Views = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+"""A parameter, or a tensor of its shape, as views by the names of a checkpoint."""
 
 
 def load_hf_weights(parameters: dict[str, torch.Tensor], path: Path) -> None:
@@ -151,14 +160,15 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     """Yields every parameter of any rank whole on rank 0. On other ranks the contents of a tensor are undefined."""
     mine = dict(parameters)
     if not dist.is_initialized():
-        yield from ((name, _whole(parameter, dtype)) for name, parameter in mine.items())
+        yield from ((name, _whole(parameter, weight_dtype(name, dtype))) for name, parameter in mine.items())
         return
     shapes: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
     holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
     for name, holder in sorted(holders.items()):
         # Every holder takes part in gathering a tensor; only the first of them sends it.
-        full = _whole(mine[name], dtype) if name in mine else torch.empty(shapes[holder][name], dtype=dtype)
+        cast = weight_dtype(name, dtype)
+        full = _whole(mine[name], cast) if name in mine else torch.empty(shapes[holder][name], dtype=cast)
         if holder != 0 and dist.get_rank() == holder:
             dist.send(full, dst=0)
         elif holder != 0 and dist.get_rank() == 0:
@@ -211,3 +221,66 @@ def _classifier(model_type: str) -> str:
     if model_type not in names:
         raise ValueError(f"a critic of model_type {model_type!r} cannot be exported: transformers has no class for it")
     return names[model_type]
+
+
+def itself(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The `Views` of a parameter that has the checkpoint's name and shape."""
+    yield name, tensor
+
+
+def parameter_views(views: Views, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields a parameter by the names of a checkpoint. The gradient of a view, if any, is a view of the gradient."""
+    grads = dict(views(name, parameter.grad)) if parameter.grad is not None else {}
+    for part, view in views(name, parameter.detach()):
+        if part == name:
+            yield name, parameter
+            return
+        view.grad = grads.get(part)
+        yield part, view
+
+
+def moment_views(views: Views, name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yields an optimizer's state of a parameter, as `parameter_views` yields the parameter. Views share the step."""
+    parts = {key: dict(views(name, state[key])) for key in ("exp_avg", "exp_avg_sq")}
+    for part in parts["exp_avg"]:
+        yield part, {"step": state["step"], **{key: of_key[part] for key, of_key in parts.items()}}
+
+
+def unstacked(stack: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yields index and weight of each expert of which this rank holds a part. The stack may be plain or sharded."""
+    if not isinstance(stack, DTensor):
+        yield from enumerate(stack.unbind(0))
+        return
+    mesh, placements = stack.device_mesh, stack.placements
+    names = mesh.mesh_dim_names
+    assert names is not None
+    _, (first, *_) = compute_local_shape_and_global_offset(stack.shape, mesh, placements)
+    # Mesh axes over which whole experts are distributed do not shard a single expert.
+    within = [(axis, _within_expert(p)) for axis, p in zip(names, placements, strict=True) if not _cuts(p, 0)]
+    for index, local in enumerate(stack.to_local().unbind(0), start=first):
+        if not within:
+            yield index, local
+            continue
+        submesh = mesh[tuple(axis for axis, _ in within)]
+        shape = stack.shape[1:]
+        yield (
+            index,
+            DTensor.from_local(
+                local, submesh, [p for _, p in within], run_check=False, shape=shape, stride=(shape[1], 1)
+            ),
+        )
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    """Whether a placement shards that dimension."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def _within_expert(placement: Placement) -> Placement:
+    """The placement of one expert [., .] for a placement of the stack [E, ., .]."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+    if isinstance(placement, Shard):
+        return Shard(placement.dim - 1)
+    assert isinstance(placement, Replicate)
+    return placement

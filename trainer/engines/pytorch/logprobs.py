@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl.sampling import KeptSets
 from trainer.engines.pytorch import distribution as on_gpu
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
 from trainer.engines.pytorch.low_rank import LowRank
 
 
@@ -110,9 +110,11 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
     low_rank: LowRank | None = None,
     distribution: Distribution = MODEL_DISTRIBUTION,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
+    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     `distribution` says by what the logits are divided and which words have a probability; by default, by 1 and all.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
@@ -121,7 +123,8 @@ def logprobs_and_entropy(
     both are differentiable. Of float64 they are float64.
     """
     if distribution.kept is not None and not distribution.kept.counts.all():
-        return _in_two(hidden, weight, targets, distribution, entropy=entropy, group=group, low_rank=low_rank)
+        options: dict[str, Any] = {"group": group, "low_rank": low_rank, "cap": cap}
+        return _in_two(hidden, weight, targets, distribution, entropy=entropy, **options)
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
@@ -129,7 +132,7 @@ def logprobs_and_entropy(
     keeps = has_gradient and hidden.device.type == "cpu" and distribution.kept is None
     key = MEMORY.keep(hidden.shape[0], weight) if keeps else None
     logprobs, entropies = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        *(hidden, weight, inner, b, targets), entropy, group, key, distribution
+        *(hidden, weight, inner, b, targets), entropy, group, key, distribution, cap
     )
     return logprobs, entropies
 
@@ -168,19 +171,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         key: object,
         distribution: Distribution,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
         lse = hidden.new_empty(size, dtype=_exact(hidden))
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key, ctx.scale, ctx.start_row, kept = key, distribution.scale, start_row, distribution.kept
+        ctx.key, ctx.scale, ctx.cap = key, distribution.scale, cap
+        ctx.start_row, kept = start_row, distribution.kept
         ctx.parts = None if kept is None else _parts_with_words(hidden, weight, kept, start_row)
         for part, words in ctx.parts or _parts(hidden, weight, key):
-            logits = _logits((hidden, weight, inner, b), part, words, out=MEMORY.kept(key, part))
-            column, here = _local_targets(targets[part] - start_row, weight.shape[0], words)
+            logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
+            column, here = local_targets(targets[part] - start_row, weight.shape[0], words)
             scale = None if ctx.scale is None else ctx.scale[part]
-            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].to(lse.dtype), scale) * here
+            chosen = logits.gather(1, column[:, None])[:, 0].to(lse.dtype) * (here if scale is None else here * scale)
             log_sum, expected = _softmax_sums(logits, entropy, scale)
             lse[part] = _sum_over(group, log_sum.clone(), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
@@ -202,11 +207,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part, words in ctx.parts or _parts(hidden, weight, ctx.key):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
-                logits = _logits((hidden, weight, inner, b), part, words)
-            column, here = _local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
+                logits = _logits((hidden, weight, inner, b), part, words, ctx.cap)
+            column, here = local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
             scale = None if ctx.scale is None else ctx.scale[part]
-            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale)
+            grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale, ctx.cap)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight if words is None else words.of_tensor(weight), out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
@@ -217,7 +222,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
-        return grad_hidden, grad_weight, grad_inner, grad_b, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_inner, grad_b, *(None,) * 6
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
@@ -292,6 +297,7 @@ def _logits(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     part: slice,
     words: ChunkWords | None,
+    cap: float | None,
     out: Tensor | None = None,
 ) -> Tensor:
     """[C, V] in the dtype of the weights, of `hidden`, `weight`, `inner` and `b`. With `words`, V is their number."""
@@ -302,6 +308,8 @@ def _logits(
     logits = torch.mm(hidden[part], weight.T, out=out)
     if inner is not None and b is not None:
         logits.addmm_(inner[part], (b if words is None else words.of_tensor(b)).T)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     return logits if words is None else words.restrict_(logits)
 
 
@@ -321,7 +329,7 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
         log_sum[rows] = total.log().add_(largest)
         if expected is not None:
             expected[rows] = block.mul_(logits[rows]).sum(-1).div_(total)
-    return log_sum, None if expected is None else _scaled_(expected, scale)
+    return log_sum, expected if expected is None or scale is None else expected * scale
 
 
 def _gradient_(
@@ -332,9 +340,10 @@ def _gradient_(
     here: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
     scale: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
-    if logits.is_cuda:
+    if logits.is_cuda and cap is None:
         return on_gpu.fused_gradient(logits, lse, grad_logprobs, column, here, of_entropy, scale)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
@@ -349,40 +358,32 @@ def _gradient_(
             factor, of_target = factor * scale[rows, None], of_target * scale[rows]
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], of_target[:, None])
+        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2, and 0 for a word that was cut off
+            block.mul_(1 - (logits[rows].to(block.dtype).clamp(-cap, cap) / cap).square_())
         logits[rows] = block
     return logits
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds."""
-    step = max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
-    return [slice(start, min(start + step, len(logits))) for start in range(0, len(logits), step)]
+    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds. A GPU works on all at once."""
+    size, step = len(logits), max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
+    if logits.device.type != "cpu":
+        return [slice(0, size)]
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    is_exact = logits.dtype == torch.float64
-    block = logits.clone() if is_exact else MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    if logits.device.type != "cpu" or logits.dtype == torch.float64:
+        block = logits.to(_exact(logits), copy=True)
+    else:
+        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
-
-
-def _scaled_(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return logits if scale is None else logits.mul_(scale)
 
 
 def _exp_(x: Tensor) -> Tensor:
     """`x.exp_()` in less time: PyTorch computes powers of 2 on the CPU in a third of the time of powers of e."""
     return x.mul_(_LOG2_E).exp2_()
-
-
-def _local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tuple[Tensor, Tensor]:
-    """Column of each target, given its row [C], and 1.0 where the row is held here; elsewhere both are 0."""
-    if words is not None and words.rows is not None:
-        column = torch.searchsorted(words.rows, rows).clamp_(max=len(words.rows) - 1)
-        here = words.rows[column] == rows
-        return column * here, here.float()
-    here = (rows >= 0) & (rows < num_rows)
-    return rows * here, here.float()
 
 
 def _sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:

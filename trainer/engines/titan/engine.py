@@ -6,7 +6,6 @@ checkpointing and FSDP2, to each stage of a pipeline if there is one. With one r
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.model.attention import shares_prefixes
 from trainer.engines.titan.model.build import build_model
-from trainer.engines.titan.model.experts import split_experts, split_moments
+from trainer.engines.titan.model.experts import expert_views
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.model.specs import named_parameters, share_rope_cache
 
@@ -58,17 +57,8 @@ class TitanEngine(TorchEngine):
         share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
         return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
 
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            yield from split_experts(name, parameter)
-
-    def _state(self, *, optimizer: bool) -> dict[str, Any]:
-        state = super()._state(optimizer=optimizer)
-        # By the names that all engines use, so that each of them can resume from the checkpoint.
-        state["model"] = dict(part for named in state["model"].items() for part in split_experts(*named))
-        if optimizer:
-            state["optimizer"] = dict(part for named in state["optimizer"].items() for part in split_moments(*named))
-        return state
+    def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return expert_views(name, tensor)
 
     def _move_model(self, device: torch.device) -> None:
         super()._move_model(device)

@@ -40,7 +40,7 @@ from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable
-from trainer.engines.titan.model.experts import moe_config, split_experts
+from trainer.engines.titan.model.experts import expert_views, moe_config
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
@@ -196,7 +196,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Param
 def load_weights(parts: Sequence[nn.Module], path: Path) -> None:
     """Fills the parameters as `load_hf_weights` does."""
     named = ((name, parameter.data) for name, parameter in named_parameters(parts))
-    load_hf_weights({name: part for stack in named for name, part in split_experts(*stack)}, path)
+    load_hf_weights({name: part for stack in named for name, part in expert_views(*stack)}, path)
 
 
 class LogprobHead(Adaptable, Linear):

@@ -1,0 +1,35 @@
+"""Further families of models, an optional part: one row for each, which an entry point of `ownloop.families` names.
+
+A row is data, so that the controller and generators can read it without PyTorch. Its functions are in the files of this
+folder.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl.system.hf_config import ModelFamily
+
+
+def check_routers(config: Mapping[str, Any]) -> None:
+    """The `check` of DeepSeek-V3: transformers has one kind of router, and vLLM takes another where none is named."""
+    for key, needed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key) != needed:
+            raise ValueError(
+                f"config.json: {key} is {config.get(key)!r}; it must be {needed!r}, or trainer and generator would "
+                "choose experts in different ways"
+            )
+
+
+DEEPSEEK_V3 = ModelFamily(
+    architectures=("DeepseekV3ForCausalLM",), check="trainer.families:check_routers", generator_ranks=1
+)
+GEMMA4 = ModelFamily(architectures=("Gemma4ForCausalLM",))
+GPT_OSS = ModelFamily(architectures=("GptOssForCausalLM",), generator_ranks=1)
+QWEN3_5 = ModelFamily(
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    prepare="trainer.families.qwen3_5:by_documents",
+    # vLLM keeps states of prefixes only with chunked prefill, which its CPU sampling does not allow.
+    engine_args={"enable_prefix_caching": False},
+    generator_ranks=1,
+    generator_requires="torchvision",
+)
