@@ -22,6 +22,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 sample_tokens: Any = GPUModelRunner.sample_tokens
 _BLOCK_WORDS = 128
+_GROUP_WORDS = 32
+_LOWEST = torch.finfo(torch.float32).min
 _LOG2_E = 1 / math.log(2)
 
 
@@ -30,7 +32,7 @@ def patch_sampling() -> None:
 
     vLLM's kernel draws a random number for each word of the vocabulary and takes two logarithms of it (the Gumbel-max
     trick). For 128 samples of a vocabulary of 49,152 words that takes 22 ms on two cores, and `sample` takes 3. For a
-    top-p vLLM sorts the vocabulary, in 200 ms, and `cut` takes 16. vLLM's `return_sampling_mask` needs its other model
+    top-p vLLM sorts the vocabulary, in 200 ms, and `cut` takes 10. vLLM's `return_sampling_mask` needs its other model
     runner, which needs Triton.
 
     Remove when decoding 128 samples of SmolLM2-135M takes no longer without it (`python -m benchmarks.step`), also with
@@ -93,13 +95,34 @@ def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     Returns words [n, K], the most probable first, and their log-probs [n, K], -inf for words that are not kept. A word
     whose logit is -inf is not kept either.
     """
-    logits, words = logits.topk(int(k.max()), dim=-1)
+    logits, words = _most_probable(logits, int(k.max()))
     logits = logits.masked_fill(torch.arange(logits.shape[1]) >= k[:, None], -torch.inf)
     probs = logits.softmax(dim=-1, dtype=torch.float32)
     before = probs.cumsum(-1).sub_(probs)
     is_cut = (before >= p[:, None]) & (p[:, None] < 1)
     is_cut[:, 0] = False
     return words, logits.masked_fill_(is_cut, -torch.inf).log_softmax(dim=-1, dtype=torch.float32)
+
+
+def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`logits.topk(k)`, of which at most k logits are finite, in a fraction of its time for a k that is far below V.
+
+    At least k words reach the k-th largest maximum of groups of words, so that all others can be left out before.
+    """
+    (num_rows, num_words), num_groups = logits.shape, logits.shape[1] // _GROUP_WORDS
+    if num_groups < 2 * k:
+        return logits.topk(k, dim=-1)
+    largest = logits[:, : num_groups * _GROUP_WORDS].view(num_rows, _GROUP_WORDS, num_groups).amax(1)
+    lowest = torch.from_numpy(np.partition(largest.numpy(), num_groups - k, axis=1)[:, num_groups - k])
+    found = torch.from_numpy(np.flatnonzero((logits >= lowest[:, None].clamp(min=_LOWEST)).numpy()))
+    rows = found // num_words
+    counts = torch.bincount(rows, minlength=num_rows)
+    places = torch.arange(len(found)) - (counts.cumsum(0) - counts)[rows]
+    shape = (num_rows, max(k, int(counts.max())))
+    few = torch.full(shape, -torch.inf).index_put_((rows, places), logits.view(-1)[found])
+    words = torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % num_words)
+    top = few.topk(k, dim=-1)
+    return top.values, words.gather(1, top.indices)
 
 
 def _as_masks(words: Tensor, kept: Tensor, rows: Tensor, num_rows: int, num_words: int) -> SamplingMaskLists:

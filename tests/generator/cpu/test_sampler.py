@@ -108,9 +108,9 @@ def test_seeds_that_differ_in_any_bit_sample_differently(sampler: Any) -> None:
 
 def test_the_cut_is_that_of_vllm_and_its_words_are_returned(sampler: Any) -> None:
     torch.manual_seed(0)
-    logits = 3 * torch.randn(64, 3000)
-    logits[::4] = logits[::4].masked_fill(torch.rand(16, 3000) < 0.5, -torch.inf)  # as min-p leaves them
-    k, p = torch.tensor([20, 512, 3000, 3000]).repeat(16), torch.tensor([1.0, 0.9, 0.95, 1.0]).repeat(16)
+    logits = 3 * torch.randn(64, 40_000)
+    logits[::4] = logits[::4].masked_fill(torch.rand(16, 40_000) < 0.5, -torch.inf)  # as min-p leaves them
+    k, p = torch.tensor([20, 512, 50, 40_000]).repeat(16), torch.tensor([1.0, 0.9, 0.95, 1.0]).repeat(16)
     expected = apply_top_k_top_p(logits.clone(), k.clone(), p.clone())
     tokens, reported = sampler.forward(logits.clone(), {}, k, p)
     torch.testing.assert_close(reported, expected.log_softmax(-1))

@@ -163,9 +163,10 @@ def test_what_has_no_gradient_keeps_no_logits(memory: LogitsMemory) -> None:
     assert len(memory._kept)  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_gpu_logic_fused_functions_are_softmax_and_its_gradient(scaled: bool) -> None:
-    logits, column = torch.randn(5, 31, requires_grad=True), torch.tensor([0, 30, 7, 7, 2])
+@pytest.mark.parametrize(("scaled", "cap"), [(False, None), (True, None), (True, 2.0)])
+def test_gpu_logic_fused_functions_are_softmax_and_its_gradient(scaled: bool, cap: float | None) -> None:
+    x, column = torch.randn(5, 31, requires_grad=True), torch.tensor([0, 30, 7, 7, 2])
+    logits = x if cap is None else cap * torch.tanh(x / cap)
     grad_logprobs, grad_entropies = torch.randn(5), torch.randn(5)
     here = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])  # another rank of a tensor-parallel group has the third target
     scale = torch.rand(5) + 0.5 if scaled else None
@@ -177,8 +178,8 @@ def test_gpu_logic_fused_functions_are_softmax_and_its_gradient(scaled: bool) ->
     with torch.no_grad():
         log_sum, expected = sums_of_rows(logits, True, scale)
         of_entropy = (grad_entropies, entropies)
-        grad = gradient_of_rows(logits, lse, grad_logprobs, column, here, of_entropy, scale)
+        grad = gradient_of_rows(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
     assert expected is not None
     torch.testing.assert_close(log_sum, lse)
     torch.testing.assert_close(log_sum - expected, entropies)
-    torch.testing.assert_close(grad, logits.grad)
+    torch.testing.assert_close(grad, x.grad)

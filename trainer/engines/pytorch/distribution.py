@@ -112,6 +112,7 @@ def gradient_of_rows(
     here: Tensor,
     of_entropy: tuple[Tensor, Tensor] | None,
     scale: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """The gradient of logits [C, V], as in `logprobs.py`, but a target is found by comparing columns."""
     log_p = _exact(logits, scale) - lse[:, None]
@@ -120,7 +121,11 @@ def gradient_of_rows(
         grad = grad - of_entropy[0][:, None] * (log_p + of_entropy[1][:, None]) * log_p.exp()
     is_target = torch.arange(logits.shape[1], device=logits.device) == column[:, None]
     grad = grad + is_target * (grad_logprobs * here)[:, None]
-    return (grad if scale is None else grad * scale[:, None]).to(logits.dtype)
+    if scale is not None:
+        grad = grad * scale[:, None]
+    if cap is not None:
+        grad = grad * (1 - (logits.to(grad.dtype).clamp(-cap, cap) / cap).square())
+    return grad.to(logits.dtype)
 
 
 def _exact(logits: Tensor, scale: Tensor | None) -> Tensor:

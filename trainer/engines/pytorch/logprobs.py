@@ -342,9 +342,12 @@ def _gradient_(
     scale: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
-    if logits.is_cuda and cap is None:
-        return on_gpu.fused_gradient(logits, lse, grad_logprobs, column, here, of_entropy, scale)
+    """Turns logits [C, V] into the gradient of the projection's output.
+
+    `of_entropy` are the entropies' gradients and values; all are [C].
+    """
+    if logits.is_cuda:
+        return on_gpu.fused_gradient(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
@@ -365,19 +368,15 @@ def _gradient_(
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds. A GPU works on all at once."""
-    size, step = len(logits), max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
-    if logits.device.type != "cpu":
-        return [slice(0, size)]
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    """Cuts a chunk [C, V] into blocks of rows that a CPU's cache holds."""
+    step = max(1, MEMORY.block_bytes // (4 * logits.shape[1]))
+    return [slice(start, min(start + step, len(logits))) for start in range(0, len(logits), step)]
 
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    if logits.device.type != "cpu" or logits.dtype == torch.float64:
-        block = logits.to(_exact(logits), copy=True)
-    else:
-        block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    is_exact = logits.dtype == torch.float64
+    block = logits.clone() if is_exact else MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
 
 
