@@ -17,10 +17,10 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast test-slow stress lint bench gpu-check lock clean
+.PHONY: help setup train test test-fast test-slow stress lint bench gpu-check gpu-rehearsal lock clean
 
 help: ## list the targets
-	@echo 'make TARGET [DEVICE=cpu|gpu] [ARGS="..."] [PYTHON=python3.12]'
+	@echo 'make TARGET [DEVICE=cpu|gpu|pretended-gpu] [ARGS="..."] [PYTHON=python3.12]'
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 setup: ## create or update .venv; every other target does so first
@@ -52,6 +52,10 @@ bench: setup ## run every benchmark and rewrite benchmarks/RESULTS.md
 gpu-check: DEVICE = gpu
 gpu-check: setup ## prove the GPU path on this machine, in ten minutes; DEVICE=cpu only shows that the checks work
 	@exec $(BIN)/python -m benchmarks.gpu_check --device $(DEVICE) $(ARGS)
+
+gpu-rehearsal: ## run the GPU path on pretended GPUs, which need none; the first time, it installs 9 GB
+	@requirements/setup.sh pretended-gpu
+	@exec .venv-pretended-gpu/bin/python -m tests.gpu_pretended.rehearsal $(ARGS)
 
 lock: ## resolve pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
 	@requirements/setup.sh lock $(ARGS)

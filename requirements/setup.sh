@@ -193,5 +193,6 @@ quietly uv_pip install --no-deps --no-build-isolation --editable .
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
 env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
 env -u PYTHONDONTWRITEBYTECODE "$python" requirements/check.py "$device" >&2 2>>"$log" || exit 1
+if [ "$venv" = .venv-pretended-gpu ]; then quietly "$python" -m tests.gpu_pretended.build; fi
 echo "$wanted" >"$stamp"
 say "done in ${SECONDS} s"

@@ -64,7 +64,7 @@ def find_layouts(
 def _best_trainers(
     model: ModelSize, trainer: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency, num_gpus: int, per_host: int
 ) -> dict[int, TrainerConfig]:
-    """For each number of ranks, the fastest trainer among layouts that fit and that the engine accepts."""
+    """For each number of ranks, the fastest trainer that fits and that the engine accepts."""
     best: dict[int, tuple[float, TrainerConfig]] = {}
     least = model.numel * (2 if trainer.is_frozen else 12) // gpu.memory_bytes  # ranks that share the model
     for candidate in _trainers(trainer, model, (least, num_gpus), per_host):

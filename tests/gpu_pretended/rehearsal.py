@@ -1,0 +1,136 @@
+"""`make gpu-rehearsal`: what runs on pretended GPUs, part after part, as a table.
+
+    python -m tests.gpu_pretended.rehearsal [--only PART ...] [--page FILE]
+
+Each part is a process of the environment `.venv-pretended-gpu`, which `make setup DEVICE=pretended-gpu` makes. The page
+begins with what the rehearsal cannot show. Exits with 1 if a part has failed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu_pretended.pretended import PYTHON, Mode, environment
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "benchmarks" / "RESULTS-pretended-gpu.md"
+COVERS_NOT = """# Results on pretended GPUs
+
+**Not covered:** speed; races between streams; NCCL, for which gloo stands in; what the kernels of cuBLAS,
+FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing does; rounding of
+tensor cores; CUDA graphs; vLLM; pipeline parallelism. A green table says that no device or dtype is mixed up, that
+memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
+GPU, `make gpu-check` comes first.
+"""
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no")
+_CONTRACT = "tests/trainer/engines/test_sharded_engine.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process."""
+
+    name: str
+    what: str
+    """Its result, as a sentence."""
+    arguments: tuple[str, ...]
+    mode: Mode = "computed"
+    gpus: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    limit_s: float = 240.0
+
+
+def _layout(name: str, what: str, gpus: int = 2) -> Part:
+    """The contract of several ranks in one layout: gradients, failures, steps, checkpoints, exports, pushes."""
+    chosen = f"several_ranks_keep_the_contract and {name}- and not adapter and not transformers and not megatron"
+    return Part(name, what, (*_PYTEST, _CONTRACT, "-k", chosen), gpus=gpus)
+
+
+PARTS = (
+    Part(
+        "gpu_tests",
+        "Tests marked `gpu` pass: kernels' choices, pinned offload of every engine, CUDA IPC from another process.",
+        (*_PYTEST, "-m", "gpu", "tests/trainer/engines", "tests/rl/weights"),
+    ),
+    Part(
+        "numerics",
+        "Losses, gradient norms and checkpoints of torchtitan and fsdp2 are the CPU's.",
+        ("-m", "benchmarks.gpu.numerics", "--smoke"),
+    ),
+    _layout("fsdp2_tied", "Two ranks under FSDP2 keep the contract of engines."),
+    _layout("tp2_tied", "Two ranks under tensor parallelism keep it."),
+    _layout("ep2_moe", "Two ranks under expert parallelism keep it."),
+    Part(
+        "weights",
+        "A push and pulls between two processes over CUDA IPC bring the weights.",
+        ("-m", "benchmarks.gpu.weights", "--smoke"),
+        gpus=2,
+    ),
+)
+
+
+def run_part(part: Part, table: Path) -> tuple[str, float, str]:
+    """Outcome, seconds, and the last line that it printed. A part that outlives its limit ends with its processes."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [str(PYTHON), *part.arguments],
+        cwd=ROOT,
+        env={**environment(part.mode, gpus=part.gpus, table=table), **part.variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=part.limit_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return "failed", time.monotonic() - began, f"did not end within {part.limit_s:g} s"
+    print(output, flush=True)
+    last = output.strip().rpartition("\n")[2]
+    passed = process.returncode == 0 and _bars_hold(last)
+    return "passed" if passed else "failed", time.monotonic() - began, last if not last.startswith("{") else ""
+
+
+def _bars_hold(line: str) -> bool:
+    """Whether no bar of a benchmark is missed but for those of time, which mean nothing here."""
+    if not line.startswith("{"):
+        return True
+    return all(bar["ok"] or bar["name"] == "ratio_to_copy" for bar in json.loads(line)["bars"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts and writes the page after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    if not PYTHON.exists():
+        parser.error("there is no .venv-pretended-gpu; run make setup DEVICE=pretended-gpu")
+    rows = [COVERS_NOT, "| part | outcome | seconds | what it shows |", "|---|---|---|---|"]
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (part for part in PARTS if part.name in options.only):
+            outcome, seconds, said = run_part(part, Path(folder) / "table")
+            failed |= outcome == "failed"
+            rows.append(f"| {part.name} | {outcome} | {seconds:.0f} | {part.what} |")
+            print(f"{part.name}: {outcome} in {seconds:.0f} s {said}", flush=True)
+            options.page.write_text("\n".join(rows) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
