@@ -37,6 +37,7 @@ _OWN_FIELDS = {
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_adapters",
     "max_cpu_loras": "lora.max_loaded",
+    "return_sampling_mask": "kept_sets",
 }
 _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
 _REFUSED = {
@@ -111,6 +112,9 @@ class GeneratorConfig:
     sets no limit. A replica that hangs is found without it, see `deadlines`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
+    kept_sets: bool = False
+    """Whether GPUs return the words that a cut (top-k, top-p, min-p) has left for every token. A loop sets it if its
+    sampling cuts; a CPU returns them in any case. GPUs then take adapters no longer, and greedy log-probs are 0."""
     lora: LoRALimits | None = None
     """Room for adapters (LoRA). None: this generator serves only the model itself."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -5,15 +5,18 @@ token, and each `ServedPolicy` knows at which of them it changed.
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import vllm
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rl.lora import Policy
 from rl.rollouts.tokenizer import said_tokens, special_tokens, text_of
+from rl.sampling import KeptSets
 from rl.types import Completion, SamplingParams
 
 
@@ -42,11 +45,30 @@ class ServedPolicy:
         """The version that was in use when so many updates had been made."""
         return self._versions[bisect.bisect_right(self._updates, update) - 1]
 
+    def name_versions(self, output: RequestOutput) -> None:
+        """Puts this policy's versions in the place of vLLM's, which an output has of the samples that have ended."""
+        for sample in output.outputs:
+            for span in sample.weight_versions or ():
+                span.version = str(self.version_at(int(span.version)))
+
 
 def unknown_policy(policy: Policy, known: Iterable[Policy]) -> ValueError:
     """The error for a policy that was never pulled, or was dropped."""
     names = ", ".join(map(repr, known))
     return ValueError(f"policy is {policy!r}, which this generator does not have; it has {names}")
+
+
+def bounded(sampling: SamplingParams, vocab_size: int, *, masks_all: bool) -> SamplingParams:
+    """The request as vLLM has to be asked, if kept words are to be returned.
+
+    For a top-k of the whole vocabulary it would return none, so the least probable word is left out. With `masks_all`,
+    an engine of vLLM's option `return_sampling_mask`, it refuses greedy and uncut requests.
+    """
+    if masks_all and sampling.temperature == 0:
+        return replace(sampling, temperature=1.0, top_k=1)
+    if masks_all and not sampling.cuts:
+        return replace(sampling, top_k=vocab_size)
+    return replace(sampling, top_k=min(sampling.top_k, vocab_size - 1))
 
 
 def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.SamplingParams:
@@ -73,6 +95,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop=strings,
         stop_token_ids=[*sampling.stop_token_ids, *(special[stop] for stop in sampling.stop if stop in special)],
         ignore_eos=sampling.ignore_eos,
@@ -85,10 +108,8 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     )
 
 
-def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, policy: ServedPolicy) -> Completion:
+def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
-
-    `policy` is what was sampled from; vLLM's own versions of the weights are numbers of updates (`updates.py`).
 
     Without a tokenizer the text is empty. Raises RuntimeError if vLLM did not finish the sample.
     """
@@ -100,14 +121,20 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
     return Completion(
         tokens=tokens,
         logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
-        versions=tuple(
-            policy.version_at(int(span.version)) for span in sample.weight_versions for _ in range(span.start, span.end)
-        ),
+        versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
         text="" if tokenizer is None else _text(sample, tokenizer),
         finish_reason=sample.finish_reason,
+        kept=None if sample.sampling_mask is None else _kept(sample.sampling_mask.token_ids),
         prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),
         topk_prompt_logprobs=None if prompt_logprobs is None else _most_probable(prompt_logprobs),
     )
+
+
+def _kept(steps: Sequence[Any]) -> KeptSets | None:
+    """The words that were kept, by steps of one token or more (`_compat.patch_masks`); None if nothing was cut off."""
+    ids = np.concatenate([step.token_ids for step in steps])
+    counts = [n for step in steps for n in ([len(step.token_ids)] if step.offsets is None else np.diff(step.offsets))]
+    return KeptSets(ids, np.cumsum([0, *counts], dtype=np.int64)).compact() if len(ids) else None
 
 
 def _text(sample: CompletionOutput, tokenizer: Any) -> str:

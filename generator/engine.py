@@ -28,9 +28,11 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from generator._compat import patch_masks
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
-from generator.conversion import ServedPolicy, to_completion, to_vllm
+from generator.conversion import ServedPolicy, bounded, to_completion, to_vllm
 from generator.cpu.patches import patch_cpu
+from generator.cpu.sampler import return_kept_sets
 from generator.engine_calls import (
     ActivityClock,
     Backlog,
@@ -107,7 +109,7 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt, which is computed once. Sample i uses `sampling.seed + i`.
 
-        Log-probs are of the distribution that was sampled from, after temperature, top-k and top-p; for greedy
+        Log-probs are of the distribution that was sampled from, after temperature, top-k, top-p and min-p; for greedy
         completions (temperature 0), of the model at temperature 1. Cancelling the call frees its place in the
         batch.
 
@@ -121,7 +123,9 @@ class GenerationEngine:
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
         request = Generate(self._next_id(), tokens, sampling, num_distinct, policy)
         completions: list[Completion] = await self._calls.answered(request)
-        sampled = [replace(completion, temperature=sampling.temperature) for completion in completions]
+        sampled = [replace(each, temperature=sampling.temperature) for each in completions]
+        if not sampling.cuts or sampling.temperature == 0:
+            sampled = [replace(each, kept=None) for each in sampled]
         return sampled * (num_samples // num_distinct)
 
     def stream(
@@ -179,7 +183,7 @@ class GenerationEngine:
         await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
     async def rest(self, *, asleep: bool) -> None:
-        """Frees the GPU's memory once no request is running, and keeps the weights on the host; or takes it again."""
+        """Frees the GPU's memory once no request is running, or takes it again. Weights stay, or are loaded again."""
         await asyncio.wrap_future(self._calls.submit(Rest(self._next_id(), asleep)))
 
     def close(self) -> None:
@@ -209,9 +213,12 @@ class GenerationEngine:
             self._calls.end(error)
 
     def _build(self) -> None:
+        patch_masks()
         if current_platform.is_cpu():
             patch_cpu()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
+        if current_platform.is_cpu():
+            return_kept_sets(self._engine)
         self._tokenizer: Any = self._engine.renderer.tokenizer
         self._group = get_tp_group()
         self._updates = WeightUpdates(self._engine, self._group, self._config)
@@ -263,9 +270,11 @@ class GenerationEngine:
             outputs = self._engine.step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
+            self._running[output.request_id].name_versions(output)
             self._calls.pass_on(output)
             if output.finished:
-                self._finish(output, self._running.pop(output.request_id))
+                del self._running[output.request_id]
+                self._finish(output)
         self._updates.free_dropped()
 
     def _update(self, update: Update) -> None:
@@ -288,12 +297,16 @@ class GenerationEngine:
 
     def _admit(self, request: Generate | Stream) -> None:
         """Hands a request to vLLM. Raises ValueError if vLLM rejects it."""
+        self._updates.load_dropped()
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)
         prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
         if isinstance(request, Generate):
-            params = to_vllm(request.sampling, request.num_samples, self._tokenizer)
+            vllm_config = self._engine.model_config
+            size, masks_all = vllm_config.get_vocab_size(), vllm_config.return_sampling_mask
+            sampling = bounded(request.sampling, size, masks_all=masks_all)
+            params = to_vllm(sampling, request.num_samples, self._tokenizer)
         else:
             params = request.params
         try:
@@ -303,10 +316,10 @@ class GenerationEngine:
             raise ValueError(str(error)) from None
         self._running[request.id] = policy
 
-    def _finish(self, output: RequestOutput, policy: ServedPolicy) -> None:
+    def _finish(self, output: RequestOutput) -> None:
         self._calls.finish(
             output.request_id,
-            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs, policy) for each in output.outputs],
+            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs) for each in output.outputs],
         )
 
     def _cancel(self, cancel: Cancel) -> None:

@@ -7,7 +7,7 @@ this module, so it does not import vLLM.
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from rl.lora import Policy
 from rl.system.hardware import import_for_good
@@ -16,15 +16,13 @@ if TYPE_CHECKING:  # the imports would load vLLM
     from generator.engine import GenerationEngine
     from generator.openai_serving import OpenAIServing
 
-OpenAIKind = Literal["chat", "completions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAICall:
     """One request."""
 
-    kind: OpenAIKind
-    """Whose request it is: `/chat/completions` or `/completions`."""
+    kind: str
+    """Whose request it is: "chat" or "completions"; `serving` may know more kinds."""
     body: bytes
     """The JSON that the client sent. What its `model` says does not count here."""
     policy: Policy
@@ -35,6 +33,12 @@ class OpenAICall:
     """The name of vLLM's parser that finds tool calls in the text; empty for none."""
     reasoning_parser: str = ""
     """The name of vLLM's parser that separates reasoning from the answer; empty for none."""
+    serving: str = ""
+    """The entry point in `ownloop.serving` of the class that answers; empty for `OpenAIServing` itself."""
+    extra: Any = None
+    """What that class needs besides the body. It must be picklable."""
+    begins_with: tuple[int, ...] = ()
+    """Tokens that the prompt begins with, if they are known. A router sends it where they were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class OpenAIRequests:
         """vLLM's serving code is loaded by the first request."""
         self._engine = engine
         self._building = asyncio.Lock()
-        self._serving: dict[tuple[str, str], OpenAIServing] = {}
+        self._serving: dict[tuple[str, ...], OpenAIServing] = {}
         self._running: dict[str, asyncio.Task[tuple[int, str | AsyncGenerator[str]]]] = {}
         self._events: dict[str, AsyncGenerator[str]] = {}
         self._taking: dict[str, asyncio.Task[str | None]] = {}
@@ -64,7 +68,7 @@ class OpenAIRequests:
 
         Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer.
         """
-        serving = await self._serving_for(call.tool_parser, call.reasoning_parser)
+        serving = await self._serving_for(call.serving, call.tool_parser, call.reasoning_parser)
         self._running[call_id] = running = asyncio.create_task(serving.answer(call))
         try:
             status, body = await running
@@ -101,17 +105,18 @@ class OpenAIRequests:
             closing = asyncio.ensure_future(events.aclose())
             closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _serving_for(self, tool_parser: str, reasoning_parser: str) -> "OpenAIServing":
+    async def _serving_for(self, *names: str) -> "OpenAIServing":
         def build() -> "OpenAIServing":
             import_for_good("generator.openai_serving")
-            from generator.openai_serving import OpenAIServing
+            from generator.openai_serving import find_serving
 
-            return OpenAIServing(self._engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+            name, tool_parser, reasoning_parser = names
+            return find_serving(name)(self._engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
         async with self._building:
-            if (tool_parser, reasoning_parser) not in self._serving:
-                self._serving[tool_parser, reasoning_parser] = await asyncio.to_thread(build)
-            return self._serving[tool_parser, reasoning_parser]
+            if names not in self._serving:
+                self._serving[names] = await asyncio.to_thread(build)
+            return self._serving[names]
 
 
 async def _next(events: AsyncGenerator[str]) -> str | None:

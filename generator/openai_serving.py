@@ -7,6 +7,7 @@ policy a request samples from is the caller's to say, and not the request's.
 import copy
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
+from importlib.metadata import entry_points
 from typing import Any, cast
 
 import vllm
@@ -26,73 +27,11 @@ from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
-_CALL: ContextVar[OpenAICall] = ContextVar("call")
+CALL: ContextVar[OpenAICall] = ContextVar("call")
+"""The request that vLLM's code is answering."""
 
 
-class OpenAIServing:
-    """Answers requests for one choice of parsers."""
-
-    def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
-        """Raises ValueError for a parser that vLLM cannot use with this model, and for a model without tokenizer."""
-        llm = engine.llm
-        if llm.renderer.tokenizer is None:
-            raise ValueError("the model's directory has no tokenizer, which OpenAI's endpoints need")
-        client: Any = _EngineClient(engine, llm)
-        models = _AnyModel(client, [BaseModelPath(name="", model_path=llm.model_config.model)])
-        template: dict[str, Any] = {
-            "request_logger": None,
-            "chat_template": None,
-            "chat_template_content_format": "auto",
-            "tool_parser": tool_parser or None,
-            "enable_auto_tools": bool(tool_parser),
-            "reasoning_parser": reasoning_parser,
-        }
-        try:
-            renderer = OnlineRenderer(client.model_config, llm.renderer, **template)
-            self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **template)
-        except Exception as error:  # vLLM's parsers raise what they like
-            raise ValueError(
-                f"tool_parser is {tool_parser!r} and reasoning_parser {reasoning_parser!r}, which vLLM cannot use with "
-                f"this model: {error}"
-            ) from error
-        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
-
-    async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
-        """The status, and JSON or the events of a stream."""
-        _CALL.set(call)
-        serving = self._chat if call.kind == "chat" else self._completion
-        try:
-            result = await self._answer(call)
-        except Exception as error:
-            result = serving.create_error_response(error)
-        if isinstance(result, ErrorResponse):
-            return int(result.error.code), result.model_dump_json()
-        return 200, result if isinstance(result, AsyncGenerator) else result.model_dump_json()
-
-    async def _answer(self, call: OpenAICall) -> Any:
-        request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
-        request: Any = request_type.model_validate_json(call.body)
-        if request.use_beam_search:
-            raise ValueError("use_beam_search is not supported; use n with a temperature")
-        request.model = call.model
-        if call.kind == "chat":
-            return await self._chat.create_chat_completion(cast(ChatCompletionRequest, request))
-        return await self._completion.create_completion(cast(CompletionRequest, request))
-
-
-class _AnyModel(OpenAIServingModels):
-    """Serves every request, and calls the model by the caller's name for it; the request's own name does not count."""
-
-    def is_base_model(self, model_name: str) -> bool:
-        del model_name
-        return True
-
-    def model_name(self, lora_request: LoRARequest | None = None) -> str:
-        del lora_request
-        return _CALL.get().model
-
-
-class _EngineClient:
+class EngineClient:
     """What vLLM's serving code asks of `vllm.engine.protocol.EngineClient`."""
 
     errored = False  # an engine that has stopped says so at the next request
@@ -115,4 +54,79 @@ class _EngineClient:
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request. The policy is looked up now, not when the outputs are taken."""
         del request_id, options
-        return self._engine.stream(prompt["prompt_token_ids"], sampling_params, policy=_CALL.get().policy)
+        return self._engine.stream(prompt["prompt_token_ids"], sampling_params, policy=CALL.get().policy)
+
+
+class OpenAIServing:
+    """Answers requests for one choice of parsers. An optional part may replace its two classes."""
+
+    renderer_class = OnlineRenderer
+    client_class = EngineClient
+
+    def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
+        """Raises ValueError for a parser that vLLM cannot use with this model, and for a model without tokenizer."""
+        llm = engine.llm
+        if llm.renderer.tokenizer is None:
+            raise ValueError("the model's directory has no tokenizer, which OpenAI's endpoints need")
+        client: Any = self.client_class(engine, llm)
+        models = _AnyModel(client, [BaseModelPath(name="", model_path=llm.model_config.model)])
+        self.template: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "tool_parser": tool_parser or None,
+            "enable_auto_tools": bool(tool_parser),
+            "reasoning_parser": reasoning_parser,
+        }
+        try:
+            renderer = self.renderer_class(client.model_config, llm.renderer, **self.template)
+            self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **self.template)
+        except Exception as error:  # vLLM's parsers raise what they like
+            raise ValueError(
+                f"tool_parser is {tool_parser!r} and reasoning_parser {reasoning_parser!r}, which vLLM cannot use with "
+                f"this model: {error}"
+            ) from error
+        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+
+    async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
+        """The status, and JSON or the events of a stream."""
+        CALL.set(call)
+        serving = self._chat if call.kind == "chat" else self._completion
+        try:
+            result = await self._answer(call)
+        except Exception as error:
+            result = serving.create_error_response(error)
+        if isinstance(result, ErrorResponse):
+            return int(result.error.code), result.model_dump_json()
+        return 200, result if isinstance(result, AsyncGenerator) else result.model_dump_json()
+
+    async def _answer(self, call: OpenAICall) -> Any:
+        request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
+        request: Any = request_type.model_validate_json(call.body)
+        if request.use_beam_search:
+            raise ValueError("use_beam_search is not supported; use n with a temperature")
+        request.model = call.model
+        if call.kind == "chat":
+            return await self._chat.create_chat_completion(cast(ChatCompletionRequest, request))
+        return await self._completion.create_completion(cast(CompletionRequest, request))
+
+
+def find_serving(name: str) -> type[OpenAIServing]:
+    """The class that an optional part registers under this name in `ownloop.serving`; `OpenAIServing` for none."""
+    if not name:
+        return OpenAIServing
+    (entry_point,) = entry_points(group="ownloop.serving", name=name)
+    found: type[OpenAIServing] = entry_point.load()
+    return found
+
+
+class _AnyModel(OpenAIServingModels):
+    """Serves every request, and calls the model by the caller's name for it; the request's own name does not count."""
+
+    def is_base_model(self, model_name: str) -> bool:
+        del model_name
+        return True
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        del lora_request
+        return CALL.get().model

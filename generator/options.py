@@ -32,10 +32,12 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
         # By `room_to_score`, vLLM's context may be longer than the model's by a token. `check_model` checks the rest.
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     }
-    if config.lora is not None:
-        # vLLM has two model runners, and `_compat.patch_prompt_logprobs` corrects this one, the only one on CPUs.
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if not _has_gpu(has_gpu):
+    if _has_gpu(has_gpu):
+        # FlashInfer compiles its sampler at the start, and cannot sample where log-probs are asked for, as always here.
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if config.kept_sets:
+            env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them
+    else:
         env |= {
             # vLLM compiles some functions even with `enforce_eager`, such as the embedding of a tensor-parallel group:
             # the first request would wait for the compiler, and fail on a host without g++.
@@ -54,6 +56,11 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
     `has_gpu` is that of `generator_env`.
     """
     if _has_gpu(has_gpu):
+        if config.kept_sets and config.lora is not None:
+            raise ValueError(
+                "GeneratorConfig.kept_sets is True and lora is set; on GPUs vLLM's model runner that returns kept sets "
+                "scores prompts of adapters wrongly: sample without top_p, top_k and min_p"
+            )
         return
     model = read_config(config.model)
     if model.get("kv_lora_rank") and _latent_size(model) != _CPU_LATENT_SIZE:
@@ -113,6 +120,8 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     elif num_experts(read_config(config.model)):
         # By default vLLM takes FlashInfer on Blackwell, which reorders experts in place; a pull would not repeat that.
         options["moe_backend"] = "triton"
+    if config.kept_sets and sees_gpu():
+        options["return_sampling_mask"] = True
     if config.placement == "colocated" and sees_gpu():
         # A trainer's process keeps a little of the memory in the generator's turns, for CUDA itself and NCCL.
         options |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.8}

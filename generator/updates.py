@@ -34,6 +34,8 @@ from rl.weights.ranks import raise_on_every_rank
 from rl.weights.transport import TRANSPORTS, Feed, WeightMemory, load_transport
 from rl.weights.versions import Store, VersionRecord, WeightsMismatchError
 
+_STAY = ("gpu_memory", "shared_memory")
+"""Transports whose versions can be read several times, with nothing to fetch."""
 _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 
 
@@ -61,6 +63,8 @@ class WeightUpdates:
             tied_embeddings=_is_tied(engine.model_config),
         )
         self._num_updates = 0
+        self._pulled: VersionRecord | None = None  # the version in the model, if it can be had again
+        self._dropped: VersionRecord | None = None  # the version that a sleep has dropped
         self.model = ServedPolicy(None, version=0, update=0)
         """The model itself. Version 0 stands for the weights of the model's directory."""
         self.adapters = None if config.lora is None else Adapters(engine, config.lora, self._loader.shapes)
@@ -89,15 +93,28 @@ class WeightUpdates:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def rest(self, step: Callable[[], None], *, asleep: bool) -> None:
-        """Frees the memory of weights, keys and values, or takes it again. The weights are kept on the host.
+        """Frees the memory of weights, keys and values, or takes it again.
 
-        vLLM has nothing to free on a CPU, and only says so.
+        Weights that can be pulled again are dropped, and other weights are kept in the host's memory. vLLM has nothing
+        to free on a CPU, and only says so.
         """
         if not asleep:
             self._engine.wake_up()
             return
         self.finish_steps(step)
-        self._engine.sleep(level=1)
+        # Adapters lie in the memory that would be dropped.
+        self._dropped = self._pulled if self.adapters is None else None
+        self._engine.sleep(level=1 if self._dropped is None else 2)
+
+    def load_dropped(self) -> None:
+        """Loads the weights that a sleep has dropped, for a request that comes before the next pull."""
+        if self._dropped is None:
+            return
+        record = self._dropped
+        try:
+            self._load_model(record, None)
+        except Exception as error:  # the trainer has published two versions since
+            self._dropped, self.inconsistent = None, error
 
     def feed(self, record: VersionRecord, store: Store) -> Feed | None:
         """What rank 0's event loop has to run during `apply`, if anything."""
@@ -163,6 +180,7 @@ class WeightUpdates:
         problem: Exception | None = None
         with contextlib.ExitStack() as stack:
             load: Callable[[], None] = _nothing
+            weights: Any = None
             backup: Backup | None = None
             try:
                 self._loader.check(record)
@@ -170,7 +188,8 @@ class WeightUpdates:
                 if isinstance(weights, WeightMemory):
                     load = partial(self._loader.load_memory, weights, record)
                 else:  # tensors may fail to arrive after the first of them was loaded
-                    backup = self._loader.backup() if self.inconsistent is None else None
+                    usable = self.inconsistent is None and self._dropped is None
+                    backup = self._loader.backup() if usable else None
                     load = partial(self._loader.load, weights)
             except Exception as error:
                 problem = error
@@ -187,7 +206,8 @@ class WeightUpdates:
             else:
                 self.inconsistent = error
             raise
-        self.inconsistent = None
+        self.inconsistent = self._dropped = None
+        self._pulled = record if isinstance(weights, WeightMemory) and record.transport in _STAY else None
 
 
 class Adapters:

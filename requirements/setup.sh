@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Brings .venv in line with requirements/<device>.lock:  setup.sh cpu | setup.sh gpu
+# The same of gpu.lock in .venv-pretended-gpu, with a CUDA runtime that needs no GPU:  setup.sh pretended-gpu
 # Resolves pyproject.toml into the locks again:          setup.sh lock [OPTION OF uv pip compile ...]
 #
 # Does nothing when .venv is up to date. Safe to interrupt and to run again: the stamp is written last, and a .venv without
@@ -9,10 +10,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 device=$1
+venv=.venv
+if [ "$device" = pretended-gpu ]; then device=gpu venv=.venv-pretended-gpu; fi
 lock=requirements/${device/#lock/cpu}.lock
 cuda_torch=requirements/torch-cuda.lock # in place of cpu.lock's torch, where its CPU build cannot be had
 torch_index=${OWNLOOP_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-venv=.venv
 python=$venv/bin/python
 stamp=$venv/ownloop-stamp
 log=$venv/setup.log
@@ -137,7 +139,7 @@ resolve() {
   fi
 }
 
-case $device in cpu | gpu | lock) ;; *) die "DEVICE is '$device'; it must be cpu or gpu" ;; esac
+case $device in cpu | gpu | lock) ;; *) die "DEVICE is '$device'; it must be cpu, gpu or pretended-gpu" ;; esac
 if [ "$device" != lock ]; then
   case $(uname -sm) in
     "Linux x86_64" | "Linux aarch64") ;;

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.sampling import KeptSets, SamplingParams
+
 FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
 """The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
@@ -25,66 +27,8 @@ Placement = Literal["split", "colocated"]
 WeightTransport = str
 """How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
-MAX_TOPK_LOGPROBS = 20
-"""vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
 MAX_RUN_SEED = (1 << 21) - 1
 """The largest seed of a run. Seeds of its samples, which `rl.rollouts.episodes.step_seed` gives, are below 2^61."""
-MAX_SEED = 1 << 62
-"""Bound of `SamplingParams.seed`. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the generator samples. Log-probs always belong to the distribution that was sampled from."""
-
-    max_tokens: int
-    """The largest number of tokens to sample, at least 1."""
-    temperature: float = 1.0
-    """0 samples greedily."""
-    top_p: float = 1.0
-    """Samples from the most probable tokens whose probabilities add up to at least this value; 1 keeps all tokens."""
-    top_k: int = -1
-    """Samples from this many of the most probable tokens; -1 keeps the whole vocabulary."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion. Their tokens stay in the completion."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
-    ignore_eos: bool = False
-    """Whether the model's own end token does not end a completion."""
-    seed: int | None = None
-    """Sample i of a call uses seed + i. With None, every call draws a new seed."""
-    prompt_logprobs: bool = False
-    """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
-    topk_prompt_logprobs: int = 0
-    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20. Not recorded."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        if self.max_tokens < 1:
-            raise ValueError(f"SamplingParams.max_tokens is {self.max_tokens}; it must be at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"SamplingParams.temperature is {self.temperature}; it must be finite and at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"SamplingParams.top_p is {self.top_p}; it must be in (0, 1]")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"SamplingParams.top_k is {self.top_k}; it must be -1 (all) or at least 1")
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
-        if not 0 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS:
-            raise ValueError(
-                f"SamplingParams.topk_prompt_logprobs is {self.topk_prompt_logprobs}; it must be from 0 to "
-                f"{MAX_TOPK_LOGPROBS}"
-            )
-        if self.seed is not None and not (isinstance(self.seed, int) and abs(self.seed) <= MAX_SEED):
-            raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
-        tokens = self.stop_token_ids
-        if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
-            raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether log-probs of the prompt are asked for."""
-        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +47,9 @@ class Completion:
     finish_reason: FinishReason
     """"stop": an end token or a stop string; "length": `SamplingParams.max_tokens`."""
     temperature: float = 1.0
-    """At which the tokens were sampled; 0 if greedily."""
+    """0 if the tokens were sampled greedily."""
+    kept: KeptSets | None = None
+    """N sets: the words that a cut (top-k, top-p, min-p) left for each token. None if nothing was cut."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -296,8 +242,10 @@ class Datum:
     loss_inputs: Mapping[str, NDArray[Any]]
     """[T] each: target_tokens int64; weights, logprobs, advantages float32; and any others that a custom loss uses."""
     temperature: float = 1.0
-    """By which logits are divided before anything is computed of them. That of the sampler, so that a token is scored
-    under the distribution that it was sampled from, by the policy and by every reference and teacher."""
+    """By which logits are divided: the sampler's, so that policy, references and teachers score a token under the
+    distribution that it was sampled from."""
+    kept: KeptSets | None = None
+    """T sets: the words that the sampler's cut left for each target, to score it among them. None if it cut nothing."""
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -342,22 +290,46 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        kind = type(self).__name__
         non_negative = ("learning_rate", "weight_decay", "grad_clip_norm")
         for name in non_negative:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"AdamParams.{name} is {value}; it must be finite and at least 0")
+                raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(f"AdamParams.{name} is {value}; it must be in [0, 1)")
+                raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
         if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"AdamParams.eps is {self.eps}; it must be finite and above 0")
+            raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0")
         for pattern, factor in self.learning_rate_multipliers.items():
             if not (math.isfinite(factor) and factor >= 0):
                 raise ValueError(
-                    f"AdamParams.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
+                    f"{kind}.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonParams(AdamParams):
+    """All hyper-parameters of one Muon step: matrices of hidden layers are updated by orthogonal matrices.
+
+    All other parameters (embeddings, the head, vectors) take an AdamW step with the fields of `AdamParams`. The mean of
+    a matrix's gradient is that of AdamW, with `beta1`, so a run may change between the two. An update has the size of
+    AdamW's (0.2 sqrt(larger side)), so learning rates carry over: https://arxiv.org/abs/2502.16982. Muon:
+    https://kellerjordan.github.io/posts/muon.
+    """
+
+    beta1: float = 0.95
+    nesterov: bool = True
+    """Whether a step uses the gradient once more, in addition to the mean."""
+    num_iterations: int = 5
+    """Newton-Schulz iterations, each of which brings the singular values nearer to 1."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError as `AdamParams` does."""
+        AdamParams.__post_init__(self)  # super() does not know a class with slots
+        if self.num_iterations < 1:
+            raise ValueError(f"MuonParams.num_iterations is {self.num_iterations}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,8 +337,8 @@ class ForwardBackwardOutput:
     """The result of `forward` or `forward_backward` for the whole batch, in its order."""
 
     logprobs: tuple[NDArray[np.float32], ...]
-    """One [T] per datum: log-prob of each target token at the datum's temperature, and 0 where the weight is 0. Empty
-    for a value head, which computes none."""
+    """One [T] per datum: log-prob of each target token at the datum's temperature among its kept words, and 0 where the
+    weight is 0. Empty for a value head."""
     entropy: tuple[NDArray[np.float32], ...] | None
     """One [T] per datum if asked for: entropy of the same distribution in nats, and 0 where the weight is 0."""
     metrics: Mapping[str, float]

@@ -16,21 +16,24 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
 OPTIONAL = (
     "controller/server/",
+    "controller/agents/",
+    "configs/agent_",
     "controller/hosts/starting/",
+    "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
-    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "sweep")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "report_run", "sweep")),
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
-    "rl/envs/verifiers_env.py",
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
 ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
-    *("controller/loops", "controller/commands", "controller/server", "configs"),
+    *("controller/loops", "controller/commands", "controller/server", "controller/agents", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

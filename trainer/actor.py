@@ -55,21 +55,13 @@ class PolicyTrainer(Actor):
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
         self._store_name = store_name
-        self._placement = config.placement
         self._compute_dtype = config.compute_dtype
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
-        publisher = WeightPublisher(
-            self._dtype,
-            self._transport,
-            policy=policy,
-            lora=lora,
-            store_name=self._store_name,
-            own_gpus=self._placement == "split",
-        )
+        publisher = WeightPublisher(self._dtype, self._transport, policy=policy, lora=lora, store_name=self._store_name)
         return PublishedEngine(engine, publisher)
 
     @endpoint

@@ -13,8 +13,8 @@ from rl.checks import check_gpus
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.types import Head, Placement
-from trainer.engine_table import find_engine
+from rl.types import AdamParams, Head, MuonParams, Placement
+from trainer.engine_table import all_engines, find_engine
 
 ComputeDtype = Literal["bfloat16", "float32"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -178,6 +178,14 @@ class TrainerConfig(LayoutConfig):
         """Raises ValueError if the head has no entropies. Called when entropies are asked for."""
         if self.head != "lm":
             raise ValueError(f"entropy was asked for; a trainer with head={self.head!r} has none")
+
+    def check_optimizer(self, params: AdamParams) -> None:
+        """Raises ValueError if the engine cannot take a step of this kind."""
+        if isinstance(params, MuonParams) and not find_engine(self.engine).takes_muon:
+            able = ", ".join(name for name, entry in all_engines().items() if entry.takes_muon)
+            raise ValueError(
+                f"the engine {self.engine!r} has no Muon step; use AdamParams, or one of the engines {able}"
+            )
 
 
 def parse_layout(text: str) -> Mapping[str, Any]:

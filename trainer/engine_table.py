@@ -30,6 +30,8 @@ class EngineEntry:
     """Whether the engine reads `TrainerConfig.engine_args`; its layout check checks them."""
     trains_adapters: bool = False
     """Whether the engine freezes its model under `TrainerConfig.lora` and has layers that can be adapted."""
+    takes_muon: bool = False
+    """Whether `optim_step` takes `MuonParams`: its parameters are whole matrices, or DTensors of them."""
 
 
 ENGINES: Mapping[str, EngineEntry] = {
@@ -37,11 +39,13 @@ ENGINES: Mapping[str, EngineEntry] = {
         engine="trainer.engines.titan.engine:TitanEngine",
         layout_check="trainer.engines.titan.layout_check:check_layout",
         trains_adapters=True,
+        takes_muon=True,
     ),
     "fsdp2": EngineEntry(
         engine="trainer.engines.hf.fsdp2:Fsdp2Engine",
         layout_check="trainer.engines.hf.layout_check:check_layout",
         trains_adapters=True,
+        takes_muon=True,
     ),
     "fsdp1": EngineEntry(
         engine="trainer.engines.hf.fsdp1:Fsdp1Engine",

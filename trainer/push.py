@@ -50,7 +50,6 @@ class WeightPublisher:
         lora: LoRAConfig | None = None,
         store: Store | None = None,
         store_name: str | None = None,
-        own_gpus: bool = True,
         reader_timeout_s: float = 60.0,
         full_checksums: bool = False,
     ) -> None:
@@ -58,9 +57,7 @@ class WeightPublisher:
 
         `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
 
-        An adapter, which is small, goes through shared memory where `gpu_memory` was asked for. `own_gpus` says whether
-        generators compute on other GPUs than this trainer: where they take turns, `auto` leaves the GPUs' memory to
-        them.
+        An adapter, which is small, goes through shared memory where `gpu_memory` was asked for.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
@@ -73,7 +70,6 @@ class WeightPublisher:
             raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
         self._dtype = dtype
         self._choice = "shared_memory" if (transport, policy is None) == ("gpu_memory", False) else transport
-        self._keeps_off_gpus = policy is not None or not own_gpus
         self._policy = policy
         self._lora = lora
         self._store = store
@@ -166,7 +162,7 @@ class WeightPublisher:
         if self._choice != "auto":
             return [self._choice]
         other_hosts = await on_rank_0(self._has_other_hosts)
-        names = [name for name in TRANSPORTS if not (name == "gpu_memory" and self._keeps_off_gpus)]
+        names = [name for name in TRANSPORTS if not (name == "gpu_memory" and self._policy is not None)]
         return [name for name in names if load_transport(name).suits(other_hosts=other_hosts)]
 
     async def _has_other_hosts(self) -> bool:

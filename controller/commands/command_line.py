@@ -29,7 +29,6 @@ COMMANDS: Mapping[str, str] = {
     "list": "controller.commands.recipes:List",
     "show": "controller.commands.show:Show",
     "runs": "controller.commands.show:Runs",
-    "report": "controller.commands.show:Report",
     "eval": "controller.commands.chat_and_eval:Eval",
     "export": "controller.commands.export_run:Export",
     "chat": "controller.commands.chat_and_eval:Chat",

@@ -57,10 +57,10 @@ class List:
 def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
-    groups = ("engines", "families", "hosts", "loggers", "losses", "advantages", "commands")
-    kinds = {"losses": "loss", "families": "family"}
+    groups = ("engines", "families", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
+    kinds = {"losses": "loss", "families": "family", "serving": "serving"}
     for group in groups:
-        kind = kinds.get(group, group[:-1])
+        kind = kinds.get(group, group.removesuffix("s"))
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None

@@ -1,4 +1,4 @@
-"""`ownloop runs`, `show` and `report`: what runs have recorded, and what a recipe would do."""
+"""`ownloop runs` and `show`: what runs have recorded, and what a recipe would do."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from rl.types import Group
 
 _NUM_SHOWN = 3
-
-
 _HEAD = ("run", "state", "step", "in training", "held-out", "begun")
-
-
 _TRAINING = ("reward_mean", "loss")
-
-
 _HELD_OUT = ("eval_reward", "eval_kl_to_teacher", "eval_loss")
 
 
@@ -138,37 +132,3 @@ def _heading(kind: str, step: int, groups: "Sequence[Group]", file: Path) -> str
     rewards = [rollout.reward for group in groups for rollout in group.rollouts]
     mean = sum(rewards) / len(rewards)
     return f"{kind} {step}: {len(rewards)} rollouts of {len(groups)} problems, mean reward {mean:.3f}, in {file}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report(OfRuns):
-    """Writes a run's curves, times, samples and warnings as one HTML page."""
-
-    name: Annotated[str, Positional, arg(metavar="RUN")]
-    """A run's folder, or its name within --runs. The run need not have ended."""
-    to: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Where the page goes, by default RUN/report.html."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if the page cannot be written there."""
-        if self.to is not None and self.to.is_dir():
-            raise ValueError(f"--to is {self.to}, a folder; it must name a file")
-
-    def run(self) -> int:
-        """Prints the path of the page."""
-        from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
-        from controller.runs.report.page import write_report
-        from controller.runs.report.samples import decoder_of
-        from rl.system.disk import RecordingError
-
-        run = find_run(self.name, self.runs)
-        with CapturedOutput() as output:
-            command = command_of(run) if (run / RECIPE_FILE).is_file() else ""
-            decode = decoder_of(run)
-            if decode is None:
-                output.say("the run's tokenizer is not here: answers are shown without their tokens")
-            try:
-                print(write_report(run, decode, command, self.to), file=output.terminal)
-            except RecordingError as error:
-                raise ValueError(str(error)) from error
-        return 0

@@ -23,13 +23,13 @@ class BoundGenerator:
     def __init__(self, unbound: Generator, name: str) -> None:
         """`name` is an adapter's. It need not have been pulled yet."""
         self.unbound = unbound
-        self._name = name
+        self.name = name
 
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """Samples `num_samples` completions of one prompt; see `rl.protocols.Generator`."""
-        return await self.unbound.generate(prompt_tokens, sampling, num_samples, policy=policy or self._name)
+        return await self.unbound.generate(prompt_tokens, sampling, num_samples, policy=policy or self.name)
 
     async def pull_model_state_dict(
         self,
@@ -42,7 +42,7 @@ class BoundGenerator:
     ) -> None:
         """Loads exactly this policy version; see `rl.protocols.Generator`."""
         await self.unbound.pull_model_state_dict(
-            version, policy=policy or self._name, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
+            version, policy=policy or self.name, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
         )
 
     async def drop_policy(self, policy: Policy) -> None:

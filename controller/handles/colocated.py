@@ -12,8 +12,8 @@ On the CPU the same calls are made, and nothing is moved.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -54,6 +54,18 @@ class SharedGPUs:
         self._side: Side | None = None
         self._switch_under_way: asyncio.Future[None] | None = None
         self._members: Mapping[Side, list[Member]] = {"train": [], "sample": []}
+        self._starts: dict[str, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def starting(self, gpus: Sequence[str] | None) -> AsyncGenerator[None]:
+        """Within the block, no other mesh starts on these GPUs, colocated or not.
+
+        vLLM measures at its start how much memory is free, and fails if the measure changes meanwhile.
+        """
+        async with AsyncExitStack() as stack:
+            for gpu in sorted(gpus or ()):  # in one order, so that no two starts wait for each other
+                await stack.enter_async_context(self._starts.setdefault(gpu, asyncio.Lock()))
+            yield
 
     def join(self, side: Side, member: Member) -> None:
         """Adds a member, which holds its memory already. So its side must have the GPUs now."""

@@ -348,7 +348,7 @@ async def openai(router: GeneratorRouter, call: OpenAICall) -> OpenAIReply:
 
 async def _answer(router: GeneratorRouter, call: OpenAICall) -> AsyncGenerator[OpenAIReply | str]:
     """Yields the reply, and then the events of its stream. Its replica counts as busy until the end."""
-    async with router.replica((), 1, call.policy) as replica:
+    async with router.replica(call.begins_with, 1, call.policy) as replica:
         assert isinstance(replica.generator, GeneratorHandle)
         reply = await replica.generator.openai(call)
         yield reply

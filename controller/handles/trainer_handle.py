@@ -75,11 +75,12 @@ class TrainerHandle:
         return self._trainer.merge(plan, await self._call_each("forward", arguments, size=_num_tokens(batch)))
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
-        """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one AdamW step, clears the gradient.
+        """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one step, and clears the gradient.
 
-        Raises ValueError if no gradient was accumulated, `grad_scale` is not finite, or a pattern of
-        `learning_rate_multipliers` matches no parameter.
+        The step is AdamW's, or that of `MuonParams`. Raises ValueError if no gradient was accumulated, `grad_scale` is
+        not finite, a pattern of `learning_rate_multipliers` matches no parameter, or the engine has no such step.
         """
+        self.config.check_optimizer(params)
         outputs = await self._call("optim_step", params, grad_scale)
         metrics = merge_metrics([output.metrics for output in outputs])
         if self._push_bytes_per_s is not None:

@@ -4,7 +4,7 @@ The handles of all policies of a trainer share one: the model's own, and that of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,7 +185,11 @@ def _plain(datum: Datum) -> Datum:
     if type(datum) is Datum and type(datum.loss_inputs) is dict and all(type(each) is np.ndarray for each in arrays):
         return datum
     inputs = {str(name): np.asarray(array) for name, array in datum.loss_inputs.items()}
-    return Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs, temperature=float(datum.temperature))
+    return replace(
+        Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs),
+        temperature=float(datum.temperature),
+        kept=datum.kept,
+    )
 
 
 async def _traits(mesh: Mesh) -> tuple[bool, float]:

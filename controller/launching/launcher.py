@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -142,7 +142,7 @@ class Launcher:
             self._weight_store()
             self._pushing_trainer = name
         start = partial(self._launch_trainer, config, generator, name, limits, assignment)
-        base = self._begin(self._in_phase("train", config, start), name)
+        base = self._begin(self._in_phase("train", config, start, assignment.gpus), name)
         if config.lora is None:
             return base
         self._bases.append((model, config, base))
@@ -248,7 +248,8 @@ class Launcher:
                 store_name=self._root._store_name,
                 shared_gpus=self._gpus if config.placement == "colocated" else None,
             )
-            return await self._in_phase("sample", config, launch)
+
+            return await self._in_phase("sample", config, launch, assignment.gpus)
 
         async def start() -> Generator:
             router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
@@ -259,10 +260,15 @@ class Launcher:
         return self._begin(start(), name)
 
     async def _in_phase(
-        self, side: Side, config: TrainerConfig | GeneratorConfig, start: Callable[[], Awaitable[T]]
+        self,
+        side: Side,
+        config: TrainerConfig | GeneratorConfig,
+        start: Callable[[], Awaitable[T]],
+        gpus: Sequence[str] | None,
     ) -> T:
         """Awaits a start. What is colocated starts when its side has the memory of the GPUs."""
-        async with self._gpus.phase(side) if config.placement == "colocated" else nullcontext():
+        phase = self._gpus.phase(side) if config.placement == "colocated" else nullcontext()
+        async with phase, self._gpus.starting(gpus):
             return await start()
 
     def _begin(self, start: Coroutine[Any, Any, T], name: str = "") -> "asyncio.Task[T]":

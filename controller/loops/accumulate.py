@@ -69,7 +69,7 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                     break
             if batch:
                 with clock("optim_step"):
-                    update = await trainer.optim_step(config.adam(learning_rate), grad_scale=token_mean(batch))
+                    update = await trainer.optim_step(config.optim(learning_rate), grad_scale=token_mean(batch))
                 with clock("forward"):
                     latest = batch[-len(outputs[-1].logprobs) :]
                     kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)

@@ -73,7 +73,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    update = await trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(batch))
+                    update = await trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(batch))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):

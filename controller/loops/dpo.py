@@ -79,7 +79,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
                         _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
                         output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
                     with clock("optim_step"):
-                        update = await trainer.optim_step(config.adam(learning_rate(step - 1)), 1 / len(differences))
+                        update = await trainer.optim_step(config.optim(learning_rate(step - 1)), 1 / len(differences))
                     metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, frozen).items()}
                     run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(differences)})
                 else:

@@ -44,8 +44,8 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    adam = config.adam(learning_rate(step - 1))
-                    update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
+                    params = config.optim(learning_rate(step - 1))
+                    update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 with clock("pull"):

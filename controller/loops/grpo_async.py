@@ -68,8 +68,8 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
                     with clock("forward_backward"):
                         output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                     with clock("optim_step"):
-                        adam = config.adam(learning_rate(step - 1))
-                        update = await trainer.optim_step(adam, grad_scale=1 / num_completion_tokens(groups))
+                        params = config.optim(learning_rate(step - 1))
+                        update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
                     staleness = policy_staleness(groups, version)
                     with clock("push"):
                         version = await trainer.push_model_state_dict()

@@ -31,7 +31,7 @@ class PPOConfig(RolloutLoopConfig):
         RolloutLoopConfig.__post_init__(self)
         if self.critic.head != "value":
             raise ValueError(f"critic.head is {self.critic.head!r}; a critic needs 'value'")
-        self.adam(self.critic_learning_rate)
+        self.optim(self.critic_learning_rate)
         get_loss("ppo", self.loss_config)
         get_loss("value", self.critic_loss_config)
 
@@ -72,8 +72,8 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                             critic_step = critic.forward_backward(part, "value", config.critic_loss_config)
                             outputs.append(await asyncio.gather(policy_step, critic_step))
                         with clock("optim_step"):
-                            policy_step = trainer.optim_step(config.adam(learning_rate(step - 1)), token_mean(part))
-                            critic_step = critic.optim_step(config.adam(config.critic_learning_rate), token_mean(part))
+                            policy_step = trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(part))
+                            critic_step = critic.optim_step(config.optim(config.critic_learning_rate), token_mean(part))
                             updates.append((await asyncio.gather(policy_step, critic_step))[0])
                     with clock("push"):
                         version = await trainer.push_model_state_dict()

@@ -38,7 +38,7 @@ class SFTConfig(LoopConfig):
         LoopConfig.__post_init__(self)
         check_at_least(1, examples_per_step=self.examples_per_step)
         cosine(self.learning_rate, self.final_learning_rate, self.num_steps)
-        replace(self.adam(0.0), weight_decay=self.weight_decay)
+        replace(self.optim(0.0), weight_decay=self.weight_decay)
 
     def loop(self) -> Loop:
         return train
@@ -70,8 +70,8 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
                     with clock("forward_backward"):
                         output = await trainer.forward_backward(batch, "cross_entropy")
                     with clock("optim_step"):
-                        adam = replace(config.adam(learning_rate(step - 1)), weight_decay=config.weight_decay)
-                        update = await trainer.optim_step(adam, grad_scale=token_mean(batch))
+                        params = replace(config.optim(learning_rate(step - 1)), weight_decay=config.weight_decay)
+                        update = await trainer.optim_step(params, grad_scale=token_mean(batch))
                     run.end_step((), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
                 else:
                     run.end_step_without_update(why="every example was longer than max_tokens")

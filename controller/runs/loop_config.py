@@ -16,12 +16,13 @@ from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
-from rl.types import MAX_RUN_SEED, AdamParams, Placement, SamplingParams
+from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
 OnFailure = Literal["restart", "stop"]
+_OPTIMIZERS = {"adamw": AdamParams, "muon": MuonParams}
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
 
@@ -45,6 +46,8 @@ class LoopConfig:
     lora_learning_rate: float | None = None
     """What `learning_rate` is by default where the command line switches `lora` on: an adapter learns best at about ten
     times the rate of the whole model (https://thinkingmachines.ai/blog/lora/). None: `learning_rate`."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The kind of step. "muon" is for matrices of hidden layers, with AdamW for all other parameters."""
     warmup_steps: int = 0
     """First steps, over which the learning rate rises to the peak in a straight line."""
     grad_clip_norm: float = 1.0
@@ -91,7 +94,8 @@ class LoopConfig:
         if not 0 <= self.seed <= MAX_RUN_SEED:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
         check_loggers(self.log)
-        self.adam(self.learning_rate)
+        check_known("optimizer", self.optimizer, _OPTIMIZERS)
+        self.trainer.check_optimizer(self.optim(self.learning_rate))
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
         if self.trainer.frozen:
@@ -109,9 +113,9 @@ class LoopConfig:
         """
         raise ValueError(f"{type(self).__name__} has no method loop(), which returns the function to train with")
 
-    def adam(self, learning_rate: float) -> AdamParams:
+    def optim(self, learning_rate: float) -> AdamParams:
         """The optimizer's parameters for a step with this learning rate."""
-        return AdamParams(learning_rate=learning_rate, grad_clip_norm=self.grad_clip_norm)
+        return _OPTIMIZERS[self.optimizer](learning_rate=learning_rate, grad_clip_norm=self.grad_clip_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,8 @@ class RolloutLoopConfig(LoopConfig):
         if self.env_time_limit_s is not None:
             check_above_zero(env_time_limit_s=self.env_time_limit_s)
         check_sampled_distribution(self.sampling)
+        if self.sampling.cuts:
+            self._set("generator", replace(self.generator, kept_sets=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

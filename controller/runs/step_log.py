@@ -1,20 +1,20 @@
 """The step log of a run: one call per step, one per evaluation, one at the end.
 
 Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png`, the
-report and the loggers.
+observers (one of them writes the report) and the loggers.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loggers import RunLoggers
+from controller.runs.loggers import Observer, RunLoggers
 from controller.runs.metric_rows import metric_rows, thinned_metrics
-from controller.runs.report.page import ReportWriter
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.system.disk import RecordingError
@@ -51,7 +51,7 @@ class StepLog:
         self.total_steps = total_steps
         self._console = console
         self._loggers = RunLoggers(log, folder, config, console.warn)
-        self._report = ReportWriter(folder)
+        self._observers: list[Observer] = [each.load()(folder) for each in entry_points(group="ownloop.observers")]
         show_progress_with(console.progress)
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
@@ -82,7 +82,8 @@ class StepLog:
         for row in metric_rows(self.folder.metrics_file):
             self._count(row)
             last_step = max(last_step, int(row["step"]))
-        self._report.resume(last_step)
+        for observer in self._observers:
+            observer.resume(last_step)
 
     def phase(self, text: str) -> None:
         """Shows the user what the run is doing while there is no step to show."""
@@ -130,7 +131,8 @@ class StepLog:
                 **(metrics or {}),
             },
         )
-        self._report.after_step(step, batch, output)
+        for observer in self._observers:
+            observer.after_step(step, batch, output)
 
     def step_without_signal(
         self,
@@ -143,7 +145,8 @@ class StepLog:
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
-        self._report.after_step(step)
+        for observer in self._observers:
+            observer.after_step(step)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
@@ -185,7 +188,8 @@ class StepLog:
         Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
         """
         self.folder.in_background(self._drawing())
-        self._report.finish()
+        for observer in self._observers:
+            observer.finish()
         self.folder.mark_finished()
         self.folder.flush()
         self._loggers.close()

@@ -251,8 +251,8 @@ class Gateway:
             raise ValueError(
                 f"rank is {rank}; it must be from 1 to {model.max_rank}, which `ownloop serve --max-rank` sets"
             )
-        if optimizer != "adamw":
-            raise ValueError(f"the optimizer is {optimizer!r}; this server has AdamW: leave `optimizer` out")
+        if optimizer not in ("adamw", "dimuon"):
+            raise ValueError(f"the optimizer is {optimizer!r}; it must be adamw or dimuon")
 
     # Sampling
 

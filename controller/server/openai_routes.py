@@ -4,7 +4,6 @@
 sampling client by its id, or a checkpoint by its `tinker://` path. vLLM's own serving code does the rest.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,7 +19,8 @@ from controller.server.gateway import Gateway
 from controller.server.keys import User
 from controller.server.sampling_clients import MAX_SAMPLES
 from controller.server.served_models import ServedModel
-from generator.openai_calls import OpenAICall, OpenAIKind, OpenAIReply
+from controller.server.web import first_or_gone
+from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import Policy
 
 PREFIX = "/oai/api/v1"
@@ -49,7 +49,7 @@ async def completions(request: Request, door: Door, user: Caller) -> Response:
     return await _answer("completions", request, door, user)
 
 
-async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: User) -> Response:
+async def _answer(kind: str, request: Request, gateway: Gateway, user: User) -> Response:
     raw = await request.body()
     try:
         name = _check(raw)
@@ -62,7 +62,7 @@ async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: Us
     call = OpenAICall(kind=kind, body=raw, policy=policy, model=name)
     answering = _sample(model, policy, call)
     try:
-        reply = await _first(answering, request)
+        reply = await first_or_gone(answering, request)
     except ValueError as error:
         return failure(400, str(error))
     except MeshError as error:
@@ -75,26 +75,6 @@ async def _answer(kind: OpenAIKind, request: Request, gateway: Gateway, user: Us
     await answering.aclose()
     model.throughput.add("sampled", json.loads(reply.body).get("usage", {}).get("completion_tokens", 0))
     return Response(reply.body, reply.status, media_type="application/json")
-
-
-async def _first(answering: AsyncGenerator[OpenAIReply | str], request: Request) -> OpenAIReply | str | None:
-    """The first thing that is yielded; None, and sampling ends, if the request's client disconnects before."""
-
-    async def reply() -> OpenAIReply | str:
-        return await anext(answering)
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    replying, going = asyncio.create_task(reply()), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((replying, going), return_when=asyncio.FIRST_COMPLETED)
-        return replying.result() if replying.done() else None
-    finally:
-        for task in (replying, going):
-            task.cancel()
-        await asyncio.gather(replying, going, return_exceptions=True)
 
 
 async def _sample(model: ServedModel, policy: Policy, call: OpenAICall) -> AsyncGenerator[OpenAIReply | str]:

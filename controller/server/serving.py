@@ -28,6 +28,7 @@ from controller.server.keys import Keys, needs_keys
 from controller.server.recovery import RecoveringAdapter, RestartingTrainer, Snapshots
 from controller.server.served_models import Places, ServedModel, WholeModels
 from controller.server.status import log
+from controller.server.web import Server, listen
 from generator.config import LoRALimits
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl import protocols
@@ -75,7 +76,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
             for line in invitation(config, listener, needs_key=needs_key):
                 say(line)
             stack.enter_context(without_walking_what_exists())
-            await _Server(options).serve_until_cancelled(listener)
+            await Server(options).serve_until_cancelled(listener)
 
 
 @contextlib.contextmanager
@@ -104,20 +105,6 @@ def invitation(config: ServeConfig, listener: socket.socket, *, needs_key: bool)
     return lines
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address. Raises ValueError if it is taken or not of this host."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it an answer takes 40 ms more.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
-    return listener
-
-
 @contextlib.contextmanager
 def request_log(file: Path) -> Generator[None]:
     """Within the block, `monitoring` writes its lines to this file, and older ones are in `<file>.1` and so on."""
@@ -131,24 +118,6 @@ def request_log(file: Path) -> Generator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without signal handlers, because `ownloop` has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Captures none."""
-        yield
-
-    async def serve_until_cancelled(self, listener: socket.socket) -> None:
-        """Serves; when cancelled, ends the requests that run."""
-        running = asyncio.create_task(self.serve(sockets=[listener]))
-        try:
-            await asyncio.shield(running)
-        finally:
-            self.should_exit = self.force_exit = True
-            await running
 
 
 async def host(

@@ -23,7 +23,7 @@ from controller.server.wire import TrainingBatch, encode_output, read_batch
 from rl.lora import Policy
 from rl.losses import LossInputs
 from rl.protocols import Trainer
-from rl.types import AdamParams, ForwardBackwardOutput
+from rl.types import AdamParams, ForwardBackwardOutput, MuonParams
 
 _OURS = ("memory_", "seconds_", "model_flops", "peak_flops")
 """Metrics of the trainer that say nothing about a client's batch."""
@@ -111,10 +111,16 @@ class TrainingClient:
         return Answer.protobuf(await asyncio.to_thread(encode_output, batch, output.logprobs, metrics))
 
     async def optim_step(self, params: types.OptimParams) -> Answer:
-        """One AdamW step with the accumulated gradient."""
-        if not isinstance(params, types.AdamParams):
-            raise ValueError(f"the optimizer is {params.type!r}; this server has AdamW: pass AdamParams")
-        output = await self._current.optim_step(AdamParams(**params.model_dump()))
+        """One step with the accumulated gradient: AdamW's, or Muon's under Tinker's name, Dimuon."""
+        if isinstance(params, types.AdamParams):
+            step = AdamParams(**params.model_dump())
+        elif params.type == "dimuon":
+            dimuon = types.DimuonParams(**params.model_dump())
+            clip = max(dimuon.grad_clip_norm, 0.0)  # in Tinker, a negative one switches clipping off
+            step = MuonParams(learning_rate=dimuon.learning_rate, beta1=dimuon.beta1, grad_clip_norm=clip)
+        else:
+            raise ValueError(f"the optimizer is {params.type!r}; pass AdamParams or DimuonParams")
+        output = await self._current.optim_step(step)
         self.num_steps += 1
         self._saved_now.clear()
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}

@@ -16,6 +16,7 @@ from rl.protocols import Generator, Problem, Trainer
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
+from rl.sampling import KeptSets
 from rl.types import Datum, SamplingParams
 
 
@@ -45,8 +46,9 @@ async def eval_kl(
 ) -> Measurement:
     """KL(student || teacher) per token, estimated by k3 for each problem from one answer that the student samples.
 
-    `sampling` must not cut the distribution (no top-p, no top-k) and should have a seed: two measurements with the same
-    seed differ, as far as sampling allows, only because the student changed.
+    Both sides are scored under the distribution that was sampled from: where it is cut, so is the teacher's. `sampling`
+    should have a seed: two measurements with the same seed differ, as far as sampling allows, only because the student
+    changed.
     """
 
     async def answer(index: int, problem: Problem) -> Datum:
@@ -54,7 +56,8 @@ async def eval_kl(
         seeded = replace(sampling, seed=(sampling.seed or 0) + index)  # another seed for every problem
         (completion,) = await student.generate(prompt, seeded, 1)
         datum = text_to_datum(prompt, completion.tokens, "completion")
-        datum = replace(datum, temperature=completion.temperature)
+        kept = None if completion.kept is None else KeptSets.joined([KeptSets.whole(len(prompt) - 1), completion.kept])
+        datum = replace(datum, temperature=completion.temperature, kept=kept)
         return with_inputs([datum], logprobs=[scatter_scored(datum, np.array(completion.logprobs))])[0]
 
     batch = await asyncio.gather(*(answer(index, problem) for index, problem in enumerate(problems)))

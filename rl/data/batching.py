@@ -144,6 +144,8 @@ def validate_batch(
         _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
         if not (math.isfinite(datum.temperature) and datum.temperature > 0):
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
+        if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
+            raise ValueError(f"batch[{i}].kept {fault}")
 
 
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:

@@ -7,7 +7,7 @@ completions are a tree. The results are the same, for a fraction of the tokens. 
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
 Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
-P different pairs of a token of the row and a target among them, at different temperatures.
+P different pairs of a token of the row and a target among them, scored under different distributions.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.sampling import KeptSets
 from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
 
@@ -91,6 +92,8 @@ class PackedRow:
     """[P] the token that is scored after it."""
     temperatures: NDArray[np.float32]
     """[P] the temperature of the datum; the same pair of datums of different temperatures occurs once for each."""
+    kept: KeptSets | None
+    """P sets of words from which the targets were sampled, each another pair. None if no datum has any."""
     pair_index: Ints
     """[S] index of the pair that has the score of the position."""
     datum_index: Ints
@@ -144,11 +147,11 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
             start += length - first
         documents.append(_tree(firsts, [lengths[i] for i in group.members], opening))
     index, position = np.concatenate(datum_index), np.concatenate(datum_position)
-    starts = np.cumsum((0, *lengths))
-    loss_inputs = _gathered(datums, starts[index] + position)
+    flat = np.cumsum((0, *lengths))[index] + position
+    loss_inputs, (temperatures, kept) = _gathered(datums, flat), _distributions(datums, index, flat)
     of_positions, targets = np.concatenate(scored), loss_inputs["target_tokens"]
-    temperatures = np.array([datum.temperature for datum in datums])[index]
-    pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures)
+    sets = () if kept is None else (kept.numbers(),)
+    pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures, *sets)
     return PackedRow(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
@@ -156,7 +159,8 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
         lengths=tuple(lengths),
         scored=of_positions[pairs],
         targets=targets[pairs],
-        temperatures=temperatures[pairs].astype(np.float32),
+        temperatures=temperatures[pairs],
+        kept=None if kept is None else kept.take(pairs),
         pair_index=pair_index,
         datum_index=index,
         datum_position=position,
@@ -184,7 +188,7 @@ def pad_row(row: PackedRow, multiple: int) -> PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Datums with the same shareable prefix, in an order in which datums that begin alike are neighbours."""
+    """Datums that begin with one shareable prefix, in an order in which datums that begin alike are neighbours."""
 
     members: tuple[int, ...]
     """Indices of the datums in the batch."""
@@ -205,13 +209,20 @@ class PrefixGroup:
 def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> list[PrefixGroup]:
     """Groups the datums that have the same shareable prefix, in the order of each group's first datum.
 
-    Without `share_prefixes` every datum is a group of its own.
+    A prefix that begins with another datum's belongs to that one's group, as of a later branch of a session. Without
+    `share_prefixes` every datum is a group of its own.
     """
     if not share_prefixes:
         return [PrefixGroup((i,), (0,)) for i in range(len(batch))]
+    prefixes = [shareable_prefix(datum).tobytes() for datum in batch]
+    shortest: dict[bytes, bytes] = {}
+    current: bytes | None = None
+    for prefix in sorted(set(prefixes)):  # all that begin alike follow their common beginning
+        current = prefix if current is None or not prefix.startswith(current) else current
+        shortest[prefix] = current
     groups: dict[bytes, list[int]] = {}
-    for i, datum in enumerate(batch):
-        groups.setdefault(shareable_prefix(datum).tobytes(), []).append(i)
+    for i, prefix in enumerate(prefixes):
+        groups.setdefault(shortest[prefix], []).append(i)
     return [_sorted_group(batch, members) for members in groups.values()]
 
 
@@ -339,6 +350,15 @@ def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
         "weights": np.concatenate([datum.weights for datum in datums])[flat],
         **{name: np.concatenate([datum.loss_inputs[name] for datum in datums])[flat] for name in names},
     }
+
+
+def _distributions(datums: Sequence[Datum], index: Ints, flat: Ints) -> tuple[NDArray[np.float32], KeptSets | None]:
+    """Temperatures and kept sets of positions, by the index of their datum, and in the concatenation of all datums."""
+    temperatures = np.array([datum.temperature for datum in datums], dtype=np.float32)[index]
+    if all(datum.kept is None for datum in datums):
+        return temperatures, None
+    kept = KeptSets.joined([datum.kept or KeptSets.whole(len(datum.tokens)) for datum in datums])
+    return temperatures, kept.take(flat)
 
 
 def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:

@@ -5,6 +5,7 @@ problem's `prompt`, and of every turn the environment's `prompt` and the model's
 because all of them failed, has no row and does not come back.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
+from rl.sampling import KeptSets
 from rl.types import Completion, Group, Rollout, Turn
 
 _TOKENS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -29,6 +31,7 @@ _TURN = pa.struct(
         ("logprobs", _LOGPROBS),
         ("versions", _TOKENS),
         ("temperature", pa.float64()),
+        ("kept", pa.list_(_TOKENS)),
         ("prompt_logprobs", _LOGPROBS),
     ]
 )
@@ -90,6 +93,8 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
 def table_to_groups(table: pa.Table) -> list[Group]:
     """The groups that a table was made from, in order. Raises ValueError for a table without these columns."""
     missing = [name for name in SCHEMA.names if name not in table.column_names]
+    of_turns = [] if missing else table.schema.field("turns").type.value_type.names
+    missing += [f"turns.{field.name}" for field in _TURN if not missing and field.name not in of_turns]
     if missing:
         raise ValueError(f"it has no column {missing[0]!r}")
     table = table.select(SCHEMA.names).cast(SCHEMA)
@@ -166,6 +171,7 @@ def _turns(turns: Sequence[Turn]) -> pa.StructArray:
         "logprobs": _numbers([completion.logprobs for completion in completions], np.float32),
         "versions": _numbers([completion.versions for completion in completions], np.int32),
         "temperature": pa.array([float(completion.temperature) for completion in completions], pa.float64()),
+        "kept": _sets([completion.kept for completion in completions]),
         "prompt_logprobs": _numbers(of_prompts, np.float32),
     }
     return pa.StructArray.from_arrays([columns[field.name] for field in _TURN], fields=list(_TURN))
@@ -176,7 +182,7 @@ def _played(turns: pa.StructArray) -> list[Turn]:
         *(turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason", "temperature")), strict=True
     )
     names = ("prompt_tokens", "tokens", "logprobs", "versions", "prompt_logprobs")
-    numbers = zip(*(_tuples(turns.field(name)) for name in names), strict=True)
+    numbers = zip(*(_tuples(turns.field(name)) for name in names), _kept(turns.field("kept")), strict=True)
     return [
         Turn(
             prompt_tokens=prompt_tokens or (),
@@ -187,11 +193,12 @@ def _played(turns: pa.StructArray) -> list[Turn]:
                 text=text,
                 finish_reason=reason,
                 temperature=temperature,
-                prompt_logprobs=prompt_logprobs,
+                kept=kept,
+                prompt_logprobs=of_prompt,
             ),
             prompt=prompt,
         )
-        for (prompt, text, reason, temperature), (prompt_tokens, tokens, logprobs, versions, prompt_logprobs) in zip(
+        for (prompt, text, reason, temperature), (prompt_tokens, tokens, logprobs, versions, of_prompt, kept) in zip(
             values, numbers, strict=True
         )
     ]
@@ -215,6 +222,25 @@ def _numbers(sequences: Sequence[Sequence[float] | None], dtype: DTypeLike) -> p
     return pa.ListArray.from_arrays(
         _offsets([s or () for s in sequences]), pa.array(np.concatenate(parts)), mask=absent
     )
+
+
+def _sets(of_turns: Sequence[KeptSets | None]) -> pa.ListArray:
+    """One list of sets per turn, null for None."""
+    there = KeptSets.joined([KeptSets.whole(0), *(kept for kept in of_turns if kept is not None)])
+    words = pa.ListArray.from_arrays(
+        pa.array(there.starts.astype(np.int32)), pa.array(there.ids.astype(np.int32)), type=_TOKENS
+    )
+    absent = pa.array([kept is None for kept in of_turns], pa.bool_())
+    return pa.ListArray.from_arrays(_offsets([kept or () for kept in of_turns]), words, mask=absent)
+
+
+def _kept(lists: pa.ListArray) -> list[KeptSets | None]:
+    """`_sets` backwards."""
+    words, offsets, valid = lists.values, lists.offsets.to_pylist(), lists.is_valid().to_pylist()
+    ids = words.values.to_numpy(zero_copy_only=False)
+    every = KeptSets(ids, words.offsets.to_numpy().astype(np.int64))
+    parts = (every.part(start, stop) for start, stop in itertools.pairwise(offsets))
+    return [kept.compact() if there else None for kept, there in zip(parts, valid, strict=True)]
 
 
 def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:

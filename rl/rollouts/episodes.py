@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
+from rl.sampling import KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -252,26 +253,12 @@ def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
 
 
 def check_sampled_distribution(sampling: SamplingParams) -> None:
-    """Raises ValueError unless rollouts are sampled from a distribution whose log-probs the trainer computes.
-
-    The generator returns log-probs of the distribution that it sampled from, at any temperature. With top_p or top_k,
-    the ratio of trainer to generator would be wrong from the first step.
-    """
+    """Raises ValueError unless rollouts are sampled from a distribution whose log-probs the trainer computes."""
     if sampling.temperature < _MIN_TEMPERATURE:
         raise ValueError(
             f"sampling.temperature is {sampling.temperature}; training rollouts need at least {_MIN_TEMPERATURE}: they "
             "are sampled, not greedy"
         )
-    whole: Mapping[str, tuple[float, float]] = {
-        "top_p": (sampling.top_p, 1.0),
-        "top_k": (sampling.top_k, -1),
-    }
-    for name, (value, accepted) in whole.items():
-        if value != accepted:
-            raise ValueError(
-                f"sampling.{name} is {value}; training rollouts need {accepted}, the distribution that is trained; to "
-                "learn from texts that were sampled otherwise, use text_to_datum and the loss 'cross_entropy'"
-            )
 
 
 def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) -> Datum:
@@ -279,8 +266,8 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
 
     `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
     which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
-    ValueError for a prompt without tokens, for a wrong number of advantages, for turns of different temperatures, and
-    for a rollout that was sampled from a distribution that the trainer does not compute (`check_sampled_distribution`).
+    ValueError for a prompt without tokens, for a wrong number of advantages, for turns of different temperatures, for
+    greedy rollouts, and for a cut without a record of the words that it kept.
     """
     if rollout.sampling is not None:
         check_sampled_distribution(rollout.sampling)
@@ -302,6 +289,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
     if not any(sampled):  # a target for the last token of the prompt; any will do, because it is not scored
         sequence.append(sequence[-1])
         sampled.append(False)
+    kept = _kept(rollout)
     tokens, scored = np.array(sequence, dtype=np.int64), np.array(sampled[1:])
     logprobs, advantages = np.zeros((2, len(scored)), dtype=np.float32)
     logprobs[scored] = [logprob for turn in rollout.turns for logprob in turn.completion.logprobs]
@@ -315,7 +303,24 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
             "advantages": advantages,
         },
         temperature=temperatures.pop(),
+        kept=None if kept is None else kept.part(1, len(tokens)),
     )
+
+
+def _kept(rollout: Rollout) -> KeptSets | None:
+    """The kept sets of the tokens of all turns; None if nothing was cut off."""
+    parts: list[KeptSets] = []
+    for turn in rollout.turns:
+        completion, size = turn.completion, len(turn.completion.tokens)
+        if completion.kept is None and size and rollout.sampling is not None and rollout.sampling.cuts:
+            raise ValueError(
+                f"sampling.top_k is {rollout.sampling.top_k} and the completions have no `kept` words, among which the "
+                "trainer would have to score them; a generator on GPUs needs GeneratorConfig.kept_sets=True"
+            )
+        parts += [KeptSets.whole(len(turn.prompt_tokens)), completion.kept or KeptSets.whole(size)]
+    if all(turn.completion.kept is None for turn in rollout.turns):
+        return None
+    return KeptSets.joined(parts)
 
 
 def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:

@@ -56,10 +56,21 @@ class Evaluation:
 
     @property
     def intervals(self) -> Mapping[str, Interval]:
-        """`reward` and, with n > 1 answers per problem, `pass_at_<k>` for k = n and all powers of two up to n."""
+        """`reward` and, with n > 1 answers per problem, `pass_at_<k>` for k = n and all powers of two up to n.
+
+        And the mean of each metric of the rollouts that begins with `reward_`, over the problems that have it.
+        """
         n = self.num_samples
         ks = sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []
-        return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}}
+        parts: dict[str, list[float]] = {}
+        for group in self._scored:
+            for name in sorted(
+                {name for each in group.rollouts for name in each.metrics if name.startswith("reward_")}
+            ):
+                values = [each.metrics[name] for each in group.rollouts if name in each.metrics]
+                parts.setdefault(name, []).append(float(np.mean(values)))
+        means = {name: bootstrap(np.array(values)) for name, values in parts.items()}
+        return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}, **means}
 
     def pass_at(self, k: int, *, solved: float | None = None) -> Interval:
         """Probability that one of k answers to a problem has a reward of at least `solved`, by default the best one.

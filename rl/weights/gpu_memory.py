@@ -38,9 +38,14 @@ from rl.weights.versions import (
     buffer_size,
 )
 
-_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_SUCCESS = 0
+_DEVICE_TO_HOST = 2  # cudaMemcpyDeviceToHost
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which calls take by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class MemorySharing(Protocol):
@@ -79,13 +84,8 @@ class CUDASharing:
         self._device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
     def why_not(self) -> str:
-        if not torch.cuda.is_available() or torch.version.cuda is None:
-            return "this process computes without CUDA"
-        try:
-            _cuda()
-        except ImportError:
-            return "the package cuda-bindings is not installed"
-        return ""
+        computes = torch.cuda.is_available() and torch.version.cuda is not None
+        return "" if computes else "this process computes without CUDA"
 
     def why_not_by_default(self, num_bytes: int) -> str:
         """A tenth of the memory is left to training, which has not taken its memory before the first push."""
@@ -95,37 +95,35 @@ class CUDASharing:
         return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
-        device, cuda = self._device, _cuda()
+        device, pointer, handle = self._device, ctypes.c_void_p(), _Handle()
         torch.cuda.empty_cache()  # what torch has cached is not free for others
         with torch.cuda.device(device):
-            pointer = _checked(cuda.cudaMalloc(num_bytes), f"{num_bytes / 1e6:.1f} MB of GPU memory are not free")
+            short = f"{num_bytes / 1e6:.1f} MB of GPU memory are not free"
+            _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes), failed=short)
             try:
-                handle = _checked(cuda.cudaIpcGetMemHandle(pointer), "the GPU's memory cannot be shared")
+                _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer, failed="the GPU's memory cannot be shared")
             except WeightsError:
-                cuda.cudaFree(pointer)
+                _call("cudaFree", pointer)
                 raise
-        memory = _tensor(int(pointer), num_bytes, device).zero_()
+        memory = _tensor(pointer, num_bytes, device).zero_()
         torch.cuda.synchronize(device)
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return memory, GPUPart(begin, num_bytes, uuid, ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
+        return memory, GPUPart(begin, num_bytes, uuid, bytes(handle))
 
     def open(self, part: GPUPart) -> torch.Tensor:
         if why_not := self.why_not():
             raise _out_of_reach(part, why_not)
-        device, cuda = self._device, _cuda()
-        handle = cuda.cudaIpcMemHandle_t()
-        ctypes.memmove(handle.getPtr(), part.handle, _HANDLE_BYTES)
-        with torch.cuda.device(device):
+        with torch.cuda.device(self._device):
             try:
-                pointer = _checked(cuda.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS), "CUDA refused")
+                pointer = _opened(part.handle)
             except WeightsError as error:
                 raise _out_of_reach(part, str(error)) from error
-        return _tensor(int(pointer), part.num_bytes, device)
+        return _tensor(pointer, part.num_bytes, self._device)
 
     def close(self, memory: torch.Tensor, *, owned: bool) -> None:
         with torch.cuda.device(memory.device):
             torch.cuda.synchronize(memory.device)
-            _cuda().cudaFree(memory.data_ptr()) if owned else _cuda().cudaIpcCloseMemHandle(memory.data_ptr())
+            _call("cudaFree" if owned else "cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -323,8 +321,6 @@ def unreachable_gpus() -> str:
     except Exception as error:  # the package or the driver's library is missing
         return f"the driver does not say which GPUs reach each other ({error})"
     gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    if len(gpus) == 1:
-        return "the host's only GPU needs its memory for trainer and generator"
     for (i, reader), (j, owner) in permutations(enumerate(gpus), 2):
         if nvml.nvmlDeviceGetP2PStatus(reader, owner, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK:
             return f"GPU {i} cannot read the memory of GPU {j}"
@@ -338,22 +334,30 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
     )
 
 
-def _cuda() -> Any:
-    return import_module("cuda.bindings.runtime")
+def _cuda() -> ctypes.CDLL:
+    """CUDA's runtime as torch has loaded it. A second one in the process would have contexts and errors of its own."""
+    return ctypes.CDLL(None)
 
 
-def _checked(result: tuple[Any, Any], what: str) -> Any:
-    """The value of a call. Raises `WeightsError` if it failed."""
-    status, value = result
-    if int(status) != _SUCCESS:
-        raise WeightsError(f"{what}: {status.name}")
-    return value
+def _call(function: str, *arguments: Any, failed: str = "CUDA refused") -> None:
+    """Calls a function of CUDA's runtime. Raises `WeightsError` with its status unless it succeeds."""
+    cuda = _cuda()
+    if status := getattr(cuda, function)(*arguments):
+        cuda.cudaGetErrorName.restype = ctypes.c_char_p
+        raise WeightsError(f"{failed}: {cuda.cudaGetErrorName(status).decode()}")
 
 
-def _tensor(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+def _opened(handle: bytes) -> ctypes.c_void_p:
+    """Where memory of another process lies in this one. Raises `WeightsError`."""
+    pointer = ctypes.c_void_p()
+    _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+    return pointer
+
+
+def _tensor(pointer: ctypes.c_void_p, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory of a GPU as a tensor that does not own it (uint8 [N])."""
     construct: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer, device, num_bytes))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer.value, device, num_bytes))
 
 
 PATTERN = bytes(range(1, 9))
@@ -376,18 +380,13 @@ def why_not_opened(handle: bytes, device: int) -> str:
 
 def main(handle: str, device: str) -> None:
     """Exits with what went wrong, if anything."""
-    cuda: Any = import_module("cuda.bindings.runtime")
-    cuda.cudaSetDevice(int(device))
-    shared = cuda.cudaIpcMemHandle_t()
-    data = bytes.fromhex(handle)
-    ctypes.memmove(shared.getPtr(), data, len(data))
-    status, pointer = cuda.cudaIpcOpenMemHandle(shared, cuda.cudaIpcMemLazyEnablePeerAccess)
     found = ctypes.create_string_buffer(len(PATTERN))
-    if status == cuda.cudaError_t.cudaSuccess:
-        to_host = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        (status,) = cuda.cudaMemcpy(ctypes.addressof(found), pointer, len(PATTERN), to_host)
-    if status != cuda.cudaError_t.cudaSuccess:
-        raise SystemExit(status.name)
+    try:
+        _call("cudaSetDevice", int(device))
+        pointer = _opened(bytes.fromhex(handle))
+        _call("cudaMemcpy", found, pointer, ctypes.c_size_t(len(PATTERN)), _DEVICE_TO_HOST)
+    except WeightsError as error:
+        raise SystemExit(str(error)) from None
     if found.raw != PATTERN:
         raise SystemExit(f"it found {found.raw.hex()} there and not {PATTERN.hex()}")
 

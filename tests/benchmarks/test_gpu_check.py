@@ -5,6 +5,8 @@ Covers: benchmarks/gpu_check.py
 
 import contextlib
 import json
+import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu import checks, utilisation
+from benchmarks.gpu import checks, numerics, utilisation
 from benchmarks.gpu.checks import CHECKS, Check, Finding, run_check
 from tests.waiting import LIMIT_S, wait_until
 
@@ -63,6 +65,40 @@ def test_a_check_that_hangs_or_dies_has_failed(
     limit_s = 1.0 if "did not end" in why else LIMIT_S
     finding = run_check(_check(tmp_path, source, monkeypatch, limit_s), smoke=False)
     assert (finding.outcome, finding.why) == ("failed", why)
+
+
+def test_gpu_tests_that_were_all_skipped_have_failed(tmp_path: Path) -> None:
+    file = tmp_path / "test_made_up.py"
+    file.write_text("import pytest\n@pytest.mark.skip\ndef test_a(): pass\n")
+    check = Check(name="tests", what="", module="pytest", options=(str(file),), smoke=(str(file),), limit_s=LIMIT_S)
+    finding = run_check(check, smoke=False)
+    assert (finding.outcome, "1 skipped" in finding.why) == ("failed", True)
+    assert run_check(check, smoke=True).outcome == "passed", "on a CPU they are skipped"
+    file.write_text("def test_a(): pass\n")
+    assert run_check(check, smoke=False).outcome == "passed"
+
+
+def test_a_case_that_fails_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = numerics.Result((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (np.zeros(2),))
+    broken, *others = numerics.cases(gpu=False)
+
+    def compute(case: numerics.Case, *_: Any, **__: Any) -> numerics.Result:
+        if case == broken:
+            raise ValueError("float8 needs torchao")
+        return result
+
+    monkeypatch.setattr(numerics, "compute", compute)
+    monkeypatch.setattr(numerics, "make_models", lambda _: defaultdict(Path))
+    monkeypatch.setattr(numerics, "on_cpu", lambda _, calls: [result for _ in calls])
+    monkeypatch.setattr(sys, "argv", ["numerics"])
+    numerics.main()
+    bars = {bar["name"]: bar for bar in json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bars"]}
+    assert not bars[f"error_{broken}"]["ok"]
+    assert all(bars[f"loss_{case}"]["ok"] for case in others)
+    moe = numerics.Case("torchtitan", "qwen3_moe", "bfloat16")
+    assert [bar.limit for bar in numerics.compared(moe, result, result)] == [3e-3, 6e-2]
 
 
 def test_a_check_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

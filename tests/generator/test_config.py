@@ -146,12 +146,13 @@ def test_wrong_limits_of_adapters_are_named(limits: dict[str, int], message: str
         LoRALimits(**limits)
 
 
-def test_adapters_get_the_next_rank_that_vllm_knows_and_the_runner_that_is_corrected(tmp_path: Path) -> None:
+def test_adapters_get_the_next_rank_that_vllm_knows(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = GeneratorConfig(model=model, max_model_len=128, lora=LoRALimits(max_rank=33))
     options = engine_options(config)
     assert (options["max_lora_rank"], options["max_loras"], options["max_cpu_loras"]) == (64, 4, 33)
-    assert generator_env(config)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    # The first runner draws the random numbers of seeded requests one after the other: 3 ms a token at 256 requests.
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in generator_env(config, has_gpu=True)
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:
@@ -174,7 +175,9 @@ def test_gpu_logic_experts_are_computed_by_kernels_that_leave_them_in_order(
 def test_gpu_logic_the_environment_is_that_of_the_host_that_computes() -> None:
     config = GeneratorConfig(num_threads=3)
     assert "VLLM_CPU_OMP_THREADS_BIND" in generator_env(config, has_gpu=False)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in generator_env(config, has_gpu=True)
+    on_gpu = generator_env(config, has_gpu=True)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in on_gpu
+    assert on_gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would be compiled at every start, and never used"
 
 
 MARKED = """

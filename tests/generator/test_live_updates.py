@@ -5,6 +5,7 @@ Covers: generator/engine.py, generator/pull.py
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,7 @@ def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
 
 
 def _at_version(completion: Completion, version: int) -> Completion:
-    return Completion(
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        versions=(version,) * len(completion.tokens),
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-    )
+    return replace(completion, versions=(version,) * len(completion.tokens))
 
 
 def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: EngineFactory) -> None:

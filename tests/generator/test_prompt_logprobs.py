@@ -61,3 +61,35 @@ def test_prompts_are_scored_in_the_order_in_which_they_were_scheduled() -> None:
     patch_prompt_logprobs(runner)
     runner._get_prompt_logprobs_dict(torch.zeros(150, 4), dict.fromkeys(reversed(names[5:]), 3))
     assert scored == names[5:]
+
+
+def test_gpu_logic_rows_of_prompts_have_their_own_adapters() -> None:
+    """vLLM's runner for GPUs scores a step's tokens in pieces, which begin and end within prompts."""
+    from generator._compat import patch_prompt_logprobs  # loads vLLM
+
+    active, pieces = list[Any](), list[tuple[Any, ...]]()
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], idx_mapping_np=[4, 0, 2], num_scheduled_tokens=[3, 1, 4])
+
+    def inputs(names: list[str], states: list[int], tokens: list[int]) -> tuple[Any, ...]:
+        numbers = {4: 7, 0: 0, 2: 9}
+        of_tokens = tuple(numbers[state] for state, size in zip(states, tokens, strict=True) for _ in range(size))
+        return (), of_tokens, {*names}
+
+    def scored(compute_logits: Any, hidden: torch.Tensor, *_: Any) -> dict[str, Any]:
+        return {"logits": torch.cat([compute_logits(part) for part in hidden.split(3)])}
+
+    runner: Any = SimpleNamespace(prompt_logprobs_worker=SimpleNamespace(compute_prompt_logprobs=scored))
+    runner.lora_state = SimpleNamespace(make_lora_inputs=inputs)
+    runner._set_active_loras = lambda *mapping: active.append(mapping)
+    patch_prompt_logprobs(runner)
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        pieces.append(active[-1])
+        return 2 * rows
+
+    hidden = torch.arange(8.0)
+    found = runner.prompt_logprobs_worker.compute_prompt_logprobs(logits, hidden, batch, None)["logits"]
+    assert torch.equal(found, 2 * hidden)
+    everyone = {"a", "b", "c"}
+    rows = ((7, 7, 7), (0, 9, 9), (9, 9))
+    assert pieces == [(row, row, everyone) for row in rows]

@@ -52,6 +52,5 @@ def test_calls_between_special_tokens_are_found(tmp_path: Path, stop: str | int 
     logprobs: Any = SimpleNamespace(logprobs=[-1.0] * len(tokens))
     sample = CompletionOutput(0, "cut by vLLM", tokens, -1.0, logprobs, finish_reason="stop", stop_reason=stop)
     sample.weight_versions = [SimpleNamespace(version=0, start=0, end=len(tokens))]  # pyright: ignore[reportAttributeAccessIssue]
-    policy: Any = SimpleNamespace(version_at=lambda version: version)
-    completion = to_completion(sample, tokenizer, None, policy)
+    completion = to_completion(sample, tokenizer, None)
     assert completion.text.replace(" ", "") == text.replace(" ", "")

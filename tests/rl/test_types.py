@@ -39,6 +39,7 @@ def test_weights_are_one_where_none_are_given() -> None:
         (SamplingParams, {"max_tokens": 1, "temperature": float("nan")}, r"temperature is nan"),
         (SamplingParams, {"max_tokens": 1, "top_p": 0}, r"top_p is 0; it must be in \(0, 1\]"),
         (SamplingParams, {"max_tokens": 1, "top_k": 0}, r"top_k is 0; it must be -1"),
+        (SamplingParams, {"max_tokens": 1, "min_p": 1.5}, r"min_p is 1.5; it must be from 0 to 1"),
         (SamplingParams, {"max_tokens": 1, "seed": 2**70}, r"seed is 1180591620717411303424; it must be an integer"),
         (SamplingParams, {"max_tokens": 1, "seed": 0.5}, r"seed is 0.5; it must be an integer from -2\^62 to 2\^62"),
         (SamplingParams, {"max_tokens": 1, "stop": "."}, r"stop is '.'; it must be a tuple"),

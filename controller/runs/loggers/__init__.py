@@ -15,7 +15,7 @@ from controller.runs.folder import RunFolder
 from rl.checks import check_known, how_to_install
 from rl.system.disk import to_json
 from rl.system.secret_fields import hide_secrets
-from rl.types import Group
+from rl.types import Datum, ForwardBackwardOutput, Group
 
 NUM_SAMPLES = 8
 SAMPLE_COLUMNS = ("prompt", "answer", "reward")
@@ -35,6 +35,23 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Returns once everything is written."""
+        ...
+
+
+class Observer(Protocol):
+    """Watches every run, as the report does. Its class, made with the run's folder, is an entry point of the group
+    `ownloop.observers`."""
+
+    def resume(self, last_step: int) -> None:
+        """The run continues after `last_step`."""
+        ...
+
+    def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
+        """The step's metrics and rollouts are with the folder. Without an output, the step had nothing to learn."""
+        ...
+
+    def finish(self) -> None:
+        """The run has reached its end."""
         ...
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from examples.engines.mindspore_engine.messages import Floats, Row
 from rl.data.packing import Document, PackedRow
+from rl.sampling import KeptSets
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
 
@@ -38,7 +39,7 @@ def parameter_shapes(decoder: DecoderConfig, head: Head) -> dict[str, tuple[int,
     return shapes
 
 
-def row_arrays(row: PackedRow, inverse_frequencies: Floats) -> Row:
+def row_arrays(row: PackedRow, inverse_frequencies: Floats, vocab_size: int) -> Row:
     """A row's tokens, angles and mask. `inverse_frequencies` [H] are the rotary embeddings' angles per position."""
     angles = row.positions[:, None].astype(np.float32) * inverse_frequencies
     return Row(
@@ -49,7 +50,17 @@ def row_arrays(row: PackedRow, inverse_frequencies: Floats) -> Row:
         scored=row.scored,
         targets=row.targets,
         scale=np.reciprocal(row.temperatures),
+        cut=cut_mask(row.kept, vocab_size),
     )
+
+
+def cut_mask(kept: KeptSets | None, vocab_size: int) -> Floats:
+    """[P, V] 0 for words that were kept, -1e9 for words that were cut off; [1, 1] if none were."""
+    if kept is None:
+        return np.zeros((1, 1), dtype=np.float32)
+    mask = np.repeat(np.where(kept.counts > 0, np.float32(-1e9), np.float32(0)), vocab_size).reshape(-1, vocab_size)
+    mask[np.repeat(np.arange(len(kept)), kept.counts), kept.ids] = 0
+    return mask
 
 
 def attention_mask(documents: Sequence[Document]) -> Floats:

@@ -68,7 +68,7 @@ class Model:
 
     def score(self, row: Row, backward: bool) -> tuple[Floats, Floats | None]:
         """Log-probs [P] and entropies [P] of a row, or values [P] and None. With `backward`, `pull_back` may follow."""
-        arrays = (row.tokens, row.cos, row.sin, row.mask, row.scored, row.targets, row.scale)
+        arrays = (row.tokens, row.cos, row.sin, row.mask, row.scored, row.targets, row.scale, row.cut)
         inputs = [Tensor(array) for array in arrays]
         if backward:
             scores, self._pull = mindspore.vjp(self._forward, *inputs, weights=list(self._weights.values()))
@@ -121,7 +121,14 @@ class Model:
             self._moments[name] = (count, mean, square)
 
     def _forward(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, scored: Tensor, targets: Tensor, scale: Tensor
+        self,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+        scored: Tensor,
+        targets: Tensor,
+        *distribution: Tensor,
     ) -> tuple[Tensor, Tensor]:
         assert self._shape is not None
         hidden = ops.gather(hidden_states(self._weights, self._shape, tokens, cos, sin, mask), scored, 0)
@@ -129,7 +136,7 @@ class Model:
             scores = values(hidden, self._weights[_VALUE_HEAD])
             return scores, ops.zeros_like(scores)
         output = self._weights[_OUTPUT if _OUTPUT in self._weights else _EMBEDDING]  # the embedding if they are tied
-        return logprobs_and_entropy(hidden, output, targets, scale)
+        return logprobs_and_entropy(hidden, output, targets, *distribution)
 
 
 def main() -> None:

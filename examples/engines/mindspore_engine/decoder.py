@@ -28,12 +28,14 @@ def hidden_states(weights: Weights, shape: Shape, tokens: Tensor, cos: Tensor, s
     return _rms_norm(x, weights["model.norm.weight"], shape.norm_eps)
 
 
-def logprobs_and_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, cut: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropies, [S] each, of `hidden` [S, D] under the output projection [V, D].
 
-    Logits are multiplied by `scale` [S].
+    Logits are multiplied by `scale` [S], and `cut` [S, V] is added.
     """
-    logits = _linear(hidden, weight).astype(float64) * scale.reshape(-1, 1)
+    logits = _linear(hidden, weight).astype(float64) * scale.reshape(-1, 1) + cut
     logits = logits - ops.stop_gradient(logits.max(-1, keepdims=True))
     logprobs = logits - ops.log(ops.exp(logits).sum(-1, keepdims=True))
     entropy = -(ops.exp(logprobs) * logprobs).sum(-1)

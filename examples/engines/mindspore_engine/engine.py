@@ -50,6 +50,7 @@ class MindSporeEngine(Engine):
         self._config = config
         self._shapes = parameter_shapes(decoder, config.head)
         self._inverse_frequencies = inverse_frequencies(decoder).numpy()
+        self._vocab_size: int = hf_config["vocab_size"]
         parameters = {name: torch.empty(shape) for name, shape in self._shapes.items()}
         load_hf_weights(parameters, config.model)
         self._child = start_mindspore(python, config, decoder)
@@ -218,7 +219,9 @@ class MindSporeEngine(Engine):
 
     def _score(self, row: PackedRow, *, backward: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies, or values and None, [P] each, of a row with scored pairs."""
-        scores, entropy = self._child.call("score", row_arrays(row, self._inverse_frequencies), backward)
+        scores, entropy = self._child.call(
+            "score", row_arrays(row, self._inverse_frequencies, self._vocab_size), backward
+        )
         return torch.from_numpy(scores), None if entropy is None else torch.from_numpy(entropy)
 
     def _set_parameters(self, parameters: Mapping[str, Tensor]) -> None:

@@ -158,3 +158,21 @@ def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one
 
     run_virtual(body())
     assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]
+
+
+def test_gpu_logic_meshes_that_share_a_gpu_start_one_after_the_other(events: Events) -> None:
+    async def start(gpus: SharedGPUs, name: str, *on: str) -> None:
+        async with gpus.starting(on):
+            events.append(f"{name} starts")
+            await asyncio.sleep(1)
+            events.append(f"{name} is ready")
+
+    async def body() -> None:
+        gpus = SharedGPUs()
+        await asyncio.gather(start(gpus, "a", "1", "0"), start(gpus, "b", "0", "1"), start(gpus, "c", "2"))
+        async with gpus.starting(None), gpus.starting(None):
+            pass
+
+    run_virtual(body())
+    assert sorted(events[:2]) == ["a starts", "c starts"]
+    assert [event for event in events if event[0] != "c"] == ["a starts", "a is ready", "b starts", "b is ready"]

@@ -111,7 +111,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
         before = _parameters(engine)
         asyncio.run(engine.forward_backward(union, config.loss))
         grads = {name: p.grad.abs() for name, p in engine.engine.hf_parameters() if p.grad is not None}
-        update = asyncio.run(engine.optim_step(config.adam(row["learning_rate"]), grad_scale=token_mean(union)))
+        update = asyncio.run(engine.optim_step(config.optim(row["learning_rate"]), grad_scale=token_mean(union)))
         assert update.grad_norm == pytest.approx(row["grad_norm"], rel=1e-5)
         ours = _parameters(engine)
         asyncio.run(engine.load_checkpoint(run / "checkpoints" / f"step-{step:05d}" / "policy"))
@@ -212,8 +212,8 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         replace(distilled, env=object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"discount is 2; it must be in \[0, 1\]"):
         replace(distilled, discount=2)
-    with pytest.raises(ValueError, match=r"sampling.temperature is 0.7; training rollouts need 1.0"):
-        replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.7))
+    with pytest.raises(ValueError, match=r"sampling.temperature is 0.0; training rollouts need at least 0.01"):
+        replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.0))
     actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "ppo": PPOParams()}
     with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
         PPOConfig(**actor_critic, critic=TRAINER)

@@ -107,6 +107,7 @@ def test_rollouts_hold_everything_needed_to_train_on_them_again(tmp_path: Path) 
                 "logprobs": [-0.5, -0.25],
                 "versions": [3, 4],
                 "temperature": 1.0,
+                "kept": None,
                 "prompt_logprobs": None,
             }
         ],

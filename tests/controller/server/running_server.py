@@ -19,7 +19,8 @@ from controller.server.app import make_app
 from controller.server.config import Limits
 from controller.server.gateway import Gateway
 from controller.server.keys import Keys
-from controller.server.serving import KEEP_ALIVE_S, listen
+from controller.server.serving import KEEP_ALIVE_S
+from controller.server.web import listen
 from tests.controller.server.toy_model import ToyHost
 from tests.controller.server.toy_whole_models import with_whole_models
 from tests.waiting import LIMIT_S

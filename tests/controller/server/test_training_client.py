@@ -4,13 +4,14 @@ Covers: controller/server/training_client.py, controller/server/app.py
 """
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rl.types import AdamParams
+from rl.types import AdamParams, MuonParams
 from tests.controller.server.running_server import RunningServer, running_server
 from tests.controller.server.sdk import datum, new_client, scores, train
 from tests.controller.server.toy_model import VOCAB
@@ -143,6 +144,16 @@ def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) 
     client.optim_step(types.AdamParams()).result()
     assert server.host.steps == [AdamParams(**params), AdamParams(learning_rate=1e-4, eps=1e-12)]
     assert metrics["grad_norm"] > 0.5
+
+
+def test_a_dimuon_client_takes_steps_of_muon(server: RunningServer) -> None:
+    create: Any = server.client().create_lora_training_client
+    client = create(base_model="toy", rank=4, optimizer=types.DimuonOptimizerConfig()).result()
+    server.host.steps.clear()
+    for clip in (0.5, -1.0):
+        client.optim_step(types.DimuonParams(learning_rate=0.2, beta1=0.8, grad_clip_norm=clip)).result()
+    expected = MuonParams(learning_rate=0.2, beta1=0.8, grad_clip_norm=0.5)
+    assert server.host.steps == [expected, replace(expected, grad_clip_norm=0.0)]
 
 
 def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_call(server: RunningServer) -> None:

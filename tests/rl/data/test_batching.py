@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rl.data.batching import merge_metrics, plan_batch, validate_batch
 from rl.data.packing import pack_row
+from rl.sampling import KeptSets
 from rl.types import Datum
 
 
@@ -107,6 +108,7 @@ def _valid() -> Datum:
             r"batch\[0\].loss_inputs has \['logprobs', 'target_tokens'\]",
         ),
         (Datum(tokens=np.arange(40) % 9, loss_inputs=_valid().loss_inputs), "between 1 and 32 tokens"),
+        (replace(_valid(), kept=KeptSets.whole(2)), r"batch\[1\].kept has 2 sets; there are 3 tokens"),
         (replace(_valid(), temperature=0.0), r"batch\[1\].temperature is 0.0; it must be finite and above 0"),
     ],
 )

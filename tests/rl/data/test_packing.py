@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.packing import Document, group_by_prefix, pack_row, pad_row
+from rl.sampling import KeptSets
 from rl.types import REPORTED_WEIGHT, Datum
 from tests.rl.data.row_definition import attended
 
@@ -32,7 +33,14 @@ def _batch(sizes: list[tuple[int, list[int]]], seed: int, opening: int = 0, num_
         for g, (p, completions) in enumerate(sizes)
         for n in completions
     ]
-    return [replace(batch[i], temperature=rng.choice([0.5, 1.0])) for i in rng.permutation(len(batch))]
+    batch = [replace(batch[i], temperature=rng.choice([0.5, 1.0])) for i in rng.permutation(len(batch))]
+    return [_cut(datum, int(rng.integers(3))) for datum in batch]
+
+
+def _cut(datum: Datum, number: int) -> Datum:
+    """The datum as if its tokens were sampled from a set of two or three words, or from all."""
+    sets = [[1, 6000, 6001][3 - number :] if number > 1 else [] for _ in datum.tokens]
+    return replace(datum, kept=KeptSets.of(sets) if number else None)
 
 
 WORDS = st.sampled_from([1, 2, 1000])
@@ -59,7 +67,8 @@ def test_every_scored_position_sees_exactly_its_own_datum(
         assert len(row.tokens) == _tree_size(batch), "nothing is computed twice"
     assert sum(d.num_tokens for d in row.documents) == len(row.tokens) == len(row.positions)
     assert len(row.pair_index) == sum(d.num_loss_tokens for d in batch)
-    pairs = {*zip(row.scored, row.targets, row.temperatures, strict=True)}
+    kept = row.kept or KeptSets.whole(len(row.scored))
+    pairs = {*zip(row.scored, row.targets, row.temperatures, kept.numbers(), strict=True)}
     assert len(pairs) == len(row.scored) == len({*row.pair_index})
     sees = attended(row.documents)
     for k, index in enumerate(row.scored[row.pair_index]):
@@ -68,6 +77,8 @@ def test_every_scored_position_sees_exactly_its_own_datum(
         assert row.positions[index] == position
         assert row.targets[row.pair_index[k]] == datum.loss_inputs["target_tokens"][position]
         assert row.temperatures[row.pair_index[k]] == datum.temperature
+        of_datum = datum.kept or KeptSets.whole(len(datum.tokens))
+        assert kept.take(row.pair_index[k : k + 1]) == of_datum.part(position, position + 1)
         assert row.loss_inputs["target_tokens"][k] == datum.loss_inputs["target_tokens"][position]
         assert row.loss_inputs["advantages"][k] == datum.loss_inputs["advantages"][position]
     unpacked = row.unpack(row.loss_inputs["advantages"])
@@ -127,13 +138,14 @@ def test_completions_that_begin_alike_are_a_tree() -> None:
     assert len(row.pair_index) == sum(map(len, completions))
 
 
-def test_a_datum_belongs_to_those_with_the_same_tokens_up_to_its_first_score() -> None:
+def test_a_datum_joins_the_shortest_prefix_that_it_begins_with() -> None:
     late = Datum(
         tokens=np.array([1, 2, 3]),
         loss_inputs={"target_tokens": np.array([2, 3, 4]), "weights": np.array([0, 1, 1], dtype=np.float32)},
     )
     early = Datum(tokens=np.array([1, 2, 3]), loss_inputs={"target_tokens": np.array([2, 3, 4])})
-    assert [group.members for group in group_by_prefix([late, early, late])] == [(0, 2), (1,)]
+    other = Datum(tokens=np.array([2, 2, 3]), loss_inputs=late.loss_inputs)
+    assert [group.members for group in group_by_prefix([late, other, early, late])] == [(0, 2, 3), (1,)]
 
 
 def test_a_group_counts_what_its_members_share_once() -> None:

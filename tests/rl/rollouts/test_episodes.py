@@ -26,6 +26,7 @@ from rl.rollouts.episodes import (
     with_tokens,
 )
 from rl.rollouts.rendering import Renderer
+from rl.sampling import KeptSets
 from rl.types import Group, Rollout, SamplingParams, Turn
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 from tests.rl.recordings import recorded_rows
@@ -141,7 +142,7 @@ def test_a_datum_scores_each_completion_token_where_it_is_predicted() -> None:
 
 
 @pytest.mark.stranger("B4")
-@pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}])
+@pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
 def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, Any]) -> None:
     def sampled(**fields: Any) -> Group:
         generator = ScriptedGenerator(lambda prompt, i, seed: "yes" if i else "no")
@@ -149,7 +150,8 @@ def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, 
         return asyncio.run(rollout_group(generator, RENDERER, problem, SamplingParams(max_tokens=4, **fields), 2))
 
     assert len(group_to_data(sampled(), group_mean)) == 2
-    with pytest.raises(ValueError, match=rf"sampling\.{next(iter(changed))} is .* training rollouts need"):
+    message = "training rollouts need at least" if "temperature" in changed else "the completions have no `kept` words"
+    with pytest.raises(ValueError, match=message):
         group_to_data(sampled(**changed), group_mean)
 
 
@@ -165,6 +167,14 @@ def test_a_datum_has_the_temperature_of_its_rollout() -> None:
     assert rollout_to_datum(Rollout(turns=(first, first), reward=1.0), 1.0).temperature == 0.6
     with pytest.raises(ValueError, match=r"turns were sampled at temperatures \[0.6, 0.8\]; a datum has one"):
         rollout_to_datum(Rollout(turns=(first, second), reward=1.0), 1.0)
+
+
+def test_a_datum_has_the_kept_words_of_every_sampled_token() -> None:
+    sampled, more = replace(completion("ab"), kept=KeptSets.of([[90, 97], [98]])), completion("c")
+    turns = [Turn(prompt_tokens=(7, 8), completion=sampled), Turn(prompt_tokens=(9,), completion=more)]
+    datum = rollout_to_datum(Rollout(turns=tuple(turns), reward=1.0), 1.0)
+    assert datum.kept == KeptSets.of([[], [90, 97], [98], [], []])
+    validate_batch([datum], vocab_size=128, max_seq_len=16)
 
 
 def test_a_group_without_signal_trains_nothing() -> None:

@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import ctypes
 import multiprocessing
+import subprocess
 import sys
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,28 +35,41 @@ SHAPES = {"embedding": (300, 10), "norm": (7,), "scale": (), "up": (41, 7), "dow
 
 
 STAND_IN = """
-import ctypes, enum
-class cudaError_t(enum.IntEnum):
-    cudaSuccess = 0
-    cudaErrorInvalidResourceHandle = 400
-class cudaMemcpyKind(enum.IntEnum):
-    cudaMemcpyDeviceToHost = 2
-cudaIpcMemLazyEnablePeerAccess = 1
-class cudaIpcMemHandle_t:
-    def __init__(self):
-        self.memory = ctypes.create_string_buffer(64)
-    def getPtr(self):
-        return ctypes.addressof(self.memory)
-def cudaSetDevice(device):
-    assert device == 3
-def cudaIpcOpenMemHandle(handle, flags):
-    if not any(handle.memory.raw):
-        return cudaError_t.cudaErrorInvalidResourceHandle, None
-    return cudaError_t.cudaSuccess, handle.getPtr()
-def cudaMemcpy(to, pointer, size, kind):
-    ctypes.memmove(to, pointer, size)
-    return (cudaError_t.cudaSuccess,)
+#include <stdlib.h>
+#include <string.h>
+/* Stands for CUDA's runtime. A handle that ends with 1 is the address of memory here; another is memory itself. */
+typedef struct { char bytes[64]; } Handle;
+int fails, allocated, opened; /* which calls fail, as bits; what was not given back */
+const char *cudaGetErrorName(int e) {
+  return e == 2 ? "cudaErrorMemoryAllocation" : e == 400 ? "cudaErrorInvalidResourceHandle" : "cudaErrorNotSupported";
+}
+int cudaSetDevice(int device) { return device == 3 ? 0 : 101; }
+int cudaMalloc(void **p, size_t n) {
+  if (fails & 1) return 2;
+  allocated++;
+  memset(*p = malloc(n), 255, n);
+  return 0;
+}
+int cudaFree(void *p) { allocated--; free(p); return 0; }
+int cudaIpcGetMemHandle(Handle *h, void *p) {
+  memset(h, 0, sizeof *h);
+  memcpy(h, &p, sizeof p);
+  h->bytes[63] = 1;
+  return fails & 2 ? 801 : 0;
+}
+int cudaIpcOpenMemHandle(void **p, Handle h, unsigned flags) {
+  static Handle content;
+  if (fails & 4 || flags != 1 || !(h.bytes[0] | h.bytes[63])) return 400;
+  opened++;
+  content = h;
+  if (h.bytes[63]) memcpy(p, &h, sizeof *p); else *p = &content;
+  return 0;
+}
+int cudaIpcCloseMemHandle(void *p) { opened--; return 0; }
+int cudaMemcpy(void *to, const void *from, size_t n, int kind) { memcpy(to, from, n); return kind == 2 ? 0 : 1; }
 """
+MALLOC, SHARE, OPEN = 1, 2, 4
+"""Bits of `fails`."""
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -162,7 +176,7 @@ def test_gpu_logic_a_byte_that_changes_is_found() -> None:
 
 
 @pytest.mark.usefixtures("on_host")
-def test_gpu_logic_auto_takes_memory_of_gpus_unless_that_is_short_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_logic_auto_takes_memory_of_gpus_unless_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(**options: Any) -> str:
         store = FakeStore()
         asyncio.run(WeightPublisher(torch.bfloat16, store=store, **options).publish(1, weights(1).items()))
@@ -171,7 +185,6 @@ def test_gpu_logic_auto_takes_memory_of_gpus_unless_that_is_short_or_shared(monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert chosen() == "gpu_memory"
-        assert chosen(own_gpus=False) == "shared_memory"
         adapter = {"policy": "a", "lora": LoRAConfig(rank=4)}
         assert chosen(**adapter) == chosen(**adapter, transport="gpu_memory") == "shared_memory"
     monkeypatch.setattr(HostSharing, "largest_by_default", 2 * 7000)
@@ -193,16 +206,16 @@ def test_gpu_logic_asked_for_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("statuses", "why"),
-    [({}, ""), ({(1, 0): 5}, "GPU 1 cannot read the memory of GPU 0"), (None, "the host's only GPU")],
+    [({}, ""), ({(1, 0): 5}, "GPU 1 cannot read the memory of GPU 0")],
 )
 def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
-    statuses: dict[tuple[int, int], int] | None, why: str, monkeypatch: pytest.MonkeyPatch
+    statuses: dict[tuple[int, int], int], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 1 if statuses is None else 3,
+        nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=int,
-        nvmlDeviceGetP2PStatus=lambda reader, owner, _: (statuses or {}).get((reader, owner), 0),
+        nvmlDeviceGetP2PStatus=lambda reader, owner, _: statuses.get((reader, owner), 0),
         NVML_P2P_CAPS_INDEX_READ=0,
         NVML_P2P_STATUS_OK=0,
     )
@@ -214,18 +227,13 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
     assert "MIG" in unreachable_gpus()
 
 
-def test_gpu_logic_a_host_where_no_other_process_can_open_the_memory_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpu_logic_memory_that_no_other_process_can_open_is_found(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Stands for cuda-bindings: a handle is the memory itself, and one of zeros cannot be opened.
-    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
-    for package in ("cuda", "cuda/bindings"):  # without this file, an installed package of the name would come first
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "cuda" / "bindings" / "runtime.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", str(stand_in))
     assert why_not_opened(PATTERN + bytes(56), 3) == ""
-    assert why_not_opened(bytes(64), 3).endswith("cannot open memory of the GPU: cudaErrorInvalidResourceHandle")
-    assert "found 0909090909090909 there and not 01" in why_not_opened(b"\x09" * 64, 3)
+    assert why_not_opened(bytes(64), 3).endswith("memory of the GPU: CUDA refused: cudaErrorInvalidResourceHandle")
+    assert "found 0909090909090909 there and not 01" in why_not_opened(b"\x09" * 8 + bytes(56), 3)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
@@ -239,70 +247,28 @@ def test_gpu_logic_parts_are_whole_tensors_in_order(num_parts: int) -> None:
     assert sum(size for _, size in parts) == sum(-(-spec.nbytes // 64) * 64 for spec in manifest)
 
 
-class Status(int):
-    """A result of CUDA, whose name is made up."""
-
-    @property
-    def name(self) -> str:
-        return f"cudaError{int(self)}"
-
-
-class Handle:
-    """64 bytes at an address."""
-
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(64)
-
-    def getPtr(self) -> int:  # noqa: N802
-        return ctypes.addressof(self._bytes)
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with the functions of CUDA's runtime that are called."""
+    folder = tmp_path_factory.mktemp("cudart")
+    (folder / "runtime.c").write_text(STAND_IN)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "runtime.so", "runtime.c"], cwd=folder, check=True)
+    return folder / "runtime.so"
 
 
 class Runtime(NamedTuple):
-    """What cuda-bindings calls `runtime`. A handle begins with the address of its memory."""
+    """The library in this process, and its counters."""
 
-    memory: dict[int, Any]
-    opened: list[int]
-    fails: set[str]
-
-    cudaIpcMemHandle_t = Handle  # noqa: N815
-
-    def cudaMalloc(self, size: int) -> tuple[Status, int | None]:  # noqa: N802
-        if "malloc" in self.fails:
-            return Status(2), None
-        held = ctypes.create_string_buffer(b"\xff" * size, size)
-        self.memory[ctypes.addressof(held)] = held
-        return Status(0), ctypes.addressof(held)
-
-    def cudaFree(self, pointer: int) -> None:  # noqa: N802
-        del self.memory[pointer]
-
-    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[Status, Handle | None]:  # noqa: N802
-        if "share" in self.fails:
-            return Status(801), None
-        ctypes.memmove((handle := Handle()).getPtr(), pointer.to_bytes(8, "little"), 8)
-        return Status(0), handle
-
-    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[Status, int | None]:  # noqa: N802
-        assert flags == 1, "GPUs that are not connected yet are connected then"
-        if "open" in self.fails:
-            return Status(217), None
-        self.opened.append(pointer := int.from_bytes(ctypes.string_at(handle.getPtr(), 8), "little"))
-        return Status(0), pointer
-
-    def cudaIpcCloseMemHandle(self, pointer: int) -> None:  # noqa: N802
-        self.opened.remove(pointer)
+    fails: ctypes.c_int
+    allocated: ctypes.c_int
+    opened: ctypes.c_int
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+def runtime(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """On a host with a GPU of 80,000 bytes, which stands for the CPU."""
-    runtime = Runtime({}, [], set())
-    for name, module in {
-        "cuda": ModuleType("cuda"),
-        "cuda.bindings": ModuleType("b"),
-        "cuda.bindings.runtime": runtime,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    library = ctypes.CDLL(str(stand_in))
+    monkeypatch.setattr(gpu_memory, "_cuda", lambda: library)
     properties = SimpleNamespace(uuid="abc", total_memory=80_000)
     for name, value in {
         "is_available": lambda: True,
@@ -314,7 +280,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpu_memory, "unreachable_gpus", lambda: "")
-    return runtime
+    found = Runtime(*(ctypes.c_int.in_dll(library, name) for name in Runtime._fields))
+    for counter in found:
+        counter.value = 0
+    return found
 
 
 def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -> None:
@@ -330,20 +299,19 @@ def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -
     assert opened.nbytes == 4096
     sharing.close(opened, owned=False)
     sharing.close(memory, owned=True)
-    assert (runtime.memory, runtime.opened) == ({}, [])
+    assert (runtime.allocated.value, runtime.opened.value) == (0, 0)
 
 
 def test_gpu_logic_what_cuda_refuses_is_said_and_leaves_nothing(runtime: Runtime) -> None:
     sharing = CUDASharing(torch.device("cpu"))
     _, part = sharing.allocate(0, 64)
-    for what, message in (("malloc", "0.1 MB of GPU memory are not free: cudaError2"), ("share", "cudaError801")):
-        runtime.fails.add(what)
+    for what, message in ((MALLOC, "0.1 MB of GPU memory are not free: cudaErrorMem"), (SHARE, "shared: cudaErrorNot")):
+        runtime.fails.value = what
         with pytest.raises(WeightsError, match=message):
             sharing.allocate(0, 100_000)
-        runtime.fails.remove(what)
-    assert len(runtime.memory) == 1
-    runtime.fails.add("open")
-    with pytest.raises(WeightsError, match=r"GPU-abc, which this process cannot open \(CUDA refused: cudaError217\)"):
+    assert runtime.allocated.value == 1
+    runtime.fails.value = OPEN
+    with pytest.raises(WeightsError, match=r"GPU-abc, which this process cannot open \(CUDA refused: cudaErrorInvalid"):
         sharing.open(part)
 
 
@@ -358,8 +326,8 @@ def test_gpu_logic_auto_tries_it_in_another_process(runtime: Runtime, monkeypatc
     monkeypatch.setattr(gpu_memory, "why_not_opened", opened)
     assert sharing.why_not_by_default(8000) == "forbidden here"
     assert tried == [PATTERN]
-    assert runtime.memory == {}
+    assert runtime.allocated.value == 0
     assert "more than a tenth of its memory" in sharing.why_not_by_default(8001)
-    runtime.fails.add("share")
-    assert "cannot be shared: cudaError801" in sharing.why_not_by_default(8000)
-    assert runtime.memory == {}
+    runtime.fails.value = SHARE
+    assert "cannot be shared: cudaErrorNotSupported" in sharing.why_not_by_default(8000)
+    assert runtime.allocated.value == 0

@@ -3,10 +3,16 @@
 Covers: trainer/engines/pytorch/engine_state.py
 """
 
+from collections.abc import Generator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trainer.engines.pytorch.engine_state import Offload, Part
+from trainer.engines.pytorch.engine_state import HostMemory, Offload, Part
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 
@@ -62,3 +68,31 @@ def test_without_an_accelerator_nothing_moves(moves: list[tuple[Part, str]]) -> 
     assert not moves
     with pytest.raises(ValueError, match="device is 'gpu'; it must be 'cpu' or 'cuda'"):
         offload.rest(["model"], "gpu")
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Generator[None]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_rank")
+def test_a_dtensor_goes_through_pinned_memory_and_back() -> None:
+    host, whole, places = HostMemory(), torch.randn(33, 5, device="cuda"), set[int]()
+    for _ in range(3):
+        sharded = distribute_tensor(whole, init_device_mesh("cuda", (1,)), [Shard(0)])
+        held, turned, cast = [host.mover(HOST)(sharded), host.keep(whole.T), host.keep(whole.bfloat16())]
+        torch.cuda.synchronize()
+        assert isinstance(held, DTensor)
+        local = held.to_local()
+        assert local.is_pinned()
+        assert torch.equal(local, whole.cpu())
+        assert (turned.stride(), cast.dtype) == (whole.T.stride(), torch.bfloat16)
+        assert torch.equal(turned.cuda(), whole.T)
+        back = host.mover(DEVICE)(held)
+        assert isinstance(back, DTensor)
+        assert torch.equal(back.to_local(), whole)
+        places.add(local.data_ptr())
+    assert len(places) == 1, "memory is pinned once"

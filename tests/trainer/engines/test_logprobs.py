@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from rl.sampling import KeptSets
 from trainer.engines.pytorch import logprobs
 from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.logprobs import LogitsMemory
+from trainer.engines.pytorch.low_rank import LowRank
 
 
 @pytest.fixture
@@ -52,6 +54,35 @@ def test_values_and_gradients_equal_log_softmax(
     ((actual * scale_logprobs).sum() + (entropy * scale_entropy).sum()).backward()
     torch.testing.assert_close(hidden.grad, expected_grads[0])
     torch.testing.assert_close(weight.grad, expected_grads[1])
+
+
+@pytest.mark.parametrize("share", [0.03, 0.7])
+@pytest.mark.parametrize("whole", [0, 40])
+def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int) -> None:
+    """In float64, over several chunks, with sets of few words and of most, and positions that nothing was cut for."""
+    torch.manual_seed(0)
+    size, num_words = 600, 101
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (size, num_words))
+    a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8), (num_words, 2)))
+    low_rank = LowRank(a, b, 1.5)
+    targets, keeps = torch.randint(0, num_words, (size,)), torch.rand(size, num_words) < share
+    keeps[torch.arange(size), targets] = True
+    keeps[torch.randperm(size)[:whole]] = True
+    scale = torch.rand(size, dtype=torch.float64) + 0.5
+    z = (hidden @ weight.T + low_rank.down(hidden) @ low_rank.b.T) * scale[:, None]
+    log_p = z.masked_fill(~keeps, -1e9).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    kept = KeptSets.of([[] if row.all() else row.nonzero()[:, 0].tolist() for row in keeps])
+    actual = logprobs.logprobs_and_entropy(
+        *(hidden, weight, targets), entropy=True, low_rank=low_rank, distribution=Distribution(scale, kept)
+    )
+    upstream = torch.randn(2, size, dtype=torch.float64)
+    grads: list[tuple[torch.Tensor, ...]] = []
+    for scores in (expected, actual):
+        both = torch.stack([part for part in scores if part is not None])
+        grads.append((both, *torch.autograd.grad((both * upstream).sum(), (hidden, weight, a, b))))
+    for ours, theirs in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("memory_gb", "positions", "chunks"), [(16, 16384, 38), (80, 16384, 8), (141, 16384, 5)])

@@ -6,14 +6,17 @@ Covers: trainer/engines/titan/_compat.py, trainer/engines/__init__.py
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from rl.tiny_models import tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.engines.titan._compat import without_torchtitans_loop
+from trainer.engines.titan.model.attention import choose_inner_attention
 
 
 @pytest.mark.ranks
@@ -37,3 +40,17 @@ def test_what_imports_torchtitans_loop_later_gets_it(monkeypatch: pytest.MonkeyP
     with without_torchtitans_loop():
         assert sys.modules[name] is loop
     assert sys.modules[name] is loop
+
+
+def test_gpu_logic_flex_attention_is_compiled_and_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchtitan.models.common.attention as attention
+
+    flex: Any = attention.FlexAttention
+    for name in ("inductor_configs", "_compiled_flex_attn"):  # both are set again after the test
+        monkeypatch.setattr(flex, name, vars(flex)[name])
+    monkeypatch.setattr(torch, "compile", lambda _, options: options)
+    choose_inner_attention(torch.device("cuda"))
+    for options in (flex.inductor_configs, flex._compiled_flex_attn):
+        assert options["wrap_inductor_compiled_regions"]
+        assert not options["max_autotune"]
+        assert not options["coordinate_descent_tuning"]

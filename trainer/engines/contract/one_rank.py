@@ -30,7 +30,7 @@ from trainer.engines.contract.reference import (
     require_close,
     require_equal,
     require_names,
-    tempered,
+    sampled_otherwise,
 )
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
@@ -83,9 +83,9 @@ def check_gradients(subject: Subject) -> str:
     return _check_gradients(subject, BATCH)
 
 
-def check_temperatures(subject: Subject) -> str:
-    """Each datum is scored at its own temperature, also where datums share a prefix."""
-    batch = tempered(BATCH)
+def check_distributions(subject: Subject) -> str:
+    """Each datum is scored at its own temperature and among its own words, also where datums share a prefix."""
+    batch = sampled_otherwise(BATCH)
     _require_scores(subject.build().forward([batch], entropy=True), ReferencePolicy(subject.model), batch)
     return _check_gradients(subject, batch)
 
@@ -190,7 +190,7 @@ def check_push(subject: Subject) -> str:
 MODEL_CHECKS: Mapping[str, Check] = {
     "loss": check_loss,
     "gradients": check_gradients,
-    "temperatures": check_temperatures,
+    "distributions": check_distributions,
     "three steps": check_three_steps,
     "learning-rate multipliers": check_multipliers,
     "parameters by name": check_parameters_by_name,

@@ -54,7 +54,8 @@ def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
 def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: float = 500) -> None:
     """Runs `body(rank, *args)` in `num_ranks` processes in which `load_engine` finds its rank and the others.
 
-    The processes are forked from a server that has imported the engines once, which takes longer than most bodies do.
+    Without a GPU, the processes are forked from a server that has imported the engines once, which takes longer than
+    most bodies do. Importing them initializes CUDA, which a fork cannot use.
 
     Raises torch's ProcessRaisedException with the traceback of the first rank that fails, and TimeoutError if they take
     longer than `timeout_s` seconds. In both cases every rank has ended.
@@ -62,9 +63,9 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    preloaded_forkserver()
+    method = "spawn" if torch.cuda.is_available() else preloaded_forkserver().get_start_method()
     ranks = torch.multiprocessing.start_processes(
-        _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method="forkserver"
+        _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method=method
     )
     assert ranks is not None
     processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
@@ -113,8 +114,8 @@ def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, unsharded if it was sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """A copy of a tensor in the host's memory, unsharded if it was sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

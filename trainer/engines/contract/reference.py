@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rl.sampling import KeptSets
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
@@ -61,9 +62,22 @@ def random_groups(
     return [batch[i] for i in rng.permutation(len(batch))]
 
 
-def tempered(batch: Sequence[Datum]) -> list[Datum]:
-    """The datums at different temperatures."""
-    return [replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3]) for i, datum in enumerate(batch)]
+def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
+    """The datums as if sampled at different temperatures, and two of three from a cut distribution.
+
+    The first token of a datum was sampled from the whole vocabulary.
+    """
+    rng = np.random.default_rng(0)
+
+    def kept(datum: Datum) -> KeptSets:
+        cut = [np.flatnonzero(rng.random(VOCAB_SIZE) < rng.random()) for _ in datum.tokens[1:]]
+        pairs = zip(cut, datum.loss_inputs["target_tokens"][1:], strict=True)
+        return KeptSets.of([[], *(np.union1d(words, [target]) for words, target in pairs)])
+
+    return [
+        replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3], kept=kept(datum) if i % 3 else None)
+        for i, datum in enumerate(batch)
+    ]
 
 
 class ReferencePolicy:
@@ -88,8 +102,13 @@ class ReferencePolicy:
         return -(logprobs.exp() * logprobs).sum(-1)
 
     def _distributions(self, datum: Datum) -> Tensor:
-        """[T, V] log-probs at the datum's temperature."""
-        return torch.log_softmax(self.logits(datum) / datum.temperature, -1)
+        """[T, V] log-probs at the datum's temperature, of kept words; finite and below all others for words cut off."""
+        logits = self.logits(datum) / datum.temperature
+        if datum.kept is not None:
+            cut_off = torch.from_numpy(np.repeat(datum.kept.counts > 0, logits.shape[1])).view_as(logits)
+            cut_off[np.repeat(np.arange(len(logits)), datum.kept.counts), datum.kept.ids.astype(np.int64)] = False
+            logits = logits.masked_fill(cut_off, -1e9)
+        return torch.log_softmax(logits, -1)
 
     def backward(self, batch: Sequence[Datum], token_loss: TokenLoss) -> float:
         """Adds the gradient of the weighted sum over all datums; returns the sum."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from trainer.engines.mcore.groups import RankGroups
 from trainer.engines.mcore.names import Piece
+from trainer.engines.pytorch.engine_state import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class MasterSlices:
     def __init__(self, named: Sequence[tuple[nn.Parameter, Sequence[Piece]]], groups: RankGroups) -> None:
         """`named` are the model's parameters, each with its pieces. Nothing is loaded yet."""
         self._groups = groups
+        self._host = HostMemory()
         self._slices: dict[str, MasterSlice] = {}
         for source, pieces in named:
             of_source = [self._slice(source, piece) for piece in pieces]
@@ -81,13 +83,14 @@ class MasterSlices:
     def to(self, device: torch.device, compute_device: torch.device) -> None:
         """Moves the parameters to `device`. Compute copies exist only while that is `compute_device`."""
         sources = {id(each.source): each.source for each in self._slices.values()}.values()
+        move = self._host.mover(device)
         with torch.no_grad():
             for source in sources:
                 if self._shared:
-                    source.data = source.data.to(device)
+                    source.data = move(source.data)
             for name, each in self._slices.items():
                 master = self.parameters[name]
-                own = each.source.data[each.rows] if self._shared else local(master).to(device)
+                own = each.source.data[each.rows] if self._shared else move(local(master))
                 moved = each.wrap(own)
                 torch.utils.swap_tensors(master, nn.Parameter(moved))
             for source in sources:

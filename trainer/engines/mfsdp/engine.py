@@ -19,6 +19,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.hf.flat_engine import FlatEngine, FlatShards, ShardedModel
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.mfsdp._compat import MixedPrecisionPolicy, fully_shard_model
+from trainer.engines.pytorch.engine_state import HostMemory
 from trainer.engines.pytorch.ranks import DTYPES
 
 
@@ -104,6 +105,7 @@ class MainShards:
         }
         self.parameters = {name: nn.Parameter(view) for name, view in self._views.items()}
         self._storage_bytes: dict[torch.UntypedStorage, int] = {}
+        self._host = HostMemory()
 
     def to(self, device: torch.device, compute_device: torch.device) -> None:
         """Moves the parameters to `device`. Megatron-FSDP's buffers hold memory only while that is `compute_device`."""
@@ -117,9 +119,9 @@ class MainShards:
             self.refresh()
             self._wrapper.zero_grad_buffer()
             return
+        move = self._host.mover(device)
         for name, view in self._views.items():
-            pinned = torch.empty(view.shape, device=device, pin_memory=view.is_cuda)
-            self.parameters[name].data = pinned.copy_(view)
+            self.parameters[name].data = move(view)
         # Without this argument, parameters outside of blocks would stay whole on the device.
         self._wrapper.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
         self._storage_bytes = {storage: storage.nbytes() for storage in self._storages()}

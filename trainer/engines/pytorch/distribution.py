@@ -1,12 +1,22 @@
-"""The distribution that each scored pair of a row is scored under: the one that its token was sampled from."""
+"""The distribution that each scored pair of a row is scored under: the one that its token was sampled from.
+
+Logits are divided by the temperature, and only the words that the sampler kept have a probability. A model that is sure
+of itself keeps few, so a chunk of positions is multiplied with the rows of the vocabulary that its sets have, not with
+all. Legend: C positions of a chunk, U different words of their sets, k words of all sets together.
+"""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl.data.packing import PackedRow
+from rl.sampling import KeptSets
 from trainer.engines.pytorch.row_runner import to_tensor
+
+_IMPOSSIBLE = -1e30
+"""The logit of a word that was cut off: its exponential is 0, and unlike that of -inf, its product with 0 is 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,16 +25,60 @@ class Distribution:
 
     scale: Tensor | None = None
     """[P] float32, what logits are multiplied by: the inverse temperatures. None if all are 1."""
+    kept: KeptSets | None = None
+    """P sets. None if all stand for the whole vocabulary."""
 
     @classmethod
     def of_row(cls, row: PackedRow, device: torch.device) -> "Distribution":
         """The distribution of a row's scored pairs, on the device."""
-        return cls(None if (row.temperatures == 1).all() else to_tensor(1 / row.temperatures, device))
+        scale = None if (row.temperatures == 1).all() else to_tensor(1 / row.temperatures, device)
+        return cls(scale, row.kept if row.kept is not None and row.kept.counts.any() else None)
 
     def at(self, where: Tensor) -> "Distribution":
         """That of the pairs with these indices."""
-        return Distribution(None if self.scale is None else self.scale[where])
+        return Distribution(
+            None if self.scale is None else self.scale[where],
+            None if self.kept is None else self.kept.take(where.cpu().numpy()),
+        )
 
 
 MODEL_DISTRIBUTION = Distribution()
 """The model's own: the whole vocabulary at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkWords:
+    """The words of a chunk's kept sets among the rows of the vocabulary that a rank holds."""
+
+    rows: Tensor | None
+    """[U] their rows, rising. A rank that holds none of them has one that no set has; None stands for all rows."""
+    positions: Tensor
+    """[k] the position that each word of a set belongs to."""
+    columns: Tensor
+    """[k] the place of that word in `rows`."""
+
+    @classmethod
+    def of(cls, kept: KeptSets, first_row: int, num_rows: int, device: torch.device, *, gathers: bool) -> "ChunkWords":
+        """Of C sets, for a rank that holds the words `first_row` to `first_row + num_rows - 1`.
+
+        Only with `gathers`, some rows are chosen.
+        """
+        ids = kept.ids.astype(np.int64) - first_row
+        here = (ids >= 0) & (ids < num_rows)
+        positions, columns = np.repeat(np.arange(len(kept)), kept.counts)[here], ids[here]
+        if not gathers:
+            return cls(None, to_tensor(positions, device), to_tensor(columns, device))
+        rows, columns = np.unique(columns, return_inverse=True)
+        rows = rows if len(rows) else np.zeros(1, np.int64)
+        return cls(*(to_tensor(array, device) for array in (rows, positions, columns)))
+
+    def restrict_(self, logits: Tensor) -> Tensor:
+        """Takes every logit of [C, U] away but for the words of each position's own set."""
+        kept = logits[self.positions, self.columns]
+        logits.fill_(_IMPOSSIBLE)
+        logits[self.positions, self.columns] = kept
+        return logits
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """The words' rows [U, ...] of a tensor with a row for each word that is held here."""
+        return tensor if self.rows is None else tensor.index_select(0, self.rows)

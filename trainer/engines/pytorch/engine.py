@@ -25,7 +25,15 @@ from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver
-from trainer.engines.pytorch.engine_state import PARTS, Gradients, MasterWeights, MixedPrecision, Offload, Part
+from trainer.engines.pytorch.engine_state import (
+    PARTS,
+    Gradients,
+    HostMemory,
+    MasterWeights,
+    MixedPrecision,
+    Offload,
+    Part,
+)
 from trainer.engines.pytorch.hf_directory import itself, moment_views, parameter_views, write_hf_directory
 from trainer.engines.pytorch.optimizer import Optimizer
 from trainer.engines.pytorch.ranks import DTYPES
@@ -68,6 +76,7 @@ class TorchEngine(Engine):
         self._gradients = Gradients(parameters)
         self._optimizer = Optimizer(parameters, replicas, DTYPES[config.moments_dtype])
         self._offload = Offload(device, self._move)
+        self._host = HostMemory()
         self._memory = PeakMemory(device)
         self._flops = ModelFlops.of(config.model, config.head, frozen=config.is_frozen)
         self._saver = CheckpointSaver()
@@ -247,6 +256,7 @@ class TorchEngine(Engine):
         if places["model"] == places["gradients"]:
             self._gradients.attach()
         if device != self._device:
+            torch.cuda.synchronize()  # the host may read its copies now
             torch.cuda.empty_cache()  # state is offloaded to leave the memory to other processes
 
     def _refresh_compute_copies(self) -> None:
@@ -288,7 +298,7 @@ class TorchEngine(Engine):
 
     def _move_model(self, device: torch.device) -> None:
         """Hook: moves the parameters, which are resharded and have no gradients now, to a device."""
-        self._model.to(device)
+        self._model._apply(self._host.mover(device))  # pyright: ignore[reportPrivateUsage] - `to`, by another copy
 
     def _free_flat_gradients(self) -> None:
         """Hook: frees gradients that are kept elsewhere than in `parameter.grad`, which is None."""

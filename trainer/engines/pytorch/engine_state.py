@@ -4,11 +4,15 @@
 and float32 master weights accumulate and step. FSDP casts every parameter in every forward pass; here the copies are
 recast once per optimizer step.
 
+`HostMemory` holds a part while it is away from the GPU. A GPU copies to and from pinned memory at the speed of PCIe and
+beside its computation. The driver takes other memory through buffers of its own, at about a tenth of the speed.
+
 `Offload` keeps parts of the state in host memory and moves them to the device while they are used. `rest` chooses where
 a part stays between uses. `resident` blocks move parts to the device and back afterwards; they may be nested, and then
 the outermost block moves. The engine does the moving itself.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +22,59 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rl.weights.copies import pin
+
 Part = Literal["model", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
+_PIECE_BYTES = 64 << 20  # small tensors share pieces of this size; a larger tensor has one of its own
+_ALIGNMENT = 512
+
+
+class HostMemory:
+    """Pinned memory that holds one part of the state at a time. It stays, as pinning takes longer than a copy."""
+
+    def __init__(self) -> None:
+        """Takes no memory yet."""
+        self._pieces: list[Tensor] = []
+        self._piece = self._used = 0
+
+    def mover(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """A function that copies tensors to `device`. On the host they replace what was copied there before.
+
+        Copies to and from a GPU are queued on its current stream. Synchronize before the host reads a tensor.
+        """
+        if device != HOST:
+            return functools.partial(Tensor.to, device=device, non_blocking=True)
+        self._piece = self._used = 0
+        return self.keep
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Queues a copy of a tensor, or of a DTensor's local part, next to what is held. Tensors of the host stay."""
+        if tensor.device == HOST:
+            return tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        copy = self._room(local.nbytes).view(local.dtype).as_strided(local.shape, _dense_stride(local))
+        copy.copy_(local, non_blocking=True)
+        # The public constructor would move the local part to the mesh's device.
+        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore
+
+    def _room(self, num_bytes: int) -> Tensor:
+        """Pinned memory (uint8 [num_bytes]) with arbitrary content."""
+        while self._piece < len(self._pieces) and self._used + num_bytes > len(self._pieces[self._piece]):
+            self._piece, self._used = self._piece + 1, 0
+        if self._piece == len(self._pieces):
+            piece = torch.empty(max(num_bytes, _PIECE_BYTES), dtype=torch.uint8)
+            if problem := pin(piece, writable=True):
+                print(f"offloading will be slow: {problem}", flush=True)
+            self._pieces.append(piece)
+        begin, self._used = self._used, self._used + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self._pieces[self._piece][begin : begin + num_bytes]
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that a copy without gaps has."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 class Gradients:
@@ -33,6 +87,7 @@ class Gradients:
         """`parameters` by any name."""
         self._parameters = parameters
         self._detached: dict[str, Tensor] = {}
+        self._host = HostMemory()
 
     @property
     def exist(self) -> bool:
@@ -54,7 +109,8 @@ class Gradients:
 
     def to(self, device: torch.device) -> None:
         """Moves detached gradients."""
-        self._detached = {name: grad.to(device) for name, grad in self._detached.items()}
+        move = self._host.mover(device)
+        self._detached = {name: move(grad) for name, grad in self._detached.items()}
 
     def attach(self) -> None:
         """Puts detached gradients back into `parameter.grad`. They must be on the parameters' device."""
@@ -96,6 +152,7 @@ class MixedPrecision:
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
         """Turns `model`'s float32 parameters into `compute_dtype` copies, whose gradients go to the master weights."""
+        self._host = HostMemory()
         self._copies = list(model.parameters())
         self.master_weights = [nn.Parameter(parameter.data) for parameter in self._copies]
         for copy, master in zip(self._copies, self.master_weights, strict=True):
@@ -104,8 +161,9 @@ class MixedPrecision:
 
     def to(self, device: torch.device, compute_device: torch.device) -> None:
         """Moves the master weights to `device`. The copies exist only while that is `compute_device`."""
+        move = self._host.mover(device)
         for copy, master in zip(self._copies, self.master_weights, strict=True):
-            master.data = master.data.to(device)
+            master.data = move(master.data)
             copy.data = master.data.to(copy.dtype) if device == compute_device else copy.data.new_empty(0)
 
     def refresh(self) -> None:
@@ -128,18 +186,6 @@ class _Accumulate:
         else:
             self._master.grad.add_(copy.grad)
         copy.grad = None
-
-
-def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device, or on the host, to which copies go through pinned memory if there is a GPU."""
-    return to_host(tensor) if device == HOST else tensor.to(device, non_blocking=True)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the host's memory, pinned if it comes from a GPU: the way back then takes a fourth of the time."""
-    if tensor.device.type != "cuda" or isinstance(tensor, DTensor):
-        return tensor.to(HOST)
-    return torch.empty_like(tensor, device=HOST, pin_memory=True).copy_(tensor)
 
 
 class Offload:

@@ -4,23 +4,26 @@ The vocabulary projection is computed one chunk of positions at a time, so that 
 the backward pass. A CPU has memory for the logits of many positions, and keeps those as one chunk. It works on a
 chunk's logits one block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some
 rows of the projection, and ranks exchange a few numbers per position. The gradient is exact for any loss of the
-log-probs and the entropies.
+log-probs and the entropies. Where tokens were sampled from kept sets, a chunk is multiplied with their words only.
 
-Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here,
+Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here, or used by a chunk,
 R rank of an adapter of the projection, with `inner` [S, R] the scaled product of the hidden states and its A.
 """
 
 import functools
 import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, Distribution
+from rl.sampling import KeptSets
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution
 from trainer.engines.pytorch.low_rank import LowRank
+from trainer.engines.pytorch.ranks import sum_over
 
 
 class LogitsMemory(threading.local):
@@ -92,6 +95,9 @@ def _grown(memory: Tensor, num_bytes: int) -> Tensor:
 
 MEMORY = LogitsMemory()
 _MIN_CHUNK_BYTES_ON_GPU = 128 << 20
+# Positions whose kept sets are put together on the CPU: fewer have fewer different words, and more share the time in
+# which the rows of these words are gathered.
+_KEPT_POSITIONS = 256
 _LOG2_E = 1 / math.log(2)
 
 
@@ -108,19 +114,22 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
-    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Logits are
-    then divided by the temperatures of `distribution`.
+    With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    `distribution` says by what logits are then divided and which words have a probability; by default, by 1 and all.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
     rank's parts of sums over the group. Returns log-probs [S] float32 and, if asked for, entropies [S] float32 in nats;
-    both are differentiable.
+    both are differentiable. Of float64 they are float64.
     """
+    if distribution.kept is not None and not distribution.kept.counts.all():
+        return _in_two(hidden, weight, targets, distribution, entropy=entropy, group=group, low_rank=low_rank)
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
     )
-    key = MEMORY.keep(hidden.shape[0], weight) if has_gradient and hidden.device.type == "cpu" else None
+    keeps = has_gradient and hidden.device.type == "cpu" and distribution.kept is None
+    key = MEMORY.keep(hidden.shape[0], weight) if keeps else None
     logprobs, entropies = _ChunkedLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         *(hidden, weight, inner, b, targets), entropy, group, key, distribution, cap
     )
@@ -130,6 +139,22 @@ def logprobs_and_entropy(
 def values(hidden: Tensor, weight: Tensor) -> Tensor:
     """The values [S] float32 that a value head of weight [1, D] gives hidden states [S, D]."""
     return (hidden.float() @ weight.float().T)[:, 0]
+
+
+def _in_two(
+    hidden: Tensor, weight: Tensor, targets: Tensor, distribution: Distribution, *, entropy: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`logprobs_and_entropy` of positions with kept sets, and of others."""
+    assert distribution.kept is not None
+    is_cut = torch.from_numpy(distribution.kept.counts > 0).to(hidden.device)
+    cut, whole = is_cut.nonzero()[:, 0], (~is_cut).nonzero()[:, 0]
+    scored = [
+        logprobs_and_entropy(hidden[where], weight, targets[where], entropy=entropy, distribution=part, **options)
+        for where, part in ((cut, distribution.at(cut)), (whole, replace(distribution.at(whole), kept=None)))
+    ]
+    order = torch.cat([cut, whole]).argsort()
+    entropies = [of_part for _, of_part in scored if of_part is not None]
+    return torch.cat([of_part for of_part, _ in scored])[order], torch.cat(entropies)[order] if entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -148,23 +173,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         size = hidden.shape[0]
-        lse = hidden.new_empty(size, dtype=torch.float32)
+        lse = hidden.new_empty(size, dtype=_exact(hidden))
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
         start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         ctx.key, ctx.scale, ctx.cap = key, distribution.scale, cap
-        for part in _parts(hidden, weight, key):
-            logits = _logits(hidden, weight, inner, b, part, cap, out=MEMORY.kept(key, part))
-            column, here = _local_targets(targets[part], start_row, weight.shape[0])
+        ctx.start_row, kept = start_row, distribution.kept
+        ctx.parts = None if kept is None else _parts_with_words(hidden, weight, kept, start_row)
+        for part, words in ctx.parts or _parts(hidden, weight, key):
+            logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
+            column, here = _local_targets(targets[part] - start_row, weight.shape[0], words)
             scale = None if ctx.scale is None else ctx.scale[part]
-            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].float(), scale) * here
+            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].to(lse.dtype), scale) * here
             log_sum, expected = _softmax_sums(logits, entropy, scale)
-            lse[part] = _sum_over(group, log_sum.clone(), log=True)
-            logprobs[part] = _sum_over(group, chosen) - lse[part]
+            lse[part] = sum_over(group, log_sum.clone(), log=True)
+            logprobs[part] = sum_over(group, chosen) - lse[part]
             if entropies is not None and expected is not None:
-                entropies[part] = lse[part] - _sum_over(group, expected * torch.exp(log_sum - lse[part]))
+                entropies[part] = lse[part] - sum_over(group, expected * torch.exp(log_sum - lse[part]))
         ctx.save_for_backward(hidden, weight, inner, b, targets, lse, entropies)
-        ctx.start_row = start_row
         return logprobs, entropies
 
     @staticmethod
@@ -177,30 +203,38 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_inner = None if inner is None else torch.empty_like(inner)
         grad_weight: Tensor | None = None
         grad_b: Tensor | None = None
-        for part in _parts(hidden, weight, ctx.key):
+        for part, words in ctx.parts or _parts(hidden, weight, ctx.key):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
-                logits = _logits(hidden, weight, inner, b, part, ctx.cap)
-            column, here = _local_targets(targets[part], ctx.start_row, weight.shape[0])
+                logits = _logits((hidden, weight, inner, b), part, words, ctx.cap)
+            column, here = _local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
             scale = None if ctx.scale is None else ctx.scale[part]
             grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale, ctx.cap)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
+                torch.mm(grad_logits, weight if words is None else words.of_tensor(weight), out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
-                grad_weight = _added(grad_weight, grad_logits.T @ hidden[part])
+                grad_weight = _added(grad_weight, grad_logits.T @ hidden[part], weight, words)
             if inner is not None and grad_inner is not None:
-                torch.mm(grad_logits, b, out=grad_inner[part])
-                grad_b = _added(grad_b, grad_logits.T @ inner[part])
+                torch.mm(grad_logits, b if words is None else words.of_tensor(b), out=grad_inner[part])
+                grad_b = _added(grad_b, grad_logits.T @ inner[part], b, words)
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
         return grad_hidden, grad_weight, grad_inner, grad_b, *(None,) * 6
 
 
-def _added(total: Tensor | None, update: Tensor) -> Tensor:
-    """The sum over chunks, in float32 as soon as there are two."""
-    return update if total is None else total.float().add_(update)
+def _exact(tensor: Tensor) -> torch.dtype:
+    """The dtype of what is computed of a tensor's logits."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _added(total: Tensor | None, update: Tensor, tensor: Tensor, words: ChunkWords | None) -> Tensor:
+    """The sum over chunks of the gradients of a tensor's rows, in float32 as soon as there are two."""
+    if words is not None and words.rows is not None:
+        total = torch.zeros_like(tensor, dtype=_exact(tensor)) if total is None else total
+        return total.index_add_(0, words.rows, update.to(total.dtype))
+    return update if total is None else total.to(_exact(tensor)).add_(update)
 
 
 def _like(tensor: Tensor, grad: Tensor | None) -> Tensor:
@@ -226,15 +260,29 @@ def chunk_bytes_on_gpu(memory_bytes: int) -> int:
     return max(_MIN_CHUNK_BYTES_ON_GPU, memory_bytes // 64)
 
 
-def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[slice]:
+def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[tuple[slice, None]]:
     """Cuts S positions into those whose logits are kept, in one part, and chunks of the others.
 
     Each part adds a [V, D] gradient to the sum, which takes as long as the products of hundreds of positions.
     """
     num_kept = MEMORY.num_kept(key)
     others = _chunks(hidden.shape[0] - num_kept, weight.shape[0], _chunk_bytes(hidden.device))
-    parts = [slice(num_kept + part.start, num_kept + part.stop) for part in others]
-    return [slice(0, num_kept), *parts] if num_kept else parts
+    parts = [(slice(num_kept + part.start, num_kept + part.stop), None) for part in others]
+    return [(slice(0, num_kept), None), *parts] if num_kept else parts
+
+
+def _parts_with_words(hidden: Tensor, weight: Tensor, kept: KeptSets, start_row: int) -> list[tuple[slice, ChunkWords]]:
+    """Cuts S positions into chunks, each with the words of its kept sets: all words if they are half of all or more."""
+
+    def with_words(limit_bytes: int, *, gathers: bool) -> list[tuple[slice, ChunkWords]]:
+        here = (start_row, len(weight), hidden.device)
+        parts = _chunks(len(hidden), len(weight), limit_bytes)
+        return [(part, ChunkWords.of(kept.part(part.start, part.stop), *here, gathers=gathers)) for part in parts]
+
+    limit = _KEPT_POSITIONS * len(weight) * 4 if hidden.device.type == "cpu" else _chunk_bytes(hidden.device)
+    parts = with_words(limit, gathers=True)
+    num_rows = sum(len(words.rows) for _, words in parts if words.rows is not None)
+    return parts if 2 * num_rows < len(parts) * len(weight) else with_words(_chunk_bytes(hidden.device), gathers=False)
 
 
 def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
@@ -245,21 +293,23 @@ def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    inner: Tensor | None,
-    b: Tensor | None,
+    operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     part: slice,
+    words: ChunkWords | None,
     cap: float | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[C, V] in the dtype of the weights."""
+    """[C, V] in the dtype of the weights, of `hidden`, `weight`, `inner` and `b`. With `words`, V is their number."""
+    hidden, weight, inner, b = operands
+    weight = weight if words is None else words.of_tensor(weight)
     if out is None and weight.device.type == "cpu":
         out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
     logits = torch.mm(hidden[part], weight.T, out=out)
     if inner is not None and b is not None:
-        logits.addmm_(inner[part], b.T)
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        logits.addmm_(inner[part], (b if words is None else words.of_tensor(b)).T)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
+    return logits if words is None else words.restrict_(logits)
 
 
 def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -267,7 +317,7 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
 
     Both are [C] float32.
     """
-    log_sum = logits.new_empty(len(logits), dtype=torch.float32)
+    log_sum = logits.new_empty(len(logits), dtype=_exact(logits))
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
         block = _float32(logits[rows], scale, rows)
@@ -289,10 +339,7 @@ def _gradient_(
     scale: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Turns logits [C, V] into the gradient of the projection's output.
-
-    `of_entropy` are the entropies' gradients and values; all are [C].
-    """
+    """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
@@ -307,7 +354,7 @@ def _gradient_(
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], of_target[:, None])
         if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2
-            block.mul_(1 - (logits[rows].float() / cap).square_())
+            block.mul_(1 - (logits[rows].to(block.dtype) / cap).clamp_(min=-1).square_())  # -inf without the word
         logits[rows] = block
     return logits
 
@@ -322,8 +369,8 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    if logits.device.type != "cpu":
-        block = logits.to(torch.float32, copy=True)
+    if logits.device.type != "cpu" or logits.dtype == torch.float64:
+        block = logits.to(_exact(logits), copy=True)
     else:
         block = MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
@@ -338,22 +385,11 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(_LOG2_E).exp2_()
 
 
-def _local_targets(targets: Tensor, start_row: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Column of each target among the rows held here, and 1.0 where it is held here; elsewhere both are 0."""
-    column = targets - start_row
-    here = (column >= 0) & (column < rows)
-    return column * here, here.float()
-
-
-def _sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:
-    """Sums a [C] tensor over the group; with `log`, returns the log of the summed exponentials."""
-    if group is None:
-        return value
-    if not log:
-        dist.all_reduce(value, group=group)
-        return value
-    largest = value.clone()  # subtracted before `exp`, which would overflow otherwise
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = torch.exp(value - largest)
-    dist.all_reduce(total, group=group)
-    return largest + total.log()
+def _local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tuple[Tensor, Tensor]:
+    """Column of each target, given its row [C], and 1.0 where the row is held here; elsewhere both are 0."""
+    if words is not None and words.rows is not None:
+        column = torch.searchsorted(words.rows, rows).clamp_(max=len(words.rows) - 1)
+        here = words.rows[column] == rows
+        return column * here, here.float()
+    here = (rows >= 0) & (rows < num_rows)
+    return rows * here, here.float()

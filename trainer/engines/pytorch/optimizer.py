@@ -1,22 +1,38 @@
-"""AdamW over plain or sharded float32 parameters. Every hyper-parameter comes with the step."""
+"""AdamW and Muon over plain or sharded float32 parameters. Every hyper-parameter comes with the step.
+
+Muon replaces the mean of a matrix's gradient by the nearest matrix whose singular values are about 1, found by a
+polynomial of products of the matrix with itself: https://kellerjordan.github.io/posts/muon. A sharded matrix is
+gathered for that, and every rank that holds a part computes the whole; a stack of experts, sharded by experts, is not.
+"""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from rl.types import AdamParams
-from trainer.engines.pytorch.engine_state import move, to_host
+from rl.types import AdamParams, MuonParams
+from trainer.engines.pytorch.engine_state import HostMemory
 
-PIECE_BYTES = 1 << 30
-"""Moments that are on the device in float32 at a time while they are kept elsewhere, or in another dtype."""
+PIECE_BYTES = 256 << 20
+"""Moments in float32 that are updated at a time while they are kept elsewhere, or in another dtype."""
 
+States = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
+"""Moments and step count of each parameter."""
+
+_IS_MUON = "is_muon"
+"""Key of a parameter group whose matrices take Muon's step."""
+_OUTER = ("embed_tokens", "lm_head", "score")
+"""Modules whose matrices are no hidden layer's: one of their sides is the vocabulary, or a single value."""
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
+_SMALLEST_NORM = 1e-7
 _MAX_BETA2 = 0.99  # in bfloat16, smaller changes of the second moment than this leaves are rounded away
 
 
@@ -33,6 +49,7 @@ class Optimizer:
         self._dtype = dtype
         self._replicas = replicas
         self._parameters = parameters
+        self._host = HostMemory()
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
     def check(self, params: AdamParams, device: torch.device) -> None:
@@ -78,34 +95,78 @@ class Optimizer:
             for grad in grads:
                 grad.mul_(factor)
         groups = self._groups(params)
-        in_place = fetch_to is None and self._dtype == torch.float32
-        for part in [groups] if in_place else _pieces(groups):
-            self._adamw.param_groups = part
-            with contextlib.nullcontext() if in_place else self._fetched(part, fetch_to):
-                self._adamw.step()
+        if fetch_to is None and self._dtype == torch.float32:
+            self._update(groups, params)
+        else:
+            self._step_in_pieces(list(_pieces(groups)), params, fetch_to)
         return norm
 
-    @contextlib.contextmanager
-    def _fetched(self, groups: Sequence[dict[str, Any]], device: torch.device | None) -> Generator[None]:
-        """Within the block, the moments of these groups are in float32 on the device; None is where they are."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        at_home = {parameter: dict(self._adamw.state[parameter]) for parameter in parameters}
+    def _update(self, groups: Sequence[dict[str, Any]], params: AdamParams) -> None:
+        """One step of these groups' parameters, with the moments where they are."""
+        self._adamw.param_groups = [group for group in groups if not group[_IS_MUON]]
+        self._adamw.step()
+        if not isinstance(params, MuonParams):
+            return
+        for matrix, rate in ((each, group["lr"]) for group in groups if group[_IS_MUON] for each in group["params"]):
+            state = self._adamw.state[matrix]
+            if not state:  # as AdamW makes one; the second moment is for a later step of AdamW
+                state["step"] = torch.zeros((), device=matrix.device)
+                state |= {name: torch.zeros_like(matrix, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            state["step"] += 1
+            _muon_update(matrix, state["exp_avg"], params, rate)
+
+    def _step_in_pieces(
+        self, pieces: Sequence[dict[str, Any]], params: AdamParams, device: torch.device | None
+    ) -> None:
+        """Updates a piece while the next one comes and the last one goes back, so three are on the device at most."""
+        on_gpu = device is not None and device.type == "cuda"
+        incoming, outgoing = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
+        back: Any = None
+        ahead = self._fetch(pieces[0], device)
+        for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+            at_home = ahead
+            with _beside(incoming):
+                ahead = {} if following is None else self._fetch(following, device)
+            self._update([piece], params)
+            if incoming is not None and outgoing is not None:
+                self._hold(piece, outgoing)
+            with _beside(outgoing):
+                self._return(at_home, on_host=device is not None)
+            if incoming is not None and outgoing is not None:
+                if back is not None:
+                    back.synchronize()
+                back = outgoing.record_event()
+                torch.cuda.current_stream().wait_stream(incoming)
+        if outgoing is not None:
+            outgoing.synchronize()  # the host may read the moments now
+
+    def _hold(self, piece: Mapping[str, Any], stream: torch.cuda.Stream) -> None:
+        """Keeps the memory of moments until their computation and their copies on `stream`, which waits, are done."""
+        stream.wait_stream(torch.cuda.current_stream())
+        for value in (value for parameter in piece["params"] for value in self._adamw.state[parameter].values()):
+            for user in (torch.cuda.current_stream(), stream):
+                _local(value).record_stream(user)
+
+    def _fetch(self, piece: Mapping[str, Any], device: torch.device | None) -> States:
+        """Brings moments to the device in float32; None is where they are. Returns them as they are kept."""
+        at_home: States = {parameter: dict(self._adamw.state[parameter]) for parameter in piece["params"]}
         for parameter, state in at_home.items():
             self._adamw.state[parameter] = {
-                name: value.to(device or value.device, torch.float32, non_blocking=True)
-                for name, value in state.items()
+                name: value.to(device or value.device, non_blocking=True).float() for name, value in state.items()
             }
-        yield
+        return at_home
+
+    def _return(self, at_home: States, *, on_host: bool) -> None:
         for parameter, state in at_home.items():
             for name, value in self._adamw.state[parameter].items():
+                cast = value if name == "step" else value.to(self._dtype)
                 # The first step makes a state, which has no memory of its own yet.
                 home = state.get(name)
-                if home is None:
-                    cast = value if name == "step" else value.to(self._dtype)
-                    home = cast if device is None else to_host(cast)
-                else:
-                    home.copy_(value)
-                self._adamw.state[parameter][name] = home
+                if home is not None:
+                    home.copy_(cast, non_blocking=True)
+                self._adamw.state[parameter][name] = (
+                    home if home is not None else self._host.keep(cast) if on_host else cast
+                )
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns moments and step count of every parameter, by name. Allocates zeros before the first step."""
@@ -113,8 +174,9 @@ class Optimizer:
 
     def to(self, device: torch.device) -> None:
         """Moves all moments and step counts."""
+        move = self._host.mover(device)
         for state in self._adamw.state.values():
-            state.update({name: move(value, device) for name, value in state.items()})
+            state.update({name: move(value) for name, value in state.items()})
 
     def forget_unused(self) -> None:
         """Frees the zeros that `state` allocated, if no step has been taken."""
@@ -134,12 +196,13 @@ class Optimizer:
         return state
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
-        """One group per learning-rate multiplier and device mesh, because the fused step cannot mix them."""
-        members: dict[tuple[float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
+        """One group per kind of step, learning-rate multiplier and mesh, because the fused step cannot mix them."""
+        members: dict[tuple[bool, float, DeviceMesh | None], list[torch.nn.Parameter]] = {}
         for name, parameter in self._parameters.items():
             multiplier = _multiplier(name, params.learning_rate_multipliers)
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            members.setdefault((multiplier, mesh), []).append(parameter)
+            is_muon = isinstance(params, MuonParams) and is_hidden_matrix(name, parameter)
+            members.setdefault((is_muon, multiplier, mesh), []).append(parameter)
         return [
             {
                 **self._adamw.defaults,
@@ -148,12 +211,18 @@ class Optimizer:
                 "betas": (params.beta1, params.beta2),
                 "eps": params.eps,
                 "weight_decay": params.weight_decay,
+                _IS_MUON: is_muon,
             }
-            for (multiplier, _), parameters in members.items()
+            for (is_muon, multiplier, _), parameters in members.items()
         ]
 
 
-def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, a GPU's work is queued on another stream than its computation."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Cuts groups into pieces of parameters whose moments take at most `PIECE_BYTES`, or of one parameter."""
     for group in groups:
         piece: list[torch.nn.Parameter] = []
@@ -161,15 +230,19 @@ def _pieces(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         for parameter in group["params"]:
             moments = 2 * _local_bytes(parameter)
             if piece and num_bytes + moments > PIECE_BYTES:
-                yield [{**group, "params": piece}]
+                yield {**group, "params": piece}
                 piece, num_bytes = [], 0
             piece.append(parameter)
             num_bytes += moments
-        yield [{**group, "params": piece}]
+        yield {**group, "params": piece}
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+    return _local(parameter).nbytes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _multiplier(name: str, multipliers: Mapping[str, float]) -> float:
@@ -190,3 +263,50 @@ def _square_sum(grads: Iterable[torch.Tensor], plain_replicas: int) -> float:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.item()
+
+
+def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon updates the parameter of this Hugging Face name: a matrix, or a stack of experts' matrices."""
+    of_experts = parameter.ndim == 3 and "expert" in name
+    return (parameter.ndim == 2 or of_experts) and not any(part in _OUTER for part in name.split("."))
+
+
+@torch.no_grad()
+def _muon_update(matrix: torch.Tensor, mean: torch.Tensor, params: MuonParams, learning_rate: float) -> None:
+    """Updates `matrix` [..., m, n] and `mean`, its gradient's running mean, in place, if it has a gradient."""
+    if matrix.grad is None:
+        return
+    local, gradient, average = (_local(each) for each in (matrix, matrix.grad, mean))
+    average.lerp_(gradient, 1 - params.beta1)
+    direction = gradient.lerp(average, params.beta1) if params.nesterov else average
+    size = 0.2 * math.sqrt(max(matrix.shape[-2:]))
+    local.mul_(1 - learning_rate * params.weight_decay)
+    local.add_(_orthogonal_part(matrix, direction, params.num_iterations), alpha=-learning_rate * size)
+
+
+def _orthogonal_part(matrix: torch.Tensor, direction: torch.Tensor, num_iterations: int) -> torch.Tensor:
+    """This rank's part of the orthogonalised direction, of which `direction` is this rank's part."""
+    if not isinstance(matrix, DTensor):
+        return _orthogonalized(direction, num_iterations)
+    mesh, placements = matrix.device_mesh, matrix.placements
+    if matrix.ndim == 3 and all(each.is_replicate() or each.is_shard(0) for each in placements):
+        return _orthogonalized(direction, num_iterations)
+    shape, stride = matrix.shape, matrix.stride()
+    sharded = DTensor.from_local(direction, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = _orthogonalized(sharded.full_tensor(), num_iterations)
+    return (
+        DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        .redistribute(mesh, placements)
+        .to_local()
+    )
+
+
+def _orthogonalized(matrix: torch.Tensor, num_iterations: int) -> torch.Tensor:
+    """[..., m, n] -> the same singular vectors with singular values of about 1, by Newton-Schulz iterations."""
+    x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix  # products of the shorter side cost less
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
+    a, b, c = _QUINTIC
+    for _ in range(num_iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x

@@ -31,6 +31,19 @@ def prepare_torchtitan() -> None:
     utils.device_type, utils.device_module = "cpu", torch.cpu
 
 
+def compile_attention_untuned() -> None:
+    """Has FlexAttention compiled with the block sizes that PyTorch chooses for the GPU.
+
+    Reason: torchtitan times dozens of variants of the kernel, for each new kind of row, in the first steps of a run.
+    Remove when `FlexAttention.Config` has an option for it.
+    """
+    from torchtitan.models.common.attention import FlexAttention, flex_attention
+
+    FlexAttention.inductor_configs |= {"max_autotune": False, "coordinate_descent_tuning": False}
+    compiled = torch.compile(flex_attention, options=FlexAttention.inductor_configs)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    FlexAttention._compiled_flex_attn = staticmethod(compiled)  # pyright: ignore[reportPrivateUsage]
+
+
 @contextlib.contextmanager
 def without_torchtitans_loop() -> Generator[None]:
     """Within the block, a module that imports torchtitan's training loop gets a class that nothing is an instance of.

@@ -1,6 +1,6 @@
 """The page of a run: what it holds, and what a browser makes of it.
 
-Covers: controller/runs/report/page.py
+Covers: controller/runs/report/page.py, controller/commands/report_run.py
 """
 
 import html

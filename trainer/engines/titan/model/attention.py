@@ -27,6 +27,7 @@ from torchtitan.protocols.module import Module
 from rl.data.packing import Document
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
+from trainer.engines.titan._compat import compile_attention_untuned
 
 
 class DocumentAttention(FlexAttention):
@@ -85,7 +86,10 @@ class SegmentAttention(FlexAttention):
 
 def choose_inner_attention(device: torch.device) -> Module.Config:
     """The attention of a device."""
-    return DocumentAttention.Config() if device.type == "cpu" else SegmentAttention.Config()
+    if device.type == "cpu":
+        return DocumentAttention.Config()
+    compile_attention_untuned()
+    return SegmentAttention.Config()
 
 
 def shares_prefixes(device: torch.device, *, context_parallel: bool) -> bool:

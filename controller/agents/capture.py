@@ -1,0 +1,336 @@
+"""Answers a program's requests inside a generator's process, and notes the tokens that were read and sampled.
+
+    request ---> vLLM's serving code ---> CapturingRenderer.preprocess_chat: the prompt's exact tokens (`splicing.py`)
+                        |
+                        +---------------> CapturingClient.generate: our sampling; tokens, log-probs, versions are noted
+    answer  <--- the record as one line of JSON, then vLLM's answer; in a stream the record comes before the last events
+
+All of vLLM's dialects pass through these two places, streams too, and parsers work behind them. The generator keeps no
+session: a request brings the earlier calls along. What depends on vLLM's own structure is in this file alone.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import RequestOutput
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind
+
+from controller.agents.records import RECORD, CallRecord, SessionRequest
+from controller.agents.splicing import Message, Prompt, digests, find_prompt, hide_control_tokens
+from generator.engine import GenerationEngine
+from generator.openai_calls import OpenAICall
+from generator.openai_serving import EngineClient, OpenAIServing
+from rl.rollouts.tokenizer import TextEncoder
+from rl.system.hf_config import end_token_ids, read_config
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
+# Options of a template that do not change what earlier messages say.
+_NOT_CONTEXT = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template")
+
+
+@dataclass(slots=True)
+class _Now:
+    """The request in hand, in the order in which its fields become known."""
+
+    session: SessionRequest
+    request: Any = None
+    constrained: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The options of the chat template."""
+    conversation: list[Message] = field(default_factory=list[Message])
+    prompt: Prompt | None = None
+    parser_class: Any = None
+    record: CallRecord | None = None
+
+    @property
+    def context(self) -> list[Any]:
+        """What the digests of the conversation begin with."""
+        return sorted((name, value) for name, value in self.options.items() if name not in _NOT_CONTEXT and value)
+
+
+_NOW: ContextVar[_Now] = ContextVar("now")
+
+
+@dataclass(slots=True)
+class _Template:
+    """A model's chat template with one request's options; implements `splicing.Template`."""
+
+    encoder: TextEncoder
+    stops: frozenset[int]
+    model_config: Any
+    tokenizer: Any
+    options: Mapping[str, Any]
+
+    def render(self, conversation: Sequence[Message], *, opened: bool) -> str:
+        """The conversation as text; `opened` for an answer to follow."""
+        messages: Any = [dict(message) for message in conversation]
+        options: Any = {
+            **self.options,
+            "add_generation_prompt": opened,
+            "continue_final_message": False,
+            "tokenize": False,
+        }
+        return str(safe_apply_chat_template(self.model_config, self.tokenizer, messages, **options))
+
+
+class CapturingRenderer(OnlineRenderer):
+    """Continues a session's exact tokens where a request continues its messages."""
+
+    async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
+        """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
+        _check_request(request, messages)
+        now = _NOW.get()
+        now.request, now.constrained = request, _wants_form(request)  # before a parser adds a form of its own
+        made: Any = await super().preprocess_chat(request, messages, *args, **options)
+        conversation, inputs = made
+        template = self._template(request, options)
+        now.conversation, now.parser_class = list(conversation), self.parser
+        now.options = {} if template is None else template.options
+        rendered = inputs[0]["prompt_token_ids"]
+        if template is not None:
+            shown, hidden = hide_control_tokens(conversation, template.encoder)
+            if hidden:
+                rendered = template.encoder.rendered(template.render(shown, opened=True), hidden)
+        now.prompt = find_prompt(rendered, conversation, now.context, now.session.earlier, template)
+        inputs[0]["prompt_token_ids"] = list(now.prompt.tokens)
+        return conversation, inputs
+
+    def _template(self, request: Any, options: Mapping[str, Any]) -> _Template | None:
+        """The template with a request's options; None for a tokenizer without templates of Hugging Face's kind."""
+        if not isinstance(self.renderer, HfRenderer):
+            return None
+        defaults = {**(options["default_template_kwargs"] or {}), "tools": options["tool_dicts"], "tokenize": False}
+        chat = request.build_chat_params(options["default_template"], options["default_template_content_format"])
+        shown = chat.with_defaults(defaults).get_apply_chat_template_kwargs()
+        tokenizer: Any = self.renderer.tokenizer
+        model = Path(self.model_config.model)
+        stops = {*end_token_ids(model, read_config(model)), tokenizer.eos_token_id} - {None}
+        return _Template(TextEncoder(tokenizer), frozenset(stops), self.model_config, tokenizer, shown)
+
+
+class CapturingClient(EngineClient):
+    """Samples as the session says, and makes the record of a call."""
+
+    def generate(
+        self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput]:
+        """The outputs of one request."""
+        now = _NOW.get()
+        params = _our_sampling(sampling_params, now)
+        return self._captured(now, super().generate(prompt, params, request_id, **options), params)
+
+    async def _captured(
+        self, now: _Now, outputs: AsyncGenerator[RequestOutput], params: vllm.SamplingParams
+    ) -> AsyncGenerator[RequestOutput]:
+        tokens, logprobs, text = list[int](), list[float](), ""
+        async with aclosing(outputs):
+            async for output in outputs:
+                sample = output.outputs[0]
+                if params.output_kind != RequestOutputKind.DELTA:
+                    tokens, logprobs, text = [], [], ""
+                rows: Any = sample.logprobs or []
+                logprobs += [row[token].logprob for row, token in zip(rows, sample.token_ids, strict=True)]
+                tokens += sample.token_ids
+                text += sample.text
+                if sample.finish_reason is not None:
+                    spans = sample.weight_versions or []
+                    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+                    now.record = self._record(now, tokens, logprobs, versions, text, sample.finish_reason)
+                yield output
+
+    def _record(
+        self,
+        now: _Now,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        text: str,
+        finish_reason: str,
+    ) -> CallRecord | None:
+        if finish_reason not in ("stop", "length"):  # vLLM gave the request up
+            return None
+        assert now.prompt is not None
+        tokenizer: Any = self.renderer.tokenizer
+        new = now.prompt.tokens[now.prompt.num_earlier :]
+        return CallRecord(
+            parent=now.prompt.parent,
+            how=now.prompt.how,
+            prompt_tokens=tuple(new),
+            prompt=tokenizer.decode(new),
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            text=tokenizer.decode(tokens),
+            finish_reason=finish_reason,
+            digest=digests([*now.conversation, self._answer(now, text, tokens)], now.context)[-1],
+            constrained=now.constrained,
+        )
+
+    def _answer(self, now: _Now, text: str, tokens: Sequence[int]) -> Message:
+        """The answer as the client reads it, and will send it back."""
+        if now.parser_class is None:
+            return {"role": "assistant", "content": text}
+        assert now.prompt is not None
+        tokenizer, tools = self.renderer.tokenizer, now.request.tools
+        options = dict(now.options)
+        parser = now.parser_class(tokenizer, tools, model_config=self.model_config, chat_template_kwargs=options)
+        parser.set_prompt_token_ids(now.prompt.tokens)
+        reasoning, content, calls = parser.parse(text, now.request, bool(tools), tokens)
+        said = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
+        return {"role": "assistant", "content": content, "reasoning": reasoning, "tool_calls": said}
+
+
+class CapturingServing(OpenAIServing):
+    """Answers chat completions, Responses and Anthropic messages of a session. `OpenAICall.extra` is its request."""
+
+    renderer_class = CapturingRenderer
+    client_class = CapturingClient
+
+    def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
+        """Raises ValueError as the base does, and for gpt-oss, whose prompts vLLM makes in a way of their own."""
+        super().__init__(engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        chat: Any = self._chat
+        if chat.online_renderer.use_harmony:
+            raise ValueError("gpt-oss is not supported at an agent's endpoint; train it with an environment of rl.envs")
+        options: Any = {**self.template, "online_renderer": chat.online_renderer}
+        responses = OpenAIServingResponses(chat.engine_client, chat.models, **options)
+        messages = AnthropicServingMessages(chat.engine_client, chat.models, "assistant", **options)
+        self._dialects: dict[str, tuple[Any, Any]] = {
+            "chat/completions": (ChatCompletionRequest, chat.create_chat_completion),
+            "responses": (ResponsesRequest, responses.create_responses),
+            "messages": (AnthropicMessagesRequest, messages.create_messages),
+            "messages/count_tokens": (AnthropicCountTokensRequest, messages.count_tokens),
+        }
+
+    async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
+        """The status, and a line with the record, if there is one, and then JSON; or the events of a stream."""
+        now = _Now(call.extra)
+        _NOW.set(now)
+        status, body = await super().answer(call)
+        if not isinstance(body, str):
+            return status, _with_record(body, now, contextvars.copy_context())
+        return status, f"{'' if now.record is None else now.record.as_json()}\n{body}"
+
+    async def _answer(self, call: OpenAICall) -> Any:
+        request_type, create = self._dialects[call.kind]
+        request = request_type.model_validate_json(call.body)
+        request.model = call.model
+        result = await create(request)
+        if call.kind.startswith("messages") and not isinstance(result, ErrorResponse | AsyncGenerator):
+            return _WithoutNulls(result)
+        return result
+
+
+class _WithoutNulls:
+    """An answer whose empty fields are left out, as Anthropic's clients expect."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def model_dump_json(self) -> str:
+        """JSON."""
+        return str(self._result.model_dump_json(exclude_none=True))
+
+
+async def _with_record(events: AsyncGenerator[Any], now: _Now, context: contextvars.Context) -> AsyncGenerator[str]:
+    """The events of a stream as text. The record follows as soon as all is sampled, before the client can know of it.
+
+    vLLM looks at context variables while events are taken, so each is taken in the request's own context.
+    """
+    sent = False
+    async with aclosing(events):
+        while True:
+            event = await asyncio.create_task(_next(events), context=context)
+            if now.record is not None and not sent:
+                sent = True
+                yield RECORD + now.record.as_json()
+            if event is None:
+                return
+            yield event if isinstance(event, str) else _as_event(event)
+
+
+def _as_event(event: Any) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
+
+
+async def _next(events: AsyncGenerator[Any]) -> Any:
+    return await anext(events, None)
+
+
+def _our_sampling(asked: vllm.SamplingParams, now: _Now) -> vllm.SamplingParams:
+    """The session's sampling, with what a request may choose: where it ends, and how its text is shown."""
+    assert now.prompt is not None
+    ours = now.session.sampling
+    seed = None if ours.seed is None else _seed(ours.seed, now.session.repeat, now.prompt.tokens)
+    return vllm.SamplingParams(
+        max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),
+        temperature=ours.temperature,
+        top_p=ours.top_p,
+        top_k=ours.top_k,
+        stop=[*(asked.stop or ()), *ours.stop],
+        stop_token_ids=[*(asked.stop_token_ids or ()), *ours.stop_token_ids],
+        ignore_eos=ours.ignore_eos,
+        seed=seed,
+        logprobs=asked.logprobs or 0,
+        skip_special_tokens=asked.skip_special_tokens,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        structured_outputs=asked.structured_outputs if now.constrained else None,
+        output_kind=asked.output_kind,
+    )
+
+
+def _seed(seed: int, repeat: int, prompt: Sequence[int]) -> int:
+    """A seed that depends on the session's and on the prompt alone, and not on the order of parallel requests."""
+    key = f"{seed}/{repeat}/".encode() + np.array(prompt, dtype=np.int32).tobytes()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
+
+
+def _check_request(request: Any, messages: Sequence[Any]) -> None:
+    """Raises ValueError for a request whose tokens could not be captured as one call."""
+    asks = partial(getattr, request)
+    refused = {
+        "n": (asks("n", None) or 1, 1, "send as many requests"),
+        "use_beam_search": (asks("use_beam_search", False), False, "sample with several requests"),
+        "continue_final_message": (asks("continue_final_message", False), False, "end with a user's message"),
+        "echo": (asks("echo", False), False, "read the prompt from the request"),
+        "previous_response_id": (asks("previous_response_id", None), None, "send the whole input"),
+        "background": (bool(asks("background", False)), False, "wait for the answer, or stream it"),
+    }
+    for name, (value, accepted, instead) in refused.items():
+        if value != accepted:
+            raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
+    for tool in getattr(request, "tools", None) or ():
+        if tool.type != "function":
+            raise ValueError(f"tools has one of type {tool.type!r}; only 'function' is taken, for programs that run it")
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind not in _TEXT_PARTS:
+                raise ValueError(f"a message has a part of type {kind!r}; this endpoint takes text only")
+
+
+def _wants_form(request: Any) -> bool:
+    """Whether the program wants an answer of a certain form, so that vLLM forbids other tokens."""
+    chosen = getattr(request, "tool_choice", None)
+    form = getattr(request, "response_format", None) or getattr(getattr(request, "text", None), "format", None)
+    free = chosen in (None, "auto", "none") and (form is None or form.type == "text")
+    return not free or getattr(request, "structured_outputs", None) is not None

@@ -1,0 +1,178 @@
+"""How tokens are sampled, and which words a cut of the vocabulary (top-k, top-p, min-p) has kept for each of them.
+
+The log-prob of a token is that among its kept words. Legend: N tokens, K kept words of all of them together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[Any]
+"""uint16, which is enough for most sets, or int32."""
+MAX_TOPK_LOGPROBS = 20
+"""vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
+DEFAULT_TOP_K = 512
+"""What `SamplingParams.top_k` becomes where something else cuts the distribution."""
+MAX_SEED = 1 << 62
+"""Bound of `SamplingParams.seed`. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the generator samples. Log-probs always belong to the distribution that was sampled from."""
+
+    max_tokens: int
+    """The largest number of tokens to sample, at least 1."""
+    temperature: float = 1.0
+    """0 samples greedily."""
+    top_p: float = 1.0
+    """Samples from the most probable tokens whose probabilities add up to at least this value; 1 keeps all tokens."""
+    top_k: int = -1
+    """Samples from this many of the most probable tokens; -1 keeps the whole vocabulary. Where `top_p` or `min_p` cuts,
+    it becomes 512, which bounds what has to be recorded of every token."""
+    min_p: float = 0.0
+    """Samples from the tokens that are at least this times as probable as the most probable one; 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. Their tokens stay in the completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
+    ignore_eos: bool = False
+    """Whether the model's own end token does not end a completion."""
+    seed: int | None = None
+    """Sample i of a call uses seed + i. With None, every call draws a new seed."""
+    prompt_logprobs: bool = False
+    """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
+    topk_prompt_logprobs: int = 0
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20. Not recorded."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        bounds = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "topk_prompt_logprobs": (
+                0 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS,
+                f"from 0 to {MAX_TOPK_LOGPROBS}",
+            ),
+        }
+        for name, (fits, accepted) in bounds.items():
+            if not fits:
+                raise ValueError(f"SamplingParams.{name} is {getattr(self, name)}; it must be {accepted}")
+        if self.top_k == -1 and (self.top_p < 1 or self.min_p > 0):
+            object.__setattr__(self, "top_k", DEFAULT_TOP_K)
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        if self.seed is not None and not (isinstance(self.seed, int) and abs(self.seed) <= MAX_SEED):
+            raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
+            raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary."""
+        return self.top_k != -1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of the prompt are asked for."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """N sets of words, one after the other. An empty set stands for the whole vocabulary: nothing was cut off."""
+
+    ids: Ids
+    """[K] the words, rising within each set."""
+    starts: NDArray[np.int64]
+    """[N + 1] where each set begins in `ids`, and the end of the last one."""
+
+    @classmethod
+    def whole(cls, size: int) -> "KeptSets":
+        """`size` sets that stand for the whole vocabulary."""
+        return cls(np.zeros(0, np.uint16), np.zeros(size + 1, np.int64))
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int] | Ids]) -> "KeptSets":
+        """Of sets whose words rise."""
+        counts = [len(each) for each in sets]
+        ids = np.concatenate([np.asarray(each, np.int64) for each in sets]) if any(counts) else np.zeros(0, np.int64)
+        return cls(ids, np.cumsum([0, *counts], dtype=np.int64)).compact()
+
+    @classmethod
+    def joined(cls, parts: Sequence["KeptSets"]) -> "KeptSets":
+        """The sets of all parts, in order."""
+        counts = np.concatenate([part.counts for part in parts])
+        return cls(np.concatenate([part.ids for part in parts]), _starts(counts))
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.starts) - 1
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all sets are the same."""
+        if not isinstance(other, KeptSets):
+            return NotImplemented
+        return np.array_equal(self.starts, other.starts) and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        """Of the words."""
+        return hash((self.ids.astype(np.int64).tobytes(), self.starts.tobytes()))
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[N] the number of words in each set."""
+        return np.diff(self.starts)
+
+    def take(self, indices: NDArray[np.int64]) -> "KeptSets":
+        """The sets with these indices."""
+        counts = self.counts[indices]
+        starts = _starts(counts)
+        places = np.arange(starts[-1]) + np.repeat(self.starts[indices] - starts[:-1], counts)
+        return KeptSets(self.ids[places], starts)
+
+    def part(self, start: int, stop: int) -> "KeptSets":
+        """The sets `start` to `stop - 1`."""
+        starts = self.starts[start : stop + 1]
+        return KeptSets(self.ids[starts[0] : starts[-1]], starts - starts[0])
+
+    def compact(self) -> "KeptSets":
+        """The same sets with ids of the smaller of the two dtypes that holds them."""
+        return KeptSets(self.ids.astype(np.uint16 if self.ids.max(initial=0) < 1 << 16 else np.int32), self.starts)
+
+    def numbers(self) -> NDArray[np.int64]:
+        """[N] a number for each set; the same ones have the same number."""
+        seen = dict[bytes, int]()
+        sets = (self.ids[start:stop].tobytes() for start, stop in pairwise(self.starts.tolist()))
+        return np.array([seen.setdefault(each, len(seen)) for each in sets], dtype=np.int64)
+
+    def fault(self, targets: NDArray[np.int64], vocab_size: int) -> str:
+        """What is wrong with these sets for tokens [N] that were sampled from them; empty if nothing is."""
+        if len(self) != len(targets):
+            return f"has {len(self)} sets; there are {len(targets)} tokens"
+        if self.ids.dtype.name not in ("uint16", "int32"):
+            return f"has ids of dtype {self.ids.dtype}; they must be uint16 or int32"
+        if self.starts[0] != 0 or self.starts[-1] != len(self.ids) or (self.counts < 0).any():
+            return f"has starts that do not rise from 0 to the number of its ids, {len(self.ids)}"
+        ids, owners = self.ids.astype(np.int64), np.repeat(np.arange(len(self)), self.counts)
+        if len(wrong := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
+            return f"has the word {ids[wrong[0]]}; token ids are between 0 and {vocab_size - 1}"
+        if len(wrong := np.flatnonzero((np.diff(ids) <= 0) & (np.diff(owners) == 0))):
+            return f"has a set, at {owners[wrong[0]]}, whose words do not rise"
+        found = np.bincount(owners[ids == targets[owners]], minlength=len(self))
+        if len(wrong := np.flatnonzero((self.counts > 0) & (found == 0))):
+            return f"has a set, at {wrong[0]}, without the token {targets[wrong[0]]} that was sampled from it"
+        return ""
+
+
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

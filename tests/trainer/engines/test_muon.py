@@ -1,0 +1,179 @@
+"""Muon's step: against NumPy and torch's own, in every layout, with AdamW for the rest, resumed, and refused.
+
+Covers: trainer/engines/pytorch/optimizer.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from rl.losses import get_loss
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3_moe
+from rl.types import AdamParams, MuonParams
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+from trainer.engines.pytorch.optimizer import Optimizer, is_hidden_matrix
+
+Array = NDArray[np.float64]
+SHAPES = {"tall": (30, 8), "wide": (6, 20), "experts": (3, 5, 7), "lm_head": (9, 4), "norm": (11,)}
+BATCH = random_batch(LENGTHS)
+PARAMS = MuonParams(learning_rate=1e-3, weight_decay=0.1)
+
+
+def _expected(gradients: list[Array], params: MuonParams, start: Array) -> Array:
+    """Parameters after a step with each gradient: the formulas of the pages that are cited."""
+    value, mean = start.copy(), np.zeros_like(start)
+    for gradient in gradients:
+        mean = params.beta1 * mean + (1 - params.beta1) * gradient
+        x = params.beta1 * mean + (1 - params.beta1) * gradient if params.nesterov else mean
+        x = x / np.sqrt((x**2).sum(axis=(-2, -1), keepdims=True))
+        for _ in range(params.num_iterations):
+            gram = x @ np.swapaxes(x, -1, -2)
+            x = 3.4445 * x - 4.775 * gram @ x + 2.0315 * gram @ gram @ x
+        size = 0.2 * np.sqrt(max(value.shape[-2:]))
+        value = value * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * size * x
+    return value
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_take_the_step_of_the_formula_and_others_that_of_adamw(nesterov: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    starts = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    gradients = {name: [torch.randn(shape, generator=random) for _ in range(4)] for name, shape in SHAPES.items()}
+    params = MuonParams(learning_rate=1e-2, weight_decay=0.1, nesterov=nesterov, num_iterations=4)
+    parameters = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
+    optimizer = Optimizer(parameters)
+    others = {name: nn.Parameter(starts[name].clone()) for name in ("lm_head", "norm")}
+    adamw = torch.optim.AdamW(others.values(), lr=1e-2, betas=(0.95, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(4):
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name][step].clone()
+        for name, parameter in others.items():
+            parameter.grad = gradients[name][step].clone()
+        optimizer.step(params, 1.0)
+        adamw.step()
+    for name in ("tall", "wide", "experts"):
+        expected = _expected([each.double().numpy() for each in gradients[name]], params, starts[name].double().numpy())
+        np.testing.assert_allclose(parameters[name].detach(), expected, rtol=0, atol=1e-6)
+    for name, parameter in others.items():
+        torch.testing.assert_close(parameters[name], parameter, rtol=0, atol=1e-7)
+
+
+def test_it_agrees_with_torchs_own_muon_to_its_bfloat16() -> None:
+    start, gradients = torch.zeros(16, 24), torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(1))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = Optimizer({"w": ours})
+    muon = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients:
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        optimizer.step(MuonParams(learning_rate=0.1), 1.0)
+        muon.step()
+    assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 0.02
+
+
+def test_moments_elsewhere_and_in_bfloat16_take_the_same_steps() -> None:
+    found: list[torch.Tensor] = []
+    for dtype, host in ((torch.float32, None), (torch.float32, torch.device("cpu")), (torch.bfloat16, None)):
+        parameter = nn.Parameter(torch.zeros(8, 12))
+        optimizer = Optimizer({"w": parameter}, dtype=dtype)
+        for step in range(5):
+            parameter.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+            optimizer.step(replace(PARAMS, beta2=0.95), 1.0, fetch_to=host)
+        found.append(parameter.detach())
+    assert torch.equal(found[0], found[1])
+    assert 0 < float((found[0] - found[2]).norm() / found[0].norm()) < 0.02
+
+
+def test_hidden_matrices_are_told_from_embeddings_heads_and_vectors() -> None:
+    matrix, vector, stack = torch.zeros(4, 4), torch.zeros(4), torch.zeros(2, 4, 4)
+    assert is_hidden_matrix("model.layers.0.self_attn.q_proj.weight", matrix)
+    assert is_hidden_matrix("model.layers.0.mlp.experts.gate_proj", stack)
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "score.weight"):
+        assert not is_hidden_matrix(name, matrix)
+    assert not is_hidden_matrix("model.norm.weight", vector)
+    assert not is_hidden_matrix("model.layers.0.conv1d.weight", stack)
+
+
+def _config(model: Path, **layout: Any) -> TrainerConfig:
+    return TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, **layout)
+
+
+def _step(engine: Engine, config: TrainerConfig, params: AdamParams, rank: int = 0) -> None:
+    local_batch = plan(config, BATCH).split(BATCH)[config.data_parallel_rank(rank)]
+    engine.forward_backward(local_batch, get_loss("cross_entropy"))
+    engine.optim_step(params, 0.01)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"data_parallel_shard": 2},
+    "replicate": {"data_parallel_replicate": 2},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2, "pipeline_schedule": "1F1B"},
+    "fsdp2": {"data_parallel_shard": 2, "engine": "fsdp2"},
+}
+EXPERTS: dict[str, dict[str, Any]] = {"experts": {"data_parallel_shard": 2, "expert_parallel": 2}}
+
+
+def _layouts(rank: int, llama: Path, moe: Path, directory: Path) -> None:
+    for model, layouts in ((llama, LAYOUTS), (moe, EXPERTS)):
+        for name, layout in layouts.items():
+            config = _config(model, **layout)
+            engine = load_engine(config)
+            for _ in range(2):
+                _step(engine, config, PARAMS, rank)
+            parameters = whole(engine)
+            if rank == 0:
+                torch.save(parameters, directory / name)
+
+
+@pytest.mark.ranks
+def test_every_layout_takes_the_steps_of_one_rank(tmp_path: Path) -> None:
+    llama, moe = tiny_llama(tmp_path / "llama", tied=False), tiny_qwen3_moe(tmp_path / "moe")
+    spawn(2, _layouts, llama, moe, tmp_path)
+    for model, layouts in ((llama, LAYOUTS), (moe, EXPERTS)):
+        config = _config(model)
+        engine = load_engine(config)
+        before = {name: tensor.clone() for name, tensor in whole(engine).items()}
+        for _ in range(2):
+            _step(engine, config, PARAMS)
+        expected = whole(engine)
+        for layout in layouts:
+            found = torch.load(tmp_path / layout)
+            moved = {name: (tensor - before[name], expected[name] - before[name]) for name, tensor in found.items()}
+            assert {name: error for name, pair in moved.items() if (error := relative_error(*pair)) > 1e-4} == {}, (
+                layout
+            )
+
+
+def test_a_run_changes_between_optimizers_and_resumes_exactly(tmp_path: Path) -> None:
+    config = _config(tiny_llama(tmp_path / "model"))
+    engine = load_engine(config)
+    for params in (AdamParams(learning_rate=1e-3), PARAMS):
+        _step(engine, config, params)
+    engine.save_checkpoint(tmp_path / "saved")
+    again = load_engine(config)
+    again.load_checkpoint(tmp_path / "saved")
+    for each in (engine, again):
+        for params in (PARAMS, AdamParams(learning_rate=1e-3)):
+            _step(each, config, params)
+    expected = whole(engine)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(again).items())
+
+
+def test_engines_without_whole_matrices_refuse_it(tmp_path: Path) -> None:
+    config = _config(tiny_llama(tmp_path / "model"), engine="fsdp1")
+    with pytest.raises(ValueError, match=r"engine 'fsdp1' has no Muon step; use AdamParams, or .* torchtitan, fsdp2"):
+        config.check_optimizer(PARAMS)
+    config.check_optimizer(AdamParams(learning_rate=1e-3))
+    with pytest.raises(ValueError, match=r"MuonParams.num_iterations is 0; it must be at least 1"):
+        MuonParams(learning_rate=1e-3, num_iterations=0)
+    with pytest.raises(ValueError, match=r"MuonParams.learning_rate is -1; it must be finite"):
+        MuonParams(learning_rate=-1)
