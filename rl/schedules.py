@@ -79,6 +79,16 @@ def adapted_to_kl(learning_rate: float, kl: float, *, target: float, highest: fl
     return min(learning_rate, highest)
 
 
+def adapted_to_entropy(coef: float, entropy: float, *, target: float, change: float = 5e-3) -> float:
+    """The next step's `entropy_coef`: higher by `change` after a step below the target entropy, else lower, from 0 on.
+
+    A policy above the target needs no bonus, so a loop passes 0 then and keeps the coefficient: Skywork-OR1's adaptive
+    entropy control, section 3.2.4 of https://arxiv.org/abs/2505.22312. Both are in nats per token.
+    """
+    _check_values(coef=coef, entropy=entropy, target=target, change=change)
+    return coef + change if entropy < target else max(coef - change, 0.0)
+
+
 def _check_values(**values: float) -> None:
     """Raises ValueError naming the first value that is negative or not finite."""
     for name, value in values.items():

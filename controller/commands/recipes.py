@@ -58,9 +58,8 @@ def _parts() -> list[str]:
     """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
     lines: list[str] = []
     groups = ("engines", "families", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
-    kinds = {"losses": "loss", "families": "family", "serving": "serving"}
     for group in groups:
-        kind = kinds.get(group, group.removesuffix("s"))
+        kind = {"families": "family", "losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
         for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
             package = getattr(entry_point.load(), "requires", "")
             missing = package and importlib.util.find_spec(package) is None

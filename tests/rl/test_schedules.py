@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.schedules import Schedule, adapted_to_kl, constant, cosine, linear, warmup, wsd
+from rl.schedules import Schedule, adapted_to_entropy, adapted_to_kl, constant, cosine, linear, warmup, wsd
 
 
 def test_linear_and_cosine_meet_at_both_ends_and_the_middle() -> None:
@@ -80,3 +80,11 @@ def test_a_learning_rate_follows_the_kl() -> None:
     assert [adapted(1e-3, kl) for kl in (0.0, 0.01, 0.1)] == [1e-4] * 3
     with pytest.raises(ValueError, match="target is 0; it must be above 0"):
         adapted_to_kl(1e-4, 0.1, target=0, highest=1e-4)
+
+
+def test_entropy_coefficient_rises_below_the_target_and_falls_above() -> None:
+    assert adapted_to_entropy(0.01, 0.1, target=0.2) == pytest.approx(0.015)
+    assert adapted_to_entropy(0.01, 0.3, target=0.2) == pytest.approx(0.005)
+    assert adapted_to_entropy(0.001, 0.3, target=0.2) == 0
+    with pytest.raises(ValueError, match=r"target is -1; it must be finite and at least 0"):
+        adapted_to_entropy(0.01, 0.3, target=-1)

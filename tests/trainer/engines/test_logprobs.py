@@ -57,8 +57,8 @@ def test_values_and_gradients_equal_log_softmax(
 
 
 @pytest.mark.parametrize("share", [0.03, 0.7])
-@pytest.mark.parametrize("whole", [0, 40])
-def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int) -> None:
+@pytest.mark.parametrize(("whole", "cap"), [(0, None), (40, None), (40, 2.0)])
+def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int, cap: float | None) -> None:
     """In float64, over several chunks, with sets of few words and of most, and positions that nothing was cut for."""
     torch.manual_seed(0)
     size, num_words = 600, 101
@@ -69,12 +69,13 @@ def test_scores_among_kept_words_equal_a_dense_softmax(share: float, whole: int)
     keeps[torch.arange(size), targets] = True
     keeps[torch.randperm(size)[:whole]] = True
     scale = torch.rand(size, dtype=torch.float64) + 0.5
-    z = (hidden @ weight.T + low_rank.down(hidden) @ low_rank.b.T) * scale[:, None]
+    x = hidden @ weight.T + low_rank.down(hidden) @ low_rank.b.T
+    z = (x if cap is None else cap * torch.tanh(x / cap)) * scale[:, None]
     log_p = z.masked_fill(~keeps, -1e9).log_softmax(-1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     kept = KeptSets.of([[] if row.all() else row.nonzero()[:, 0].tolist() for row in keeps])
     actual = logprobs.logprobs_and_entropy(
-        *(hidden, weight, targets), entropy=True, low_rank=low_rank, distribution=Distribution(scale, kept)
+        *(hidden, weight, targets), entropy=True, low_rank=low_rank, distribution=Distribution(scale, kept), cap=cap
     )
     upstream = torch.randn(2, size, dtype=torch.float64)
     grads: list[tuple[torch.Tensor, ...]] = []

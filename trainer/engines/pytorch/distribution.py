@@ -82,3 +82,13 @@ class ChunkWords:
     def of_tensor(self, tensor: Tensor) -> Tensor:
         """The words' rows [U, ...] of a tensor with a row for each word that is held here."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
+
+
+def local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tuple[Tensor, Tensor]:
+    """Column of each target, given its row [C], and 1.0 where the row is held here; elsewhere both are 0."""
+    if words is not None and words.rows is not None:
+        column = torch.searchsorted(words.rows, rows).clamp_(max=len(words.rows) - 1)
+        here = words.rows[column] == rows
+        return column * here, here.float()
+    here = (rows >= 0) & (rows < num_rows)
+    return rows * here, here.float()

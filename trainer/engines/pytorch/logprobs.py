@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.sampling import KeptSets
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
 from trainer.engines.pytorch.low_rank import LowRank
-from trainer.engines.pytorch.ranks import sum_over
 
 
 class LogitsMemory(threading.local):
@@ -115,7 +114,7 @@ def logprobs_and_entropy(
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
     With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    `distribution` says by what logits are then divided and which words have a probability; by default, by 1 and all.
+    `distribution` says by what the logits are divided and which words have a probability; by default, by 1 and all.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
@@ -123,7 +122,8 @@ def logprobs_and_entropy(
     both are differentiable. Of float64 they are float64.
     """
     if distribution.kept is not None and not distribution.kept.counts.all():
-        return _in_two(hidden, weight, targets, distribution, entropy=entropy, group=group, low_rank=low_rank)
+        options: dict[str, Any] = {"group": group, "low_rank": low_rank, "cap": cap}
+        return _in_two(hidden, weight, targets, distribution, entropy=entropy, **options)
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
@@ -182,14 +182,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.parts = None if kept is None else _parts_with_words(hidden, weight, kept, start_row)
         for part, words in ctx.parts or _parts(hidden, weight, key):
             logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
-            column, here = _local_targets(targets[part] - start_row, weight.shape[0], words)
+            column, here = local_targets(targets[part] - start_row, weight.shape[0], words)
             scale = None if ctx.scale is None else ctx.scale[part]
-            chosen = _scaled_(logits.gather(1, column[:, None])[:, 0].to(lse.dtype), scale) * here
+            chosen = logits.gather(1, column[:, None])[:, 0].to(lse.dtype) * (here if scale is None else here * scale)
             log_sum, expected = _softmax_sums(logits, entropy, scale)
-            lse[part] = sum_over(group, log_sum.clone(), log=True)
-            logprobs[part] = sum_over(group, chosen) - lse[part]
+            lse[part] = _sum_over(group, log_sum.clone(), log=True)
+            logprobs[part] = _sum_over(group, chosen) - lse[part]
             if entropies is not None and expected is not None:
-                entropies[part] = lse[part] - sum_over(group, expected * torch.exp(log_sum - lse[part]))
+                entropies[part] = lse[part] - _sum_over(group, expected * torch.exp(log_sum - lse[part]))
         ctx.save_for_backward(hidden, weight, inner, b, targets, lse, entropies)
         return logprobs, entropies
 
@@ -207,7 +207,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
                 logits = _logits((hidden, weight, inner, b), part, words, ctx.cap)
-            column, here = _local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
+            column, here = local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
             scale = None if ctx.scale is None else ctx.scale[part]
             grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale, ctx.cap)
@@ -326,7 +326,7 @@ def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[
         log_sum[rows] = total.log().add_(largest)
         if expected is not None:
             expected[rows] = block.mul_(logits[rows]).sum(-1).div_(total)
-    return log_sum, None if expected is None else _scaled_(expected, scale)
+    return log_sum, expected if expected is None or scale is None else expected * scale
 
 
 def _gradient_(
@@ -339,7 +339,10 @@ def _gradient_(
     scale: Tensor | None,
     cap: float | None,
 ) -> Tensor:
-    """Turns logits [C, V] into their gradient. `of_entropy` are the entropies' gradients and values; all are [C]."""
+    """Turns logits [C, V] into the gradient of the projection's output.
+
+    `of_entropy` are the entropies' gradients and values; all are [C].
+    """
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
@@ -353,8 +356,8 @@ def _gradient_(
             factor, of_target = factor * scale[rows, None], of_target * scale[rows]
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], of_target[:, None])
-        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2
-            block.mul_(1 - (logits[rows].to(block.dtype) / cap).clamp_(min=-1).square_())  # -inf without the word
+        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2, and 0 for a word that was cut off
+            block.mul_(1 - (logits[rows].to(block.dtype).clamp(-cap, cap) / cap).square_())
         logits[rows] = block
     return logits
 
@@ -376,20 +379,20 @@ def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     return block if scale is None else block.mul_(scale[rows, None])
 
 
-def _scaled_(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return logits if scale is None else logits.mul_(scale)
-
-
 def _exp_(x: Tensor) -> Tensor:
     """`x.exp_()` in less time: PyTorch computes powers of 2 on the CPU in a third of the time of powers of e."""
     return x.mul_(_LOG2_E).exp2_()
 
 
-def _local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tuple[Tensor, Tensor]:
-    """Column of each target, given its row [C], and 1.0 where the row is held here; elsewhere both are 0."""
-    if words is not None and words.rows is not None:
-        column = torch.searchsorted(words.rows, rows).clamp_(max=len(words.rows) - 1)
-        here = words.rows[column] == rows
-        return column * here, here.float()
-    here = (rows >= 0) & (rows < num_rows)
-    return rows * here, here.float()
+def _sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:
+    """Sums a [C] tensor over the group; with `log`, returns the log of the summed exponentials."""
+    if group is None:
+        return value
+    if not log:
+        dist.all_reduce(value, group=group)
+        return value
+    largest = value.clone()  # subtracted before `exp`, which would overflow otherwise
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = torch.exp(value - largest)
+    dist.all_reduce(total, group=group)
+    return largest + total.log()

@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainer.config import TrainerConfig
 
@@ -40,17 +39,3 @@ def init_process_group(config: TrainerConfig, device: torch.device, *, alone: bo
         dist.init_process_group(backend, timeout=timedelta(seconds=config.deadlines.first_s))
     elif alone and not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def sum_over(group: dist.ProcessGroup | None, value: Tensor, *, log: bool = False) -> Tensor:
-    """Sums a [C] tensor over the group; with `log`, returns the log of the summed exponentials."""
-    if group is None:
-        return value
-    if not log:
-        dist.all_reduce(value, group=group)
-        return value
-    largest = value.clone()  # subtracted before `exp`, which would overflow otherwise
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = torch.exp(value - largest)
-    dist.all_reduce(total, group=group)
-    return largest + total.log()

@@ -1,0 +1,249 @@
+"""Programs as episodes: a program runs in a sandbox and talks to the endpoint, and its work has a reward.
+
+    async def reward(task, work, attempt):
+        return float((work / "answer.txt").read_text() == task.answer)
+
+    groups = await run_agents(endpoint, Program(["mini", "-t", "{prompt}"]), tasks, reward, num_samples=8)
+
+The program finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and its key in OPENAI_API_KEY and
+ANTHROPIC_API_KEY. When it ends, or reaches a limit, its key is refused and its processes are killed; then its work is
+scored in the same sandbox.
+"""
+
+import asyncio
+import inspect
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from controller.agents.endpoint import AgentEndpoint
+from controller.agents.open_session import OpenSession
+from controller.agents.sandboxes import Ended, Place, Sandbox, SandboxName, make_sandbox
+from controller.agents.sessions import EndedBy, ModelCall, Session, SessionGroup
+from rl.checks import check_above_zero, check_at_least
+
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """Something that a program is to do."""
+
+    id: str
+    prompt: str = ""
+    """What is to be done. It takes the place of `{prompt}` in the program's arguments."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
+    """What lies in the program's folder at the start, by relative names."""
+    hidden: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
+    """What is put there for the reward, after the program has ended, such as tests."""
+    answer: Any = None
+    """For the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program and how long it may run. Its requests are limited by `SessionLimits`."""
+
+    argv: Sequence[str]
+    """The command. `{prompt}` in an argument is the task's prompt."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables besides PATH, HOME and where the endpoint is; the controller's own are not seen."""
+    sandbox: SandboxName = "auto"
+    """See `controller/agents/sandboxes.py`."""
+    image: str = ""
+    """Of a container."""
+    shows: tuple[str, ...] = ()
+    """Folders of the host that the program may read, such as its own installation."""
+    time_limit_s: float = 300.0
+    idle_limit_s: float = 120.0
+    """Longest time without a request after the first, while none is being answered."""
+    memory_bytes: int | None = None
+    """Of one process, or of a container."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        if isinstance(self.argv, str) or not self.argv:
+            raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
+        check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A program that has ended, as its reward sees it."""
+
+    exit_code: int | None
+    """None if a limit ended it."""
+    output: str
+    """The end of its output and errors."""
+    calls: tuple[ModelCall, ...]
+    run: Callable[[Sequence[str], float], Awaitable[Ended]]
+    """Runs a command, for so many seconds at most, in the program's sandbox."""
+
+
+Reward = Callable[[AgentTask, Path, Attempt], float | Awaitable[float]]
+
+
+async def exit_code(task: AgentTask, work: Path, attempt: Attempt) -> float:
+    """The reward 1 for a program that ended with status 0, otherwise 0."""
+    del task, work
+    return float(attempt.exit_code == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The reward 1 if a command ends with status 0 in the program's sandbox, with the task's hidden files there."""
+
+    argv: Sequence[str]
+    time_limit_s: float = 60.0
+
+    async def __call__(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+        """See `Reward`."""
+        del task, work
+        return float((await attempt.run(self.argv, self.time_limit_s)).exit_code == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFile:
+    """The number that a file of the program's folder holds. An attempt without such a file fails."""
+
+    name: str
+
+    async def __call__(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+        """See `Reward`."""
+        del task, attempt
+        return float((work / self.name).read_text())
+
+
+async def run_agents(
+    endpoint: AgentEndpoint,
+    program: Program,
+    tasks: Sequence[AgentTask],
+    reward: Reward,
+    *,
+    num_samples: int = 1,
+    max_at_once: int = 32,
+    seed: int | None = None,
+    greedy: bool = False,
+) -> list[SessionGroup]:
+    """`num_samples` attempts of a program at each task, `max_at_once` of them at a time. The groups are in order.
+
+    With `seed`, the attempts have seeds of their own from it on. `greedy` samples the most probable tokens, for an
+    evaluation. An attempt that raises, that never asked the model, or whose reward is not finite is a failure of its
+    group. Raises ValueError if the sandbox does not work here, before any program starts.
+    """
+    check_at_least(1, num_samples=num_samples, max_at_once=max_at_once)
+    make_sandbox(program.sandbox, Place(work=Path(), url="", socket=None, image=program.image))
+    places = asyncio.Semaphore(max_at_once)
+
+    async def one(index: int, task: AgentTask) -> Session | str:
+        sampling = replace(endpoint.sampling, seed=None if seed is None else seed + index)
+        sampling = replace(sampling, temperature=0.0) if greedy else sampling
+        async with places:
+            opened = endpoint.begin(f"{task.id}/{index % num_samples}", sampling=sampling)
+            try:
+                return await _attempt(endpoint, opened, program, task, reward)
+            except Exception as error:  # of the sandbox, or of the user's reward
+                return f"task {task.id!r}: {type(error).__name__}: {error}"
+            finally:
+                await endpoint.end(opened)
+
+    attempts = [(i * num_samples + k, task) for i, task in enumerate(tasks) for k in range(num_samples)]
+    async with asyncio.TaskGroup() as running:
+        started = [running.create_task(one(index, task)) for index, task in attempts]
+    outcomes = [each.result() for each in started]
+    return [_group(task, outcomes[index * num_samples : (index + 1) * num_samples]) for index, task in enumerate(tasks)]
+
+
+def _group(task: AgentTask, outcomes: Sequence[Session | str]) -> SessionGroup:
+    return SessionGroup(
+        task_id=task.id,
+        prompt=task.prompt or task.id,
+        sessions=tuple(each for each in outcomes if isinstance(each, Session)),
+        failures=tuple(each for each in outcomes if isinstance(each, str)),
+    )
+
+
+async def _attempt(
+    endpoint: AgentEndpoint, opened: OpenSession, program: Program, task: AgentTask, reward: Reward
+) -> Session:
+    """Runs the program once, and scores its work. Every process of it has ended when this returns or raises."""
+    started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="ownloop-program-"))
+    place = Place(
+        work=folder / "work",
+        url=endpoint.url,
+        socket=endpoint.socket,
+        image=program.image,
+        shows=program.shows,
+        memory_bytes=program.memory_bytes,
+    )
+    sandbox = make_sandbox(program.sandbox, place)
+    try:
+        await sandbox.create()
+        for name, content in task.files.items():
+            sandbox.put(name, content)
+        ended, ended_by = await _run(sandbox, opened, program, task)
+        await endpoint.end(opened)
+        calls = tuple(opened.calls)
+        if not calls:
+            raise RuntimeError(f"the program made no finished call (status {ended.exit_code}): {ended.output[-500:]}")
+        for name, content in task.hidden.items():
+            sandbox.put(name, content)
+
+        async def run(argv: Sequence[str], time_limit_s: float) -> Ended:
+            return await sandbox.run(argv, program.env, time_limit_s)
+
+        attempt = Attempt(exit_code=ended.exit_code, output=ended.output, calls=calls, run=run)
+        found = reward(task, place.work, attempt)
+        value = float(await found if inspect.isawaitable(found) else found)
+        if not math.isfinite(value):
+            raise ValueError(f"its reward is {value}; it must be a finite number")
+    finally:
+        await sandbox.destroy()
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    return Session(
+        id=opened.id,
+        calls=calls,
+        sampling=opened.sampling,
+        reward=value,
+        ended_by=ended_by,
+        exit_code=ended.exit_code,
+        output=ended.output,
+        seconds=time.monotonic() - started,
+    )
+
+
+async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:
+    """Runs the program until it ends or reaches a limit. Says which."""
+    argv = [argument.replace("{prompt}", task.prompt) for argument in program.argv]
+    url = sandbox.reach()
+    env = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": opened.key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": opened.key,
+        **program.env,
+    }
+    running = asyncio.create_task(sandbox.run(argv, env, program.time_limit_s))
+    watching = asyncio.create_task(_idle(opened, program.idle_limit_s))
+    try:
+        await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            return Ended(exit_code=None, output="it asked nothing for too long"), "idle_limit"
+        ended = running.result()
+        return ended, opened.ended_by or ("exit" if ended.exit_code is not None else "time_limit")
+    finally:
+        for each in (running, watching):
+            each.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def _idle(opened: OpenSession, limit_s: float) -> None:
+    """Returns once the program has asked nothing for so long, while no request of it was being answered."""
+    while not opened.num_asked or opened.running or time.monotonic() - opened.last_request < limit_s:
+        await asyncio.sleep(min(_LOOK_S, limit_s / 4))
