@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
-from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
+from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.system.hf_config import find_family, num_experts, read_config
 
@@ -146,7 +146,8 @@ def _adaptable_modules(config: GeneratorConfig) -> list[str]:
     # The projections of experts have the same names as an MLP's. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
     has_experts = num_experts(read_config(config.model)) > 0
-    return [*ATTENTION_MODULES, *(() if has_experts else MLP_MODULES), *UNEMBED_MODULES]
+    mlp = () if has_experts else MLP_MODULES
+    return [*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES, *mlp, *UNEMBED_MODULES]
 
 
 def cpu_block_size(dtype: str) -> int:

@@ -223,6 +223,7 @@ class Adapters:
         patch_prompt_logprobs(self._runner)
         self._manager = self._runner.lora_manager._adapter_manager
         self._adaptable = set(_adaptable(self._manager))
+        self._mapper: Any = getattr(self._runner.model, "hf_to_vllm_mapper", None)
         self._served: dict[Policy, ServedPolicy] = {}
         self._dropped: list[int] = []  # numbers of adapters that requests may still use
         self._numbers = itertools.count(1)
@@ -270,7 +271,12 @@ class Adapters:
         assert record.lora is not None
         helper = PEFTHelper(r=record.lora.rank, lora_alpha=record.lora.alpha, target_modules=[])  # pyright: ignore[reportArgumentType]
         return LoRAModel.from_lora_tensors(
-            next(self._numbers), tensors, helper, device="cpu", dtype=self._manager.lora_config.lora_dtype
+            next(self._numbers),
+            tensors,
+            helper,
+            device="cpu",
+            dtype=self._manager.lora_config.lora_dtype,
+            weights_mapper=self._mapper,
         )
 
     def serve(
@@ -328,7 +334,7 @@ class Adapters:
         """Raises `WeightsMismatchError` unless the tensors are A and B of projections that can be adapted here."""
         expected: dict[str, tuple[int, ...]] = {}
         modules = adapted_modules(spec.name for spec in record.manifest)
-        if foreign := sorted(set(modules) - self._adaptable):
+        if foreign := sorted(name for name in modules if self._name_in_vllm(name) not in self._adaptable):
             raise WeightsMismatchError(f"{record.policy!r} adapts {foreign[0]}, which this generator cannot adapt")
         for module in modules:
             num_out, num_in = self._shapes[f"{module}.weight"]
@@ -341,6 +347,10 @@ class Adapters:
                     f"{record.policy!r} does not fit this model: {name} is {found.get(name)} instead of"
                     f" {expected.get(name)}"
                 )
+
+    def _name_in_vllm(self, module: str) -> str:
+        """vLLM's name of a module with this Hugging Face name; gpt-oss has others."""
+        return module if self._mapper is None else self._mapper._map_name(f"{module}.weight").removesuffix(".weight")
 
     def _move_requests(self, number: int, to: LoRARequest) -> None:
         """Continues requests under another adapter. Their keys and values are computed again."""

@@ -15,6 +15,11 @@ from typing import Literal
 from rl.checks import check_above_zero, check_at_least
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+FURTHER_ATTENTION_MODULES = (
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
+"""The same of latent attention (MLA), whose `kv_b_proj` generators absorb, and of gated delta rules."""
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 UNEMBED_MODULES = ("lm_head",)
 """The last parts of the names of the projections that can be adapted, in Hugging Face's names."""
@@ -36,7 +41,7 @@ class LoRAConfig:
     alpha: float = 32.0
     """The adapter's output is multiplied by `alpha / rank`."""
     train_attn: bool = True
-    """Whether the projections of attention (q, k, v, o) are adapted."""
+    """Whether the projections of attention (q, k, v, o, or what a family has in their place) are adapted."""
     train_mlp: bool = True
     """Whether the projections of the feed-forward network (gate, up, down) are adapted. Experts are not."""
     train_unembed: bool = True
@@ -61,7 +66,7 @@ class LoRAConfig:
     @property
     def module_names(self) -> tuple[str, ...]:
         """The last parts of the names of the projections that this adapter adapts."""
-        attention = ATTENTION_MODULES if self.train_attn else ()
+        attention = (*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES) if self.train_attn else ()
         mlp = MLP_MODULES if self.train_mlp else ()
         return attention + mlp + (UNEMBED_MODULES if self.train_unembed else ())
 

@@ -13,11 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from generator.config import LoRALimits
+from rl.lora import LoRAConfig
 from rl.types import SamplingParams
 from rl.weights.versions import find_record
 from tests.architectures import MODELS
+from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory, engine_factory
-from tests.generator.published import PROMPTS, export, greedy, moved, pull
+from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
@@ -80,6 +83,23 @@ def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory,
     if name.startswith("qwen3_5") and find_spec("torchvision") is None:
         pytest.skip("vLLM's code of Qwen3.5 imports torchvision, which is not installed")
     check_pulls(tmp_path, name, WITH_CODE_OF_VLLM[name], build_engine)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("deepseek_v3", marks=[pytest.mark.slow]), "gemma4"])
+def test_adapters_are_those_of_the_merged_model(tmp_path: Path, build_engine: EngineFactory, name: str) -> None:
+    directory = MODELS[name][1](tmp_path / "model")
+    lora = LoRAConfig(rank=4, alpha=8.0, train_mlp=name == "gemma4")
+    limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)
+    engine, adapter = build_engine(directory, "float32", lora=limits), random_adapter(directory, 1, lora)
+
+    async def main() -> None:
+        await pull_adapter(engine, "a", 1, adapter, lora)
+        for policy, model in ((None, merged(directory, {})), ("a", merged(directory, adapter, lora))):
+            for prompt in PROMPTS:
+                (completion,) = await engine.generate(prompt, GREEDY, policy=policy)
+                assert largest_error(model, prompt, completion) < 5e-5
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.checks import first_names
 from rl.data.packing import PackedRow
-from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.hf_config import find_family, read_config, trained_shapes
+from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
+from rl.system.hf_config import find_family, num_experts, read_config, trained_shapes
 from rl.types import Head
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
@@ -33,7 +33,7 @@ from trainer.engines.pytorch.row_runner import to_tensor
 T = TypeVar("T")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The projections of one expert that each stack of transformers holds, one above the other."""
-_ADAPTABLE = (*ATTENTION_MODULES, *MLP_MODULES, *UNEMBED_MODULES)
+_ADAPTABLE = (*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES, *UNEMBED_MODULES)
 # Factor on the output projection that makes a soft cap on logits visible.
 _MAGNIFIED = 1000.0
 
@@ -71,6 +71,7 @@ class TransformersPolicy(nn.Module):
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
         family = find_family(read_config(path))
+        self._has_experts = num_experts(config.to_dict()) > 0
         self._needs_bounds = family is not None and bool(family.prepare)
         if family is not None and family.prepare:
             resolve_name(family.prepare)(self.model)
@@ -96,9 +97,10 @@ class TransformersPolicy(nn.Module):
     def freeze(self, dtype: torch.dtype) -> None:
         """Freezes the parameters, which are not loaded yet, in `dtype`, and makes projections adaptable."""
         freeze(self.model, dtype)
+        # Generators adapt no feed-forward network of a mixture: neither experts, nor shared ones, nor dense layers.
+        adaptable = _ADAPTABLE if self._has_experts else (*_ADAPTABLE, *MLP_MODULES)
         for name, module in self.model.named_modules():
-            leaf = name.rpartition(".")[2]
-            if type(module) is nn.Linear and leaf in _ADAPTABLE and ".experts." not in name:
+            if type(module) is nn.Linear and name.rpartition(".")[2] in adaptable:
                 # The layer stays the same object, because the model may refer to it by several names.
                 module.__class__ = _AdaptedLinear
                 module.hf_module = name

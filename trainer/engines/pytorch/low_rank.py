@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.lora import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES, LoRAConfig, tensor_name
+from rl.lora import (
+    ATTENTION_MODULES,
+    FURTHER_ATTENTION_MODULES,
+    MLP_MODULES,
+    UNEMBED_MODULES,
+    LoRAConfig,
+    tensor_name,
+)
 from rl.system.hardware import available_memory_bytes
 
 # A parameter, its gradient and its two moments, in float32.
@@ -107,6 +114,8 @@ def check_targets(config: LoRAConfig, names: Collection[str], *, has_experts: bo
         "train_unembed": UNEMBED_MODULES,
     }
     present = {name.rpartition(".")[2] for name in names}
+    if present.intersection(FURTHER_ATTENTION_MODULES):
+        del groups["train_attn"]  # these take the place of some or all of the others
     for field, modules in groups.items():
         missing = [module for module in modules if module not in present]
         if getattr(config, field) and missing:
