@@ -276,7 +276,7 @@ class Adapters:
             helper,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
-            weights_mapper=self._mapper,
+            weights_mapper=self._mapper if self._has_other_names(record) else None,
         )
 
     def serve(
@@ -334,7 +334,7 @@ class Adapters:
         """Raises `WeightsMismatchError` unless the tensors are A and B of projections that can be adapted here."""
         expected: dict[str, tuple[int, ...]] = {}
         modules = adapted_modules(spec.name for spec in record.manifest)
-        if foreign := sorted(name for name in modules if self._name_in_vllm(name) not in self._adaptable):
+        if foreign := sorted(name for name in modules if not self._adaptable & {name, self._name_in_vllm(name)}):
             raise WeightsMismatchError(f"{record.policy!r} adapts {foreign[0]}, which this generator cannot adapt")
         for module in modules:
             num_out, num_in = self._shapes[f"{module}.weight"]
@@ -348,8 +348,16 @@ class Adapters:
                     f" {expected.get(name)}"
                 )
 
+    def _has_other_names(self, record: VersionRecord) -> bool:
+        """Whether vLLM has other names for the adapted modules, as for those of gpt-oss. A mapper alone says nothing:
+
+        most of them merge projections, which `_adaptable` has apart.
+        """
+        modules = adapted_modules(spec.name for spec in record.manifest)
+        return self._mapper is not None and not self._adaptable.issuperset(modules)
+
     def _name_in_vllm(self, module: str) -> str:
-        """vLLM's name of a module with this Hugging Face name; gpt-oss has others."""
+        """vLLM's name of a module with this Hugging Face name."""
         return module if self._mapper is None else self._mapper._map_name(f"{module}.weight").removesuffix(".weight")
 
     def _move_requests(self, number: int, to: LoRARequest) -> None:
