@@ -1,4 +1,4 @@
-"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct learns to use the tool of a program that knows no ownloop."""
+"""Two CPU cores, 12 GiB: SmolLM2-135M-Instruct is trained on a program that knows no ownloop and has a tool."""
 
 from controller.agents.agent_loop import AgentConfig
 from controller.agents.look_up import LookUp

@@ -349,9 +349,9 @@ class Adapters:
                 )
 
     def _has_other_names(self, record: VersionRecord) -> bool:
-        """Whether vLLM has other names for the adapted modules, as for those of gpt-oss. A mapper alone says nothing:
+        """Whether vLLM has other names for the adapted modules, as it has for gpt-oss.
 
-        most of them merge projections, which `_adaptable` has apart.
+        A mapper alone does not say so: most mappers merge projections, which `_adaptable` has apart.
         """
         modules = adapted_modules(spec.name for spec in record.manifest)
         return self._mapper is not None and not self._adaptable.issuperset(modules)

@@ -218,12 +218,12 @@ def test_experts_are_not_adapted(tmp_path: Path) -> None:
 
 
 def test_projections_that_a_model_lacks_are_named() -> None:
-    names = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    names = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "dense")]
     with pytest.raises(
         ValueError, match=r"LoRAConfig\.train_attn is True, but the model has no projection named o_proj;"
     ):
         check_targets(LoRAConfig(), names, has_experts=False)
-    names = [name.replace("out_proj", "o_proj") for name in names]
+    names = [name.replace("dense", "o_proj") for name in names]
     with pytest.raises(ValueError, match="no projection named gate_proj or up_proj or down_proj; it must be False"):
         check_targets(LoRAConfig(), names, has_experts=False)
     with pytest.raises(ValueError, match=r"LoRAConfig\.train_unembed is True, .* named lm_head;"):

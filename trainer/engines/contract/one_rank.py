@@ -31,6 +31,7 @@ from trainer.engines.contract.reference import (
     require_equal,
     require_names,
     sampled_otherwise,
+    size_of_terms,
 )
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
@@ -70,7 +71,7 @@ def check_loss(subject: Subject) -> str:
     require_refused(lambda: engine.optim_step(PARAMS), "optim_step without a gradient")
     trained = engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
     expected = reference.backward(BATCH, importance_sampling)
-    error = abs(trained.metrics["loss"] - expected) / abs(expected)
+    error = abs(trained.metrics["loss"] - expected) / size_of_terms(BATCH, output.logprobs)
     require(error <= _TOLERANCE, f"the loss is {trained.metrics['loss']}; {expected} is expected")
     num_tokens = sum(datum.num_loss_tokens for datum in BATCH)
     counted = trained.metrics["num_loss_tokens"]

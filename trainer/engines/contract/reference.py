@@ -244,3 +244,12 @@ def require_names(what: str, actual: Mapping[str, Tensor], expected: Mapping[str
 def _error(actual: Tensor, expected: Tensor) -> float:
     """The relative error, also of zeros."""
     return 0.0 if torch.equal(actual, expected) else relative_error(actual, expected)
+
+
+def size_of_terms(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]]) -> float:
+    """Sum of the absolute terms of `importance_sampling`: the terms themselves may nearly cancel each other."""
+    terms = [
+        datum.weights * np.exp(scored - datum.loss_inputs["logprobs"]) * datum.loss_inputs["advantages"]
+        for datum, scored in zip(batch, logprobs, strict=True)
+    ]
+    return float(sum(np.abs(each).sum() for each in terms))
