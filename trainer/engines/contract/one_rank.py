@@ -73,8 +73,7 @@ def check_loss(subject: Subject) -> str:
     expected = reference.backward(BATCH, importance_sampling)
     error = abs(trained.metrics["loss"] - expected) / size_of_terms(BATCH, output.logprobs)
     require(error <= _TOLERANCE, f"the loss is {trained.metrics['loss']}; {expected} is expected")
-    num_tokens = sum(datum.num_loss_tokens for datum in BATCH)
-    counted = trained.metrics["num_loss_tokens"]
+    num_tokens, counted = sum(datum.num_loss_tokens for datum in BATCH), trained.metrics["num_loss_tokens"]
     require(counted == num_tokens, f"num_loss_tokens is {counted}; {num_tokens} is expected")
     return f"log-probs within {worst:.0e}, loss within {error:.0e}"
 
