@@ -132,7 +132,7 @@ class Mixture:
             name: task.weight(Progress(number, self.pass_rates[name])) if callable(task.weight) else task.weight
             for name, task in self.tasks.items()
         }
-        if sum(weights.values()) <= 0 or min(weights.values()) < 0:
+        if not (sum(weights.values()) > 0 and min(weights.values()) >= 0):  # nor may one be NaN
             raise ValueError(
                 f"the weights of a Mixture at problem {number} are {weights}; one must be above 0, and none below"
             )

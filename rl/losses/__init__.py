@@ -121,7 +121,7 @@ class Loss:
 
     def prepared(self, batch: Sequence[Datum]) -> Sequence[Datum]:
         """The batch with the inputs that the loss derives from the whole of it; most losses derive none."""
-        if self.prepare is None:
+        if self.prepare is None or not batch:
             return batch
         for datum in batch:
             self.check_inputs(datum.loss_inputs)

@@ -65,7 +65,11 @@ def dppo_kl(
 def _within_divergence(logprobs: Tensor, inputs: LossInputs, far: Tensor) -> tuple[Tensor, Metrics]:
     """The terms of importance sampling, without tokens that are `far` [S] and would move further away."""
     log_ratio = logprobs.double() - inputs["logprobs"]
-    masked = far & (log_ratio.detach() * inputs["advantages"] > 0)
+    return _without(far & (log_ratio.detach() * inputs["advantages"] > 0), log_ratio, inputs)
+
+
+def _without(masked: Tensor, log_ratio: Tensor, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """Importance sampling without the `masked` [S] tokens, whose gradient is 0."""
     terms = bounded_exp(log_ratio) * inputs["advantages"]
     return -(inputs.weights * terms.masked_fill(masked, 0.0)).sum(), {"clipped_tokens": masked.sum()}
 
@@ -175,8 +179,7 @@ def m2po(
         ascending, order = square[rows].sort()
         means = ascending.cumsum(0) / ascending.new_ones(len(rows)).cumsum(0)
         masked[rows[order[means > second_moment]]] = True
-    terms = bounded_exp(log_ratio) * inputs["advantages"]
-    return -(inputs.weights * terms.masked_fill(masked, 0.0)).sum(), {"clipped_tokens": masked.sum()}
+    return _without(masked, log_ratio, inputs)
 
 
 def kimi_k25(

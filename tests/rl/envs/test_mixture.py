@@ -135,6 +135,8 @@ def test_mistakes_are_named() -> None:
         Mixture(two=Task(TWO), four=Task(FOUR, weight=-1))
     with pytest.raises(ValueError, match=r"problem 3 are \{'two': 0, 'four': 0\}; one must be above 0"):
         Mixture(two=Task(TWO, weight=0), four=Task(FOUR, weight=0)).train_problems(0, 3, 1)
+    with pytest.raises(ValueError, match=r"problem 0 are \{'two': nan"):
+        Mixture(two=Task(TWO, weight=float("nan")), four=Task(FOUR)).train_problems(0, 0, 1)
     with pytest.raises(ValueError, match=r"Ramp.points is \(\(5, 1.0\), \(5, 2.0\)\); it needs .* rising numbers"):
         Ramp(((5, 1.0), (5, 2.0)))
     with pytest.raises(ValueError, match=r"end answers at .* must be the same for all"):

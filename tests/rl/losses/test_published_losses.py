@@ -221,6 +221,14 @@ def test_clip_cov_draws_among_the_covariances_in_its_range() -> None:
     assert first.tolist() == again.tolist()
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_a_batch_without_a_scored_token_has_none_selected(name: str) -> None:
+    (datum, *_) = _batch()
+    silent = datum.weighted(0.0)
+    assert list(get_loss(name).prepared([])) == []
+    assert not get_loss(name).prepared([silent])[0].loss_inputs["selected"].any()
+
+
 def test_a_batch_without_what_the_selection_needs_is_refused() -> None:
     (datum, *_) = _batch()
     bare = replace(datum, loss_inputs={"target_tokens": datum.tokens})
