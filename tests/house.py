@@ -29,6 +29,7 @@ OPTIONAL = (
     "trainer/families/",
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
+    *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
 ROOMS = (
