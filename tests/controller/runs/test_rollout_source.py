@@ -17,6 +17,7 @@ from controller.handles.offline import OfflineGenerator
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from controller.runs.loop_config import HeldOut
 from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
@@ -107,6 +108,32 @@ def test_an_answer_is_right_from_the_environments_best_reward_on(config: GRPOCon
     evaluation = asyncio.run(_source(replace(config, env=Points(), eval_samples=2)).evaluate(generator))
     means = {name: interval.mean for name, interval in evaluation.intervals.items()}
     assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0}
+
+
+def test_further_held_out_sets_have_their_own_sampling(config: GRPOConfig) -> None:
+    points = HeldOut(env=Points(), num_eval=3, samples=2, sampling=SamplingParams(max_tokens=5, temperature=0.5))
+    source = _source(
+        replace(config, num_eval=4, held_out={"points": points, "lines": HeldOut(env=Lines(), num_eval=2)})
+    )
+    generator = ScriptedGenerator(lambda prompt, sample, seed: f"{sample}")
+    evaluation = asyncio.run(source.evaluate(generator))
+    assert {name: len(each.groups) for name, each in evaluation.sets.items()} == {"": 4, "points_": 3, "lines_": 2}
+    assert evaluation.others["points"].pass_at(2).mean == 1.0  # of its own best reward, 5
+    asked = [(sampling.max_tokens, sampling.temperature, sampling.stop, n) for _, sampling, n in generator.calls]
+    wanted = [(8, 0.0, (), 1)] * 4 + [(5, 0.5, (), 2)] * 3 + [(8, 0.0, ("\n", "\n\n"), 1)] * 2
+    assert asked == wanted
+
+
+def test_a_held_out_set_is_checked_like_the_recipe(config: GRPOConfig) -> None:
+    with pytest.raises(ValueError, match=r"held_out has 'a-b'; a name must have letters"):
+        replace(config, held_out={"a-b": HeldOut(env=Lines())})
+    with pytest.raises(ValueError, match=r"HeldOut.samples is 0; it must be at least 1"):
+        HeldOut(env=Lines(), samples=0)
+    cut = HeldOut(env=Lines(), samples=2, sampling=SamplingParams(max_tokens=8, top_p=0.9))
+    assert replace(config, held_out={"lines": cut}).generator.kept_sets
+    long = HeldOut(env=Lines(), sampling=SamplingParams(max_tokens=64))
+    with pytest.raises(ValueError, match=r"with max_tokens 64 the generator's context of 64 tokens"):
+        _source(replace(config, held_out={"lines": long}))
 
 
 @pytest.mark.parametrize("seed", [-1, 20260101])
