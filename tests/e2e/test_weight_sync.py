@@ -64,6 +64,7 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 

@@ -190,6 +190,7 @@ print(tokens.tolist(), dict(counters["frames"]))
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_functions_that_vllm_compiles_are_not_compiled_on_the_cpu(tmp_path: Path) -> None:
     config = GeneratorConfig(model=served_llama(tmp_path / "served", tied=True))
     env = {**os.environ, **generator_env(config, has_gpu=False)}

@@ -142,6 +142,7 @@ def test_a_run_that_was_resumed_is_not_finished_by_its_earlier_model(tmp_path: P
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_run_of_an_adapter_is_exported_evaluated_and_talked_to_as_a_whole_model(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def _before_sending(patch: pytest.MonkeyPatch, act: Callable[[], None], nth_mess
     patch.setattr(Link, "send", send)
 
 
+@pytest.mark.slow
 def test_hosts_that_die_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
     with host_processes("h1", "h2", "h3") as hosts, host_processes("h2") as replacement:
