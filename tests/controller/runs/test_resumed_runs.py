@@ -71,7 +71,7 @@ def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfi
 
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_resumed_grpo_async_trains_on_nothing_twice_and_loses_nothing(max_staleness: int, tmp_path: Path) -> None:
+def test_a_resumed_grpo_async_trains_once_on_everything(max_staleness: int, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     changes: dict[str, Any] = {**STEPS, "max_staleness": max_staleness}
     with killed_after(4, whole) as killed:

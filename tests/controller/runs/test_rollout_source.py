@@ -84,7 +84,7 @@ class Lines(EvenWords):
         return ("\n", "\n\n")
 
 
-def test_the_environments_stop_strings_and_the_recipes_end_answers(config: GRPOConfig) -> None:
+def test_stop_strings_of_environment_and_recipe_end_answers(config: GRPOConfig) -> None:
     stopping = replace(config, env=Lines(), sampling=SamplingParams(max_tokens=8, stop=("END", "\n")))
     source, generator = _source(stopping), _generator()
     asyncio.run(source.sample(generator, 1, NUM_SAMPLES))
@@ -145,7 +145,7 @@ def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: i
     torch.Generator().manual_seed(largest)
 
 
-def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
+def test_a_replay_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
     played, folder = _source(config), RunFolder(tmp_path / "run", {})
     for step in (1, 2, 3):
         folder.log_rollouts(step, _step(played, step))
@@ -179,7 +179,7 @@ class WaitingWords(EvenWords):
         return float(len(answer))
 
 
-def test_the_environments_time_limit_holds_unless_the_recipe_has_one(config: GRPOConfig) -> None:
+def test_the_environments_time_limit_holds_by_default(config: GRPOConfig) -> None:
     config = replace(config, num_eval=1, env=WaitingWords())
     group, _ = _step(_source(config), 1)
     assert [failure.partition(": ")[2] for failure in group.failures] == ["it did not answer within 0.05 s"] * 2
@@ -199,7 +199,7 @@ def test_a_time_limit_that_is_none_is_refused(config: GRPOConfig, limit: float) 
 
 
 @pytest.mark.stranger("C11")
-def test_a_resumed_run_has_the_prompts_of_the_day_on_which_it_began(config: GRPOConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_prompts_of_its_first_day(config: GRPOConfig, tmp_path: Path) -> None:
     template = "{{ strftime_now('w%d w%H') }}{% for m in messages %} {{ m.content }}{% endfor %}"
     (Path(config.model) / "chat_template.jinja").write_text(template)
     folder = RunFolder(tmp_path / "run", config, began=datetime(2024, 3, 15, 13))

@@ -36,7 +36,7 @@ def test_the_mismatch_counts_scored_tokens_only() -> None:
 
 
 @pytest.mark.stranger("B2")
-def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -> None:
+def test_a_reported_position_changes_no_metric_and_no_advantage() -> None:
     rng = np.random.default_rng(0)
     found: list[object] = []
     scores = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
