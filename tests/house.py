@@ -22,7 +22,7 @@ OPTIONAL = (
     "controller/planning/",
     "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
-    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "report_run", "sweep")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
