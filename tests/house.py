@@ -27,7 +27,7 @@ OPTIONAL = (
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
-    *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
+    *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )

@@ -199,12 +199,12 @@ def test_a_session_keeps_its_name_and_metadata(server: RunningServer) -> None:
 
 
 @pytest.mark.stranger("E6")
-def test_a_loss_on_the_server_and_other_optimizers_are_refused(server: RunningServer) -> None:
-    body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA"}
+def test_a_pickled_loss_and_other_optimizers_are_refused(server: RunningServer) -> None:
+    body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA", "custom_loss_seq_id": 0}
     status, answer = post(server, "create_custom_loss", body)
-    assert (status, "use forward_backward_custom, which computes it" in answer["detail"]) == (404, True)
+    assert (status, "graph" in answer["detail"]) == (422, True)
     training: Any = new_client(server)
-    with pytest.raises(tinker.RequestFailedError, match="forward_backward_custom, which computes it in the client"):
+    with pytest.raises(tinker.RequestFailedError, match="loss_id is ''; this session has made"):
         training.forward_backward([datum([2], [3])], "custom").result()
     with pytest.raises(tinker.RequestFailedError, match="the optimizer is 'lion'; pass AdamParams or DimuonParams"):
         training.optim_step(optimizers.OptimParamsBase(type="lion")).result()

@@ -84,7 +84,7 @@ async def _sample(engine: GenerationEngine, directory: Path, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [c if c == "biased" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory, case: str, dtype: torch.dtype) -> None:
     write, options = CASES[case]
     directory, name, adapted = write(tmp_path / "model"), str(dtype).removeprefix("torch."), "lora" in options
