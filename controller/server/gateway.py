@@ -47,7 +47,7 @@ class ClientSession:
     last_seen: float
     """A time of the event loop's clock."""
     losses: dict[str, Loss] = field(default_factory=dict[str, Loss])
-    """Those that the client has made, by id."""
+    """The client's own, by id."""
 
 
 class Gateway:

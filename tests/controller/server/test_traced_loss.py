@@ -12,6 +12,7 @@ import tinker
 import torch
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+from tinker.types.custom_loss_input import CustomLossInputRank
 from torch import Tensor
 
 from controller.server.wire import traced_loss
@@ -46,7 +47,7 @@ def sequence(logprobs: Tensor, old: Tensor, advantages: Tensor, cap: Tensor) -> 
     return -(ratio * advantages[1:]).mean() * logprobs.shape[0], {"custom/all:sum": gap.pow(2).max(dim=0)[0]}
 
 
-RANKS = {"logprobs": 1, "old": 1, "advantages": 1, "cap": 0}
+RANKS: dict[str, CustomLossInputRank] = {"logprobs": 1, "old": 1, "advantages": 1, "cap": 0}
 
 
 def _request(function: Callable[..., Result], ranks: Any) -> types.CreateCustomLossRequest:
