@@ -100,7 +100,7 @@ class TrainingClient:
     ) -> Answer:
         """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`.
 
-        `own_losses` are those that the client's session has made.
+        `own_losses` are the losses that the client's session has made, by id.
         """
         batch = await asyncio.to_thread(read_batch, request, own_losses)
         if batch.forward_only:

@@ -79,7 +79,7 @@ def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None
 
 
 def read_batch(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> TrainingBatch:
-    """The datums and the loss of a request. `own_losses` are those that the client's session has made, by id.
+    """The datums and the loss of a request. `own_losses` are the losses that the client's session has made, by id.
 
     Raises ValueError naming the datum and the field that cannot be used.
     """
