@@ -54,7 +54,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("bool", "float32", "float64",
 
 
 def _arithmetic(name: str) -> Callable[..., Any]:
-    """Python's operator for tensors and numbers. Powers need a tensor: those of large integers never end."""
+    """Python's operator for tensors and numbers. Powers need a tensor: of large integers they never end."""
     function = getattr(operator, name)
 
     def apply(*operands: Any) -> Any:
@@ -105,7 +105,7 @@ class TracedLoss:
     inputs: tuple[str, ...]
     """The inputs after the log-probs, in the graph's order, without `PREFIX`."""
     scalars: frozenset[str]
-    """Those of them that are one number of a datum, which its array repeats."""
+    """The inputs that are one number of a datum, which its array repeats."""
     nodes: tuple[Node, ...]
 
     def __post_init__(self) -> None:
