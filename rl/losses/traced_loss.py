@@ -125,7 +125,7 @@ class TracedLoss:
     def check(self, dtypes: Sequence[torch.dtype], num_tokens: int) -> None:
         """Computes the shapes for a datum of so many tokens.
 
-        `dtypes` are those of the inputs. Raises ValueError if an operation fails or makes a tensor that is too large,
+        `dtypes` are the inputs'. Raises ValueError if an operation fails or makes a tensor that is too large,
         and if the loss or a metric is no scalar tensor.
         """
         given = [torch.empty(num_tokens, device="meta")]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from controller.commands.model_directory import dequantize, fp8
 from rl.system.hf_config import inspect_model
