@@ -15,6 +15,7 @@ BENCHMARKS = (
     "weight_sync",
     "weight_growth",
     "generation_throughput",
+    "cut_sampling",
     "inflight_updates",
     "lora",
     "gateway",

@@ -55,7 +55,7 @@ class TrainerHandle:
         """
         checked = get_loss(loss, loss_config)
         checked.check_head(self.config.head)
-        batch = checked.prepared(batch)
+        batch = self._own_routes(checked.prepared(batch))
         plan = self._trainer.plan(batch, checked.required_inputs)
         arguments = [(local_batch, checked) for local_batch in self._trainer.local_batches(plan, batch)]
         return self._trainer.merge(plan, await self._call_each("forward_backward", arguments, size=_num_tokens(batch)))
@@ -70,6 +70,7 @@ class TrainerHandle:
         """
         if entropy:
             self.config.check_entropy()
+        batch = self._own_routes(batch)
         plan = self._trainer.plan(batch, ())
         arguments = [(local_batch, entropy) for local_batch in self._trainer.local_batches(plan, batch)]
         return self._trainer.merge(plan, await self._call_each("forward", arguments, size=_num_tokens(batch)))
@@ -232,6 +233,13 @@ class TrainerHandle:
         there = await self._trainer.files.to_write(path)
         await self._call("export_peft", there, varies=True)
         await self._trainer.files.collect(path)
+
+    def _own_routes(self, batch: Sequence[Datum]) -> Sequence[Datum]:
+        """The batch without routes, which are another model's, if this is a reference, a teacher or a critic."""
+        is_policy = self.config.head == "lm" and (self.policy is not None or not self.config.is_frozen)
+        if is_policy or all(datum.routes is None for datum in batch):
+            return batch
+        return [replace(datum, routes=None) for datum in batch]
 
     async def _call(self, verb: str, *args: Any, **options: Any) -> list[Any]:
         """The answers of all ranks to a call about this policy, with the same arguments. See `Mesh.call`."""

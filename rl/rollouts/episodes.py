@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
-from rl.sampling import KeptSets
+from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -304,6 +304,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
         },
         temperature=temperatures.pop(),
         kept=None if kept is None else kept.part(1, len(tokens)),
+        routes=_routes(rollout),
     )
 
 
@@ -321,6 +322,20 @@ def _kept(rollout: Rollout) -> KeptSets | None:
     if all(turn.completion.kept is None for turn in rollout.turns):
         return None
     return KeptSets.joined(parts)
+
+
+def _routes(rollout: Rollout) -> Ids | None:
+    """The experts of all tokens but the last; None if the generator returned none.
+
+    A turn's generator was the first to compute the turn's prompt and, before it, the last token of the turn before.
+    """
+    parts: list[Ids] = []
+    for turn in rollout.turns:
+        if (routes := turn.completion.routes) is None:
+            return None
+        new = len(turn.prompt_tokens) + bool(parts)
+        parts += [routes.prompt[len(routes.prompt) - new :], routes.sampled]
+    return np.concatenate(parts)
 
 
 def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:

@@ -15,11 +15,12 @@ import pytest
 
 from controller.handles.trainer_mesh import TrainerMesh
 from rl.losses import get_loss
-from rl.tiny_models import tiny_llama
+from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 from rl.types import AdamParams, Datum
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of, make, random_batch
 from trainer.config import TrainerConfig
 from trainer.engines.base import RankFailureError
+from trainer.engines.contract.reference import routed
 
 LENGTHS = (3, 17, 5, 12, 9, 1)
 
@@ -47,6 +48,25 @@ def test_tensor_parallel_ranks_have_one_batch_and_count_once(tmp_path: Path) -> 
     assert local_batches[2] == local_batches[3]
     assert sorted(local_batches[0] + local_batches[2]) == sorted(id(d) for d in batch)
     assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_only_the_policy_replays_experts(tmp_path: Path) -> None:
+    model = tiny_qwen3_moe(tmp_path / "model")
+    batch = routed(random_batch(LENGTHS), (2, 2, 4))
+    for options, replays in (({}, True), ({"frozen": True}, False), ({"head": "value"}, False)):
+        config = TrainerConfig(model=model, **options)  # pyright: ignore[reportArgumentType]
+        mesh = FakeMesh(1)
+        asyncio.run(handle_of(mesh, config).forward(batch))
+        sent = [datum.routes is not None for microbatch in mesh.ranks[0].microbatches[0] for datum in microbatch]
+        assert sent == [replays] * len(batch)
+    other = handle_of(FakeMesh(1), TrainerConfig(model=model, engine="fsdp2"))
+    with pytest.raises(ValueError, match="'fsdp2' replays no routes; use one of the engines torchtitan, megatron"):
+        asyncio.run(other.forward(batch))
+    with pytest.raises(ValueError, match=r"TrainerConfig.compile is True, which replays no routes"):
+        TrainerConfig(compile=True).check_routes()
+    dense, _ = make(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"batch\[0\]\.routes is given, and the layers of this trainer's model have"):
+        asyncio.run(dense.forward(batch))
 
 
 def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:

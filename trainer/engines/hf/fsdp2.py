@@ -29,7 +29,7 @@ class Fsdp2Engine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
+        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype], config.head_dtype)
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.is_frozen:

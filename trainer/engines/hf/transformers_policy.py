@@ -21,7 +21,7 @@ from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hf_config import find_family, num_experts, read_config, trained_shapes
-from rl.types import Head
+from rl.types import Head, HeadDtype
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.distribution import Distribution
@@ -41,7 +41,7 @@ _MAGNIFIED = 1000.0
 class TransformersPolicy(nn.Module):
     """Holds the model. FSDP wraps this module, so that each computation is one forward pass of FSDP's root module."""
 
-    def __init__(self, path: Path, head: Head, compute_dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, head: Head, compute_dtype: torch.dtype, head_dtype: HeadDtype | None = None) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
 
         A value head, named `score`, replaces the output projection.
@@ -51,7 +51,7 @@ class TransformersPolicy(nn.Module):
         """
         super().__init__()
         self._has_values = head == "value"
-        self._dtype = compute_dtype
+        self._dtype, self._head_dtype = compute_dtype, head_dtype
         self._by_documents = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         try:
@@ -162,7 +162,7 @@ class TransformersPolicy(nn.Module):
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
-        distribution = Distribution.of_row(row, device)
+        distribution = Distribution.of_row(row, device, self._head_dtype)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)
