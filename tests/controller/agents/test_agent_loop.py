@@ -1,10 +1,13 @@
 """The loop over sessions, its task, and a run of its recipe.
 
-Covers: controller/agents/agent_loop.py, controller/agents/look_up.py, configs/agent_smollm2_cpu.py
+Covers: controller/agents/agent_loop.py, controller/agents/look_up.py, controller/agents/repair.py,
+configs/agent_smollm2_cpu.py, configs/agent_qwen3_gpu.py
 """
 
+import ast
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from configs.agent_qwen3_gpu import recipe as gpu_recipe
 from configs.agent_smollm2_cpu import recipe
 from controller.agents.look_up import LookUp
 from controller.agents.programs import AgentTask
@@ -38,6 +42,24 @@ def test_half_of_the_reward_is_for_the_tool(tmp_path: Path, answer: str, looked:
     (tmp_path / "looked.txt").write_text(str(looked))
     attempt: Any = None
     assert asyncio.run(LookUp().reward(AgentTask(id="t", answer="123"), tmp_path, attempt)) == reward
+
+
+def test_every_mistake_fails_its_tests_and_its_repair_passes() -> None:
+    env = gpu_recipe().agent_env
+    tasks = [*env.train_problems(seed=0, start=0, count=40), *env.eval_problems(40)]
+    assert len({task.files["work.py"] for task in tasks}) > 10
+    for task in tasks:
+        check = str(task.hidden["check.py"])
+        name, source = (
+            re.findall(r"from work import (\w+)", check)[0],
+            ast.literal_eval(re.findall(r"exec\((.*), r", check)[0]),
+        )
+        tests = check.partition("\n")[2]
+        exec(f"{source}\n{tests}", {})
+        with pytest.raises((AssertionError, TypeError)):
+            exec(f"{task.files['work.py']}\n{tests}", {})
+        assert name in task.prompt
+    assert not {task.files["work.py"] for task in tasks[:40]} & {task.files["work.py"] for task in tasks[40:]}
 
 
 def test_the_loop_and_the_task_refuse_each_others_kind() -> None:
