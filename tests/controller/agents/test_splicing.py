@@ -130,7 +130,7 @@ def test_a_template_that_drops_reasoning_begins_a_branch() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "</s>"])
-def test_a_template_without_end_tokens_continues_with_its_closing(end: str) -> None:
+def test_a_template_without_end_tokens_has_a_closing(end: str) -> None:
     chat = Chat(PLAIN)
     call = chat.called([asked("x")], [*chat.letters("the"), *chat.encode(end)], said("the"))
     prompt = chat.next([asked("x"), said("the"), asked("y")], call)
@@ -148,7 +148,7 @@ def test_an_answer_that_closes_in_another_way_needs_its_own_end() -> None:
     assert chat.next(conversation, chat.called([asked("x")], chat.letters("the"), answer)).how == "rewritten"
 
 
-def test_a_template_that_refuses_a_part_of_a_conversation_begins_a_branch() -> None:
+def test_a_template_that_refuses_a_part_begins_a_branch() -> None:
     chat = Chat("{{ messages[2].content }}" + LLAMA)
     first = EarlierCall(None, np.array([5, 6], np.int32), digests([asked("x"), said("the")], None)[-1])
     assert chat.next([asked("x"), said("the"), asked("y")], first).how == "rewritten"

@@ -111,7 +111,7 @@ def test_verifiers(engine: GenerationEngine, tmp_path: Path, monkeypatch: pytest
     _check(Path(engine.llm.model_config.model), _played(engine, env, 12, 5), 0)
 
 
-def test_an_unmodified_assistant_in_a_namespace_without_a_network(engine: GenerationEngine) -> None:
+def test_an_unmodified_assistant_without_a_network(engine: GenerationEngine) -> None:
     program = recipe().agent_env.program
     words = [word.replace(str(Path("mini-env").absolute()), MINI) for word in program.argv]
     four = ("-c", "mini.yaml", "-c", "agent.step_limit=4")
