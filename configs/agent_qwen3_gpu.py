@@ -24,6 +24,7 @@ def recipe() -> AgentConfig:
         sandbox="bubblewrap",
         shows=(str(ASSISTANT.absolute()),),
         time_limit_s=600.0,
+        max_at_once=256,
     )
     return AgentConfig(
         model="Qwen/Qwen3-4B-Instruct-2507",

@@ -68,12 +68,15 @@ class Program:
     """Longest time without a request after the first, while none is being answered."""
     memory_bytes: int | None = None
     """Of one process, or of a container."""
+    max_at_once: int = 32
+    """How many run at the same time."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         if isinstance(self.argv, str) or not self.argv:
             raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
         check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
+        check_at_least(1, max_at_once=self.max_at_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,19 +166,18 @@ async def run_agents(
     reward: Reward,
     *,
     num_samples: int = 1,
-    max_at_once: int = 32,
     seed: int | None = None,
     greedy: bool = False,
 ) -> list[SessionGroup]:
-    """`num_samples` attempts of a program at each task, `max_at_once` of them at a time. The groups are in order.
+    """`num_samples` attempts of a program at each task, `program.max_at_once` of them at a time. The groups are in order.
 
     With `seed`, the attempts have seeds of their own from it on. `greedy` samples the most probable tokens, for an
     evaluation. An attempt that raises, that never asked the model, or whose reward is not finite is a failure of its
     group. Raises ValueError if the sandbox does not work here, before any program starts.
     """
-    check_at_least(1, num_samples=num_samples, max_at_once=max_at_once)
+    check_at_least(1, num_samples=num_samples)
     make_sandbox(program.sandbox, Place(work=Path(), url="", socket=None, image=program.image))
-    places = asyncio.Semaphore(max_at_once)
+    places = asyncio.Semaphore(program.max_at_once)
 
     async def one(index: int, task: AgentTask) -> Session | str:
         sampling = replace(endpoint.sampling, seed=None if seed is None else seed + index)

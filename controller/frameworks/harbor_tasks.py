@@ -41,6 +41,8 @@ class HarborTasks:
     """Which of the verifier's rewards is trained; the others are metrics."""
     time_limit_s: float = 3600.0
     """Of an episode with its tests, after which it fails."""
+    max_at_once: int = 32
+    """Episodes at the same time."""
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class HarborTasks:
             sandbox="local",
             time_limit_s=self.time_limit_s,
             idle_limit_s=self.time_limit_s,
+            max_at_once=self.max_at_once,
         )
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:

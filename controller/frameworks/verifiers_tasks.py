@@ -70,6 +70,8 @@ class VerifiersTasks:
     """Tasks that are read of the taskset, which may be endless."""
     time_limit_s: float = 1800.0
     """Of an episode with its scoring, after which it fails."""
+    max_at_once: int = 32
+    """Episodes at the same time."""
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class VerifiersTasks:
             sandbox="local",
             time_limit_s=self.time_limit_s,
             idle_limit_s=self.time_limit_s,
+            max_at_once=self.max_at_once,
         )
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:

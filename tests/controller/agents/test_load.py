@@ -97,10 +97,10 @@ def test_sessions_survive_generators_and_leave_nothing(tmp_path: Path) -> None:
             assert isinstance(router, GeneratorRouter)
             async with agent_endpoint(router, SamplingParams(max_tokens=24, seed=0), limits) as endpoint:
                 argv = [sys.executable, "-I", "-S", "-c", SCRIPT, str(SECONDS), "{prompt}"]
-                program = Program(argv=argv, sandbox="local", time_limit_s=4 * SECONDS, idle_limit_s=SECONDS)
+                program = Program(argv=argv, sandbox="local", time_limit_s=4 * SECONDS, max_at_once=NUM_SESSIONS)
                 tasks = [AgentTask(id=str(i), prompt=str(i)) for i in range(NUM_SESSIONS)]
                 killing = asyncio.create_task(kill_each(router, time.monotonic()))
-                groups = await run_agents(endpoint, program, tasks, _same_tokens, max_at_once=NUM_SESSIONS)
+                groups = await run_agents(endpoint, program, tasks, _same_tokens)
                 await killing
                 memory.append(psutil.Process().memory_info().rss)
         assert [failure for group in groups for failure in group.failures] == []

@@ -186,7 +186,7 @@ def test_as_many_programs_run_at_once_as_are_allowed(chat_engine: GenerationEngi
         now -= 1
         return 1.0
 
-    groups = run(chat_engine, program(CHAT, "x"), tasks(4), counted, max_at_once=2)
+    groups = run(chat_engine, program(CHAT, "x", max_at_once=2), tasks(4), counted)
     assert len(groups) == 4
     assert most <= 2
 

@@ -46,7 +46,8 @@ def _played(engine: GenerationEngine, env: AgentEnv, count: int, num_samples: in
     async def main() -> None:
         async with endpoint_over(engine, max_tokens=48) as endpoint:
             tasks = env.train_problems(0, 0, count)
-            groups = await run_agents(endpoint, env.program, tasks, exit_code, num_samples=num_samples, max_at_once=4)
+            program = replace(env.program, max_at_once=4)
+            groups = await run_agents(endpoint, program, tasks, exit_code, num_samples=num_samples)
             assert [failure for group in groups for failure in group.failures] == []
             found.extend(session for group in groups for session in group.sessions)
 
