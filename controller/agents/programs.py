@@ -169,7 +169,7 @@ async def run_agents(
     seed: int | None = None,
     greedy: bool = False,
 ) -> list[SessionGroup]:
-    """`num_samples` attempts of a program at each task, `program.max_at_once` of them at a time. The groups are in order.
+    """`num_samples` attempts of a program at each task, at most `max_at_once` at a time. The groups are in order.
 
     With `seed`, the attempts have seeds of their own from it on. `greedy` samples the most probable tokens, for an
     evaluation. An attempt that raises, that never asked the model, or whose reward is not finite is a failure of its
