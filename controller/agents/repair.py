@@ -45,7 +45,7 @@ _CHECK = "from work import {name}\nright = {{}}\nexec({source!r}, right)\nfor gi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """The tasks, for a program. The reward is 1 if the function then does what it should."""
+    """The tasks, for a program. The reward is 1 if the function then passes its tests."""
 
     program: Program
     """The assistant. `{prompt}` in its arguments says what to do; its folder holds `work.py`."""
