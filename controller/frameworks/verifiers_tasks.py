@@ -42,6 +42,7 @@ asked = {"index": task["index"], "base_url": os.environ["OPENAI_BASE_URL"], "key
 worker.sendall(json.dumps(asked).encode() + b"\n")
 answer = worker.makefile().readline()
 open("outcome.json", "w").write(answer)
+print(answer)
 sys.exit(not answer or "error" in json.loads(answer))
 """
 
