@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from configs.agent_qwen3_gpu import recipe
-from controller.agents.programs import AgentEnv, Program, exit_code, run_agents
+from controller.agents.programs import AgentEnv, AgentTask, Program, exit_code, run_agents
 from controller.agents.repair import Repair
 from controller.agents.sessions import Session, session_to_data
 from controller.agents.splicing import whole_tokens
@@ -36,27 +36,32 @@ pytestmark = [
     *(pytest.mark.vllm, pytest.mark.slow),
     pytest.mark.skipif(not (PYTHON and MINI), reason="needs OWNLOOP_VERIFIERS_PYTHON and OWNLOOP_MINI"),
 ]
+NUM_SESSIONS = int(os.environ.get("OWNLOOP_NUM_SESSIONS", "200"))
+AT_ONCE = 4
 FLOOR = 2e-5
 """Of float32, over prompts of 10,000 tokens."""
 
 
-def _played(engine: GenerationEngine, env: AgentEnv, count: int, num_samples: int) -> list[Session]:
+def _played(engine: GenerationEngine, env: AgentEnv, count: int) -> list[Session]:
     found: list[Session] = []
 
     async def main() -> None:
-        async with endpoint_over(engine, max_tokens=48) as endpoint:
-            tasks = env.train_problems(0, 0, count)
-            program = replace(env.program, max_at_once=4)
-            groups = await run_agents(endpoint, program, tasks, exit_code, num_samples=num_samples)
+        async with endpoint_over(engine, max_tokens=48, seed=len(found)) as endpoint:
+            tasks = env.train_problems(0, len(found), AT_ONCE)
+            groups = await run_agents(endpoint, env.program, tasks, exit_code)
             assert [failure for group in groups for failure in group.failures] == []
             found.extend(session for group in groups for session in group.sessions)
 
-    run_paced(main())
+    while len(found) < count:
+        run_paced(main())
     return found
 
 
-def _check(model: Path, sessions: list[Session], num_calls: int) -> None:
-    """Every child begins with its parent's tokens, and the trainer's log-probs are the generator's."""
+def _check(model: Path, sessions: list[Session], calls: float) -> None:
+    """Every child begins with its parent's tokens, and the trainer's log-probs are the generator's.
+
+    A session has at least so many `calls` that continue others, in the mean.
+    """
     engine = load_engine(TrainerConfig(model=model, compute_dtype="float32"))
     differences, hows = list[float](), Counter[str]()
     for session in sessions:
@@ -72,7 +77,7 @@ def _check(model: Path, sessions: list[Session], num_calls: int) -> None:
         assert sum(datum.num_loss_tokens for datum in data) == session.num_sampled_tokens
     print(f"{len(sessions)} sessions, {dict(hows)}, largest difference {max(differences):.1e}")
     assert max(differences) < FLOOR
-    assert hows["spliced"] + hows["extends"] >= num_calls
+    assert hows["spliced"] + hows["extends"] >= calls * len(sessions)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +89,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, build_engine: EngineFactory
 
 def test_a_chat_script(engine: GenerationEngine) -> None:
     program = Program(argv=[sys.executable, "-c", SDK_CHAT, "{prompt}"], sandbox="local")
-    env = replace(Repair(program=program))
-    sessions = _played(engine, _WithQuestion(env), 20, 5)
-    _check(Path(engine.llm.model_config.model), sessions, 200)
+    sessions = _played(engine, _WithQuestion(Repair(program=program)), NUM_SESSIONS // 2)
+    _check(Path(engine.llm.model_config.model), sessions, 2)
 
 
 class _WithQuestion:
@@ -97,11 +101,11 @@ class _WithQuestion:
     def __init__(self, env: Repair) -> None:
         self._env, self.program, self.reward = env, env.program, env.reward
 
-    def train_problems(self, seed: int, start: int, count: int) -> list:
+    def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:
         tasks = self._env.train_problems(seed, start, count)
         return [replace(task, files={"question.txt": f"{task.id} {task.prompt}"}) for task in tasks]
 
-    def eval_problems(self, count: int) -> list:
+    def eval_problems(self, count: int) -> list[AgentTask]:
         return self._env.eval_problems(count)
 
 
@@ -109,7 +113,7 @@ def test_verifiers(engine: GenerationEngine, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "sums.py").write_text(SUMS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     env = VerifiersTasks(python=Path(PYTHON), config=CONFIG, held_out={"num_tasks": 2})
-    _check(Path(engine.llm.model_config.model), _played(engine, env, 12, 5), 0)
+    _check(Path(engine.llm.model_config.model), _played(engine, env, NUM_SESSIONS // 4), 0)
 
 
 def test_an_unmodified_assistant_without_a_network(engine: GenerationEngine) -> None:
@@ -117,4 +121,4 @@ def test_an_unmodified_assistant_without_a_network(engine: GenerationEngine) -> 
     words = [word.replace(str(Path("mini-env").absolute()), MINI) for word in program.argv]
     four = ("-c", "mini.yaml", "-c", "agent.step_limit=4")
     env = Repair(program=replace(program, argv=[*words, *four], shows=(MINI,)))
-    _check(Path(engine.llm.model_config.model), _played(engine, env, 10, 4), 100)
+    _check(Path(engine.llm.model_config.model), _played(engine, env, NUM_SESSIONS // 4), 1)
