@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from controller.agents.programs import AgentTask, Attempt, Program, Scored
+from controller.agents.sandboxes import Place, bwrap_file, make_sandbox
 from rl.data.rows import python_order, split, stream
 
 _TRIALS = "trials"
+_OURS = "harbor_environment:BubblewrapEnvironment"
 _START = 'exec "$0" trial start --path "$(cat task-path)" --trials-dir trials "$@"'
 
 
@@ -33,7 +35,7 @@ class HarborTasks:
     """One of Harbor's agents, or `module:Class`."""
     options: tuple[str, ...] = ("--agent-kwarg", "api_base={base_url}")
     """Further options of `harbor trial start`. `{base_url}` is the endpoint's address with /v1."""
-    environment: str = "harbor_environment:BubblewrapEnvironment"
+    environment: str = _OURS
     """What `--env` names: one of Harbor's environments, such as docker, or `module:Class`."""
     held_out: Path | None = None
     """A folder with the held-out tasks. None holds a tenth of `tasks` out, by their names."""
@@ -46,7 +48,9 @@ class HarborTasks:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
+        """Raises ValueError naming the field, the value and what is accepted, and where bubblewrap does not work."""
+        if self.environment == _OURS:
+            make_sandbox("bubblewrap", Place(work=Path(), url="", socket=None))
         if not os.access(self.harbor, os.X_OK):
             raise ValueError(
                 f"HarborTasks.harbor is {self.harbor}, which cannot be run; install harbor in an "
@@ -67,9 +71,12 @@ class HarborTasks:
     def program(self) -> Program:
         """Harbor, for the task of the program's folder."""
         words = ("--agent", self.agent, "--model", "openai/policy", "--env", self.environment)
+        env = {"PYTHONPATH": str(Path(__file__).parent), "HARBOR_TELEMETRY": "0"}
+        if self.environment == _OURS:
+            env["PATH"] = f"{Path(bwrap_file()).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
         return Program(
             argv=["sh", "-c", _START, str(self.harbor.absolute()), *words, *self.options],
-            env={"PYTHONPATH": str(Path(__file__).parent), "HARBOR_TELEMETRY": "0"},
+            env=env,
             sandbox="local",
             time_limit_s=self.time_limit_s,
             idle_limit_s=self.time_limit_s,

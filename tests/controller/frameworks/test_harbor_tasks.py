@@ -66,7 +66,9 @@ def _command(folder: Path) -> Path:
 
 def test_results_are_carried_over_and_errors_are_failures(chat_engine: GenerationEngine, tmp_path: Path) -> None:
     held_out = _tasks(tmp_path / "held-out", {"test": RESULTS["good"]})
-    env = HarborTasks(harbor=_command(tmp_path), tasks=_tasks(tmp_path / "tasks", RESULTS), held_out=held_out)
+    env = HarborTasks(
+        harbor=_command(tmp_path), tasks=_tasks(tmp_path / "tasks", RESULTS), held_out=held_out, environment="docker"
+    )
     found: list[SessionGroup] = []
 
     async def main() -> None:
@@ -88,11 +90,11 @@ def test_results_are_carried_over_and_errors_are_failures(chat_engine: Generatio
 def test_a_wrong_folder_or_command_is_refused_at_once(tmp_path: Path) -> None:
     command = _command(tmp_path)
     with pytest.raises(ValueError, match="which cannot be run; install harbor"):
-        HarborTasks(harbor=tmp_path / "none", tasks=tmp_path)
+        HarborTasks(harbor=tmp_path / "none", tasks=tmp_path, environment="docker")
     with pytest.raises(ValueError, match="0 training and 0 held-out tasks; both are needed"):
-        HarborTasks(harbor=command, tasks=tmp_path)
+        HarborTasks(harbor=command, tasks=tmp_path, environment="docker")
     tasks = _tasks(tmp_path / "tasks", {f"task-{i}": {} for i in range(40)})
-    env = HarborTasks(harbor=command, tasks=tasks)
+    env = HarborTasks(harbor=command, tasks=tasks, environment="docker")
     held_out = {task.id for task in env.eval_problems(2)}
     assert not held_out & {task.id for task in env.train_problems(0, 0, 40)}
     with pytest.raises(ValueError, match="num_eval is 40, but 'tasks' has only"):
