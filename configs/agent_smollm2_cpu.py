@@ -10,7 +10,10 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> AgentConfig:
-    """Trainer and generator take turns, so each may use both cores."""
+    """Trainer and generator take turns, so each may use both cores.
+
+    The held-out reward goes from 0.53 to 1.00 with the seeds 0 and 1; benchmarks/LEARNING.md has the runs.
+    """
     dtype = cpu_dtype()
     return AgentConfig(
         model="smollm2-135m-instruct",

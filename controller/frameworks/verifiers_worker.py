@@ -83,18 +83,16 @@ def _outcome(episode: Any) -> dict[str, Any]:
         return {
             "error": f"its agent {fixed[0]!r} is not to be trained and asks the policy; give it a client of its own"
         }
-    names = {name for trace in traces for name in (*trace.rewards, *trace.metrics)}
-    values = {name: [_value(trace, name) for trace in traces if _value(trace, name) is not None] for name in names}
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        scores = {name: None if reward is None else reward.score for name, reward in trace.rewards.items()}
+        for name, value in {**trace.metrics, **scores}.items():
+            values.setdefault(name, []).extend(() if value is None else (value,))
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
         "metrics": {name: sum(found) / len(found) for name, found in values.items() if found},
         "truncated": any(trace.is_truncated for trace in traces),
     }
-
-
-def _value(trace: Any, name: str) -> float | None:
-    reward = trace.rewards.get(name)
-    return trace.metrics.get(name) if reward is None else reward.score
 
 
 def _text(prompt: Any) -> str:

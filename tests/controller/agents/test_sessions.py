@@ -169,7 +169,7 @@ def test_sessions_are_recorded_and_shown_as_trees(tmp_path: Path) -> None:
 
 def _single(made: ModelCall) -> Any:
     """The completion with log-probs as they are recorded, of single precision."""
-    logprobs = np.float32(made.turn.completion.logprobs)
+    logprobs = np.array(made.turn.completion.logprobs, np.float32)
     return replace(made.turn.completion, logprobs=tuple(logprobs.tolist()))
 
 
