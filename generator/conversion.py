@@ -133,13 +133,13 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
         text="" if tokenizer is None else _text(sample, tokenizer),
         finish_reason=sample.finish_reason,
         routes=None if sample.routed_experts is None else _routes(sample.routed_experts, len(tokens) - 1),
-        kept=None if sample.sampling_mask is None else _kept(sample.sampling_mask.token_ids),
+        kept=None if sample.sampling_mask is None else kept_sets(sample.sampling_mask.token_ids),
         prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),
         topk_prompt_logprobs=None if prompt_logprobs is None else _most_probable(prompt_logprobs),
     )
 
 
-def _kept(steps: Sequence[Any]) -> KeptSets | None:
+def kept_sets(steps: Sequence[Any]) -> KeptSets | None:
     """The words that were kept, by steps of one token or more (`_compat.patch_masks`); None if nothing was cut off."""
     ids = np.concatenate([step.token_ids for step in steps])
     counts = [n for step in steps for n in ([len(step.token_ids)] if step.offsets is None else np.diff(step.offsets))]

@@ -17,6 +17,7 @@ PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
 OPTIONAL = (
     "controller/server/",
     "controller/agents/",
+    "controller/frameworks/",
     "configs/agent_",
     "controller/hosts/starting/",
     "controller/planning/",
@@ -30,7 +31,7 @@ OPTIONAL = (
     "trainer/engines/mfsdp/",
     "trainer/families/",
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
-    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
@@ -38,7 +39,7 @@ ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
     *("controller/loops", "controller/commands", "controller/planning", "controller/server"),
-    *("controller/agents", "configs"),
+    *("controller/agents", "controller/frameworks", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

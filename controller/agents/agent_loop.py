@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from controller.agents.endpoint import SessionLimits, agent_endpoint
 from controller.agents.programs import AgentEnv, run_agents
-from controller.agents.sessions import session_metrics, sessions_to_data
+from controller.agents.sessions import record_sessions, session_metrics, sessions_to_data
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, Run, RunFolder
 from controller.runs.models import resolve_model
@@ -70,6 +70,7 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
                 groups = await run_agents(endpoint, env.program, tasks, env.reward, num_samples=size, seed=seed)
             batch = [datum for group in groups for datum in sessions_to_data(group, advantage)]
             rollouts = [group.as_group() for group in groups]
+            record_sessions(folder, step, groups)
             if batch:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
