@@ -14,6 +14,7 @@ BENCHMARKS = (
     "checkpoint_cost",
     "weight_sync",
     "weight_growth",
+    "changed_weights",
     "generation_throughput",
     "cut_sampling",
     "inflight_updates",

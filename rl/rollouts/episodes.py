@@ -247,6 +247,20 @@ def group_to_data(
     ]
 
 
+async def groups_to_data(
+    groups: Sequence[Group],
+    advantage: Callable[..., NDArray[np.float64]],
+    *,
+    keep: Callable[[Rollout], bool] = lambda _rollout: True,
+) -> list[Datum]:
+    """`group_to_data` of all groups, in order. Other tasks run between two groups, however many tokens they have."""
+    batch: list[Datum] = []
+    for group in groups:
+        batch += group_to_data(group, advantage, keep=keep)
+        await asyncio.sleep(0)
+    return batch
+
+
 def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
     """The rollouts of all groups, in order, without those in which the model sampled no token."""
     return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]

@@ -87,8 +87,9 @@ class RowScorer:
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
     """The number of which a row's length must be a multiple, for equal shards and for float8."""
     if config.context_parallel == 1:
-        # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
-        parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
+        # Experts take their tokens from equal parts of the sequence, and stages exchange equal parts. On a GPU, DTensor
+        # replicates a row of fewer tokens than ranks for RMSNorm's fused kernel, which torchtitan refuses.
+        parts = config.num_token_shards
         # The gradient of a float8 weight sums over tokens, which its kernel takes in multiples.
         return math.lcm(parts, _FLOAT8_MULTIPLE if config.float8 != "none" else 1)
     block = 1 if device.type == "cpu" else _BLOCK
