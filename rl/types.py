@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import PlacedImage
 from rl.sampling import KeptSets, SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -161,7 +162,7 @@ class Turn:
     """One message of the environment and the model's answer."""
 
     prompt_tokens: tuple[int, ...]
-    """[P] tokens between the previous answer and this one: the message in its chat template."""
+    """[P] tokens between the previous answer and this one: the message in its chat template. They know its images."""
     completion: Completion
     prompt: str = ""
     """The message as text, for a human reader."""
@@ -246,6 +247,8 @@ class Datum:
     distribution that it was sampled from."""
     kept: KeptSets | None = None
     """T sets: the words that the sampler's cut left for each target, to score it among them. None if it cut nothing."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images that some of the tokens stand for, in order."""
 
     @property
     def weights(self) -> NDArray[np.float32]:

@@ -127,6 +127,7 @@ class TrainerMesh:
             required_inputs=required_inputs,
             vocab_size=self.limits.vocab_size,
             max_seq_len=self.limits.max_seq_len,
+            reads_images=self.limits.reads_images,
         )
         return plan_batch(
             batch,
@@ -189,6 +190,7 @@ def _plain(datum: Datum) -> Datum:
         Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs),
         temperature=float(datum.temperature),
         kept=datum.kept,
+        images=datum.images,
     )
 
 

@@ -97,7 +97,7 @@ class TrainingClient:
 
     async def forward_backward(self, request: messages.ForwardBackwardRequest) -> Answer:
         """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`."""
-        batch = await asyncio.to_thread(read_batch, request)
+        batch = await asyncio.to_thread(read_batch, request, self.model.read_image)
         if batch.forward_only:
             output = await self._current.forward(batch.data, entropy=batch.loss.needs_entropy)
             metrics = await asyncio.to_thread(_evaluate, batch, output)

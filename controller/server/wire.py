@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.server.config import Limits
+from controller.server.image_chunks import ReadImage, image_tokens
+from rl.images import images_of, join_tokens
 from rl.losses import Loss, get_loss
 from rl.losses.shared import SharedOptions
 from rl.types import REPORTED_WEIGHT, Datum
@@ -63,7 +65,8 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
 
 def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None:
     """Raises ValueError for a batch that is larger than the server takes at once."""
-    num_tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input) // 4
+    chunks = [chunk for datum in request.data for chunk in datum.model_input]
+    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
     for what, found, limit, option in (
         ("datums", len(request.data), limits.batch_datums, "batch-datums"),
         ("tokens", num_tokens, limits.batch_tokens, "batch-tokens"),
@@ -75,13 +78,16 @@ def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None
             )
 
 
-def read_batch(request: messages.ForwardBackwardRequest) -> TrainingBatch:
-    """The datums and the loss of a request. Raises ValueError naming the datum and the field that cannot be used."""
+def read_batch(request: messages.ForwardBackwardRequest, read_image: ReadImage | None = None) -> TrainingBatch:
+    """The datums and the loss of a request. Raises ValueError naming the datum and the field that cannot be used.
+
+    `read_image` is of a model that reads images.
+    """
     loss = _read_loss(request)
     data: list[Datum] = []
     widths: list[int] = []
     for index, message in enumerate(request.data):
-        parts, width = _read_datum(f"data[{index}]", message, loss)
+        parts, width = _read_datum(f"data[{index}]", message, loss, read_image)
         data += parts
         widths.append(width)
     return TrainingBatch(data=tuple(data), widths=tuple(widths), loss=loss, forward_only=request.forward_only)
@@ -130,9 +136,12 @@ def _read_loss(request: messages.ForwardBackwardRequest) -> Loss:
     return get_loss(name, config)
 
 
-def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[Datum], int]:
+def _read_datum(
+    field: str, message: messages.Datum, loss: Loss, read_image: ReadImage | None
+) -> tuple[list[Datum], int]:
     """The datum, or K of them that together have its gradient; and K, or 0."""
-    tokens = _read_tokens(f"{field}.model_input", message)
+    sequence = _read_tokens(f"{field}.model_input", message, read_image)
+    tokens, images = np.array(sequence, dtype=np.int64), images_of(sequence)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
     accepted = ("target_tokens", *loss.required_inputs, *_OPTIONAL_INPUTS)
     if loss.name == "gspo":
@@ -156,13 +165,15 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
-        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature)], 0
+        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images)], 0
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
-    return [Datum(tokens=tokens, loss_inputs=part, temperature=temperature) for part in parts], len(columns)
+    return [Datum(tokens=tokens, loss_inputs=part, temperature=temperature, images=images) for part in parts], len(
+        columns
+    )
 
 
 def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
@@ -186,14 +197,21 @@ def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[n
     return np.logical_and.accumulate((advantages == 0) if mask is None else (advantages == 0) & (mask == 0))
 
 
-def _read_tokens(field: str, message: messages.Datum) -> NDArray[np.int64]:
-    """[N] the tokens of all chunks."""
-    chunks: list[NDArray[np.int32]] = []
+def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | None) -> tuple[int, ...]:
+    """[N] the tokens of all chunks, which know their images."""
+    chunks: list[Sequence[int]] = []
     for chunk in message.model_input:
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+        kind = chunk.WhichOneof("chunk")
+        if kind == "encoded_text":
+            chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32).tolist())
+        elif kind == "image" and read_image is not None:
+            if chunk.image.HasField("override_dimensions"):
+                raise ValueError(f"{field} has an image with override_dimensions; resize the image in its place")
+            expected = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else None
+            chunks.append(image_tokens(field, chunk.image.data, expected, read_image))
+        else:
             raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text only: leave it out")
-        chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32))
-    return np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    return join_tokens(*chunks)
 
 
 def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import PlacedImage
 from rl.sampling import KeptSets
 from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
@@ -102,6 +103,8 @@ class PackedRow:
     """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
+    images: tuple[PlacedImage, ...] = ()
+    """At their places in the row. The tokens of an image belong to one document."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -125,18 +128,17 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     groups = group_by_prefix(datums, share_prefixes=share_prefixes)
     lengths = [len(datum.tokens) for datum in datums]
     opening = common_opening(datums, groups) if share_opening else 0
-    tokens: list[Ints] = [datums[0].tokens[:opening]]
-    positions: list[Ints] = [np.arange(opening)]
-    scored: list[Ints] = []
-    datum_index: list[Ints] = []
-    datum_position: list[Ints] = []
+    tokens, positions = [datums[0].tokens[:opening]], [np.arange(opening)]
+    scored, datum_index, datum_position = list[Ints](), list[Ints](), list[Ints]()
     documents: list[Document] = [Document(opening)] if opening else []
+    images: list[PlacedImage] = []
     places = np.arange(max(lengths))  # in the row, of the tokens of the datum in hand
     start = opening  # of what comes next in the row
     for group in groups:
         firsts = [max(shared, opening) for shared in group.shared]
         for i, first in zip(group.members, firsts, strict=True):
             datum, length = datums[i], lengths[i]
+            images += [image.moved(start - first) for image in datum.images]
             tokens.append(datum.tokens[first:])
             positions.append(np.arange(first, length))
             places[first:length] = np.arange(start, start + length - first)
@@ -165,6 +167,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
         datum_index=index,
         datum_position=position,
         loss_inputs=loss_inputs,
+        images=tuple(images),
     )
 
 

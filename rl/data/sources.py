@@ -16,6 +16,7 @@ import numpy as np
 from rl.advantages import gather_scored
 from rl.checks import check_known
 from rl.data.rows import numpy_order, prompt_fault, read_rows, split, stream, text_fault, without_held_out
+from rl.images import images_of
 from rl.protocols import Env, Problem, Prompt, Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer, prompt_text
@@ -189,7 +190,9 @@ def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int]
     num_tokens = len(sequence) - 1
     scored = np.arange(num_tokens) >= (len(prompt_tokens) - 1 if train_on == "completion" else 0)
     return Datum(
-        tokens=sequence[:-1], loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)}
+        tokens=sequence[:-1],
+        loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)},
+        images=images_of(prompt_tokens),
     )
 
 
