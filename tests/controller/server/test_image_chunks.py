@@ -47,7 +47,7 @@ def request_of(
     datum.model_input.add().encoded_text.tokens = np.array(after, np.int32).tobytes()
     targets = datum.loss_fn_inputs["target_tokens"]
     targets.dtype, targets.dense = messages.DTYPE_INT64, np.array(tokens, np.int64).tobytes()
-    chunks = [
+    chunks: list[types.ModelInputChunk] = [
         types.EncodedTextChunk(tokens=list(before)),
         types.ImageChunk(data=file, format="png", expected_tokens=expected),
         types.EncodedTextChunk(tokens=list(after)),

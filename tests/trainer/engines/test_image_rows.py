@@ -19,13 +19,13 @@ from rl.losses import get_loss
 from rl.rollouts.rendering import Renderer
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import tiny_llama
-from rl.types import AdamParams
+from rl.types import AdamParams, Datum
 from rl.vision.tiny_vl import tiny_qwen2_5_vl, tiny_qwen3_vl
 from tests.vision import WORDS, ImageReference, image_batch, image_datum, parts
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.plain_ranks import relative_error
+from trainer.engines.contract.plain_ranks import plan, relative_error, spawn, whole
 from trainer.engines.model_check import check_model
 from trainer.families.qwen_vl import axis_positions
 
@@ -201,3 +201,31 @@ def test_vision_is_trained_where_that_is_proven(model: Path, tmp_path: Path) -> 
             check_model(config)
     with pytest.raises(ValueError, match=r"The engine 'fsdp2' trains others"):
         check_model(TrainerConfig(model=model))
+
+
+def run_rank(rank: int, model: Path, batch: list[Datum], file: Path) -> None:
+    """Computes a rank's part of the batch, steps, and saves gradients and weights that all ranks hold together."""
+    config = TrainerConfig(
+        model=model, engine="fsdp2", compute_dtype="float32", data_parallel_shard=2, max_tokens_per_microbatch=48
+    )
+    engine = load_engine(config)
+    engine.forward_backward(plan(config, batch).split(batch)[rank], LOSS)
+    found = whole(engine, gradients=True)
+    engine.optim_step(AdamParams(learning_rate=1e-2))
+    weights = whole(engine)
+    if rank == 0:
+        torch.save((found, weights), file)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_compute_what_one_does(model: Path, tmp_path: Path) -> None:
+    batch, one = [*image_batch(model), *image_batch(model)], engine_of(model)
+    spawn(2, run_rank, model, batch, tmp_path / "found")
+    one.forward_backward([batch], LOSS)
+    found, weights = torch.load(tmp_path / "found")
+    assert max(errors(found, gradients(one)).values()) < 1e-5
+    one.optim_step(AdamParams(learning_rate=1e-2))
+    expected = dict(one.hf_parameters())
+    assert weights.keys() == expected.keys()
+    assert max(relative_error(weights[key], expected[key]) for key in expected) < 1e-4

@@ -6,7 +6,7 @@ once on the model itself; there is no list of architectures.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol, TypeVar
@@ -103,8 +103,9 @@ class TransformersPolicy(nn.Module):
 
     def _read_images_by(self, vision: VisionParts | None, train_vision: bool) -> None:
         self._hidden: Hidden = resolve_name(vision.hidden) if vision else _hidden
-        self._tower, self._renamed = (vision.tower, vision.renamed) if vision else ((), {})
-        self._frozen_parts = () if train_vision else self._tower
+        self._tower: tuple[str, ...] = vision.tower if vision else ()
+        self._frozen_parts: tuple[str, ...] = () if train_vision else self._tower
+        self._renamed: Mapping[str, str] = vision.renamed if vision else {}
         for parameter in self.frozen_parts():
             parameter.requires_grad_(False)
 
