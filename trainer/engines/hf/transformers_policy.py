@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import accelerate
 import torch
@@ -122,7 +122,7 @@ class TransformersPolicy(nn.Module):
             if type(module) is nn.Linear and name.rpartition(".")[2] in adaptable:
                 # The layer stays the same object, because the model may refer to it by several names.
                 module.__class__ = _AdaptedLinear
-                module.hf_module = self._stored_name(name)
+                cast("_AdaptedLinear", module).hf_module = self._stored_name(name)
 
     def run_by(self, wrapper: nn.Module) -> None:
         """From now on computes through `wrapper`, which wraps this module."""
