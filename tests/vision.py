@@ -13,7 +13,10 @@ from transformers import AutoModelForImageTextToText
 from rl.images import images_of
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum
+from rl.vision.tiny_vl import tiny_qwen2_5_vl, tiny_qwen3_vl
 
+WITH_IMAGES = {"Qwen3VLForConditionalGeneration": tiny_qwen3_vl, "Qwen2_5_VLForConditionalGeneration": tiny_qwen2_5_vl}
+"""Architectures that read images; tests/trainer/engines/test_image_rows.py has them."""
 WORDS = ("what", "colour", "red", "blue", "square")
 
 

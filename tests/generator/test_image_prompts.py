@@ -30,13 +30,12 @@ from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import inspect_model
 from rl.types import Completion, Datum, Rollout, SamplingParams, Turn
 from rl.vision.qwen_images import file_bytes
-from rl.vision.tiny_vl import tiny_qwen2_5_vl, tiny_qwen3_vl
 from tests.generator import with_torchvision
 from tests.generator.adapted import pull_adapter
 from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.stores import FakeStore
-from tests.vision import WORDS, ImageReference, parts, picture
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, parts, picture
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.push import WeightPublisher
@@ -48,7 +47,6 @@ pytestmark = [
         reason="vLLM's code of models that read images imports torchvision, which is not installed",
     ),
 ]
-MAKERS = {"qwen3_vl": tiny_qwen3_vl, "qwen2_5_vl": tiny_qwen2_5_vl}
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
 SIDES = (32, 64, 96, 128)
 IMAGE_TOKEN = 6
@@ -171,15 +169,15 @@ def check_adapters(model: Path, folder: Path) -> None:
 
 
 def run(check: str, name: str, folder: Path) -> None:
-    model = MAKERS[name](folder / "model", WORDS)
+    model = WITH_IMAGES[name](folder / "model", WORDS)
     with_torchvision.run(f"{__name__}:{check}", inspect_model(model).architecture, model, folder)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", WITH_IMAGES)
 def test_log_probs_are_the_trainers(tmp_path: Path, name: str) -> None:
     run("check_log_probs", name, tmp_path)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", WITH_IMAGES)
 def test_adapters_are_those_of_the_merged_model(tmp_path: Path, name: str) -> None:
     run("check_adapters", name, tmp_path)

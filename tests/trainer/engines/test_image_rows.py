@@ -3,7 +3,6 @@
 Covers: trainer/families/qwen_vl.py, trainer/families/__init__.py
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from rl.rollouts.rendering import Renderer
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum
-from rl.vision.tiny_vl import tiny_qwen2_5_vl, tiny_qwen3_vl
-from tests.vision import WORDS, ImageReference, image_batch, image_datum, parts
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -30,19 +28,18 @@ from trainer.engines.model_check import check_model
 from trainer.families.qwen_vl import axis_positions
 
 LOSS = get_loss("importance_sampling")
-MODELS: dict[str, Callable[[Path, Sequence[str]], Path]] = {"qwen3_vl": tiny_qwen3_vl, "qwen2_5_vl": tiny_qwen2_5_vl}
-RENAMED = {"qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."}}
+RENAMED = {"Qwen2_5_VLForConditionalGeneration": {"model.language_model.": "model.", "model.visual.": "visual."}}
 VISION = ("model.visual.", "visual.")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=WITH_IMAGES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return MODELS[name](tmp_path_factory.mktemp("models") / "vl", WORDS)
+    return WITH_IMAGES[name](tmp_path_factory.mktemp("models") / "vl", WORDS)
 
 
 def engine_of(model: Path, **options: object) -> Engine:
