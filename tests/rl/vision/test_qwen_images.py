@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rl.data.batching import validate_batch
 from rl.data.rows import prompt_fault
+from rl.data.sources import JsonlExamples, examples_to_data
 from rl.images import images_of
 from rl.rollouts.columns import groups_to_table, parquet_bytes, table_to_groups
 from rl.rollouts.episodes import rollout_to_datum
@@ -145,6 +146,21 @@ def test_recordings_keep_each_file_once_and_are_read_again(model: Path) -> None:
     with pytest.raises(ValueError, match=r"images\[0\].inputs is empty; `Renderer.read_again` reads recorded images"):
         validate_batch([rollout_to_datum(recorded.rollouts[0], 1.0)], vocab_size=32, max_seq_len=64, reads_images=True)
     assert "images" not in groups_to_table([Group(problem_id="a", prompt="", rollouts=())]).column_names
+
+
+def test_rows_of_a_file_are_told_apart_by_their_images(model: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    for number in range(40):
+        file = tmp_path / f"{number}.png"
+        file.write_bytes(file_bytes(picture(32, 32, seed=number)))
+        content = [{"type": "image", "image": str(file)}, {"type": "text", "text": " what "}]
+        lines.append(json.dumps({"prompt": [{"role": "user", "content": content}], "completion": "red"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    source = JsonlExamples(path=tmp_path / "rows.jsonl")
+    train, held_out = source.train_examples(0, 0, 30), source.eval_examples(40)
+    assert len({example.id for example in (*train, *held_out)}) == 30 + len(held_out)
+    data = examples_to_data(Renderer(model), held_out, train_on="completion", max_tokens=64)
+    assert len({datum.images[0].content_hash for datum in data}) == len(held_out) > 0
 
 
 def test_prompts_with_images_pass_the_check_of_prompts() -> None:
