@@ -64,7 +64,7 @@ def served(model: Path, tmp_path: Path) -> ServedModel:
 def test_chunks_are_what_a_renderer_makes(model: Path, served: ServedModel) -> None:
     expected = Renderer(model).encode(parts("what", (64, 96), "red"))
     training, sampling = request_of(expected, expected=6)
-    (datum,) = read_batch(training, served.read_image).data
+    (datum,) = read_batch(training, {}, served.read_image).data
     prompt, _ = read_request(sampling, served)
     assert datum.tokens.tolist() == [*prompt] == [*expected]
     for (found,) in (datum.images, images_of(prompt)):
@@ -77,7 +77,7 @@ def test_a_wrong_number_of_tokens_is_refused(model: Path, served: ServedModel) -
     training, sampling = request_of(Renderer(model).encode(parts((64, 96))), expected=7)
     said = "has an image whose expected_tokens is 7; this model reads it as 6 tokens"
     with pytest.raises(ValueError, match=rf"data\[0\].model_input {said}"):
-        read_batch(training, served.read_image)
+        read_batch(training, {}, served.read_image)
     with pytest.raises(ValueError, match=f"prompt {said}"):
         read_request(sampling, served)
 
@@ -85,7 +85,7 @@ def test_a_wrong_number_of_tokens_is_refused(model: Path, served: ServedModel) -
 def test_a_broken_file_is_refused(model: Path, served: ServedModel) -> None:
     training, sampling = request_of(Renderer(model).encode(parts((64, 96))), file=FILE[:-400])
     with pytest.raises(ValueError, match=r"data\[0\].model_input: an image of .* bytes is broken"):
-        read_batch(training, served.read_image)
+        read_batch(training, {}, served.read_image)
     with pytest.raises(ValueError, match=r"prompt: an image of .* bytes is broken"):
         read_request(sampling, served)
 
@@ -94,7 +94,7 @@ def test_a_model_of_text_takes_no_images(model: Path, served: ServedModel, tmp_p
     training, sampling = request_of(Renderer(model).encode(parts((64, 96))))
     assert image_reader(tiny_qwen3(tmp_path / "text")) is None
     with pytest.raises(ValueError, match="trains on text only"):
-        read_batch(training)
+        read_batch(training, {})
     with pytest.raises(ValueError, match="samples from text only"):
         read_request(sampling, replace(served, read_image=None))
 
@@ -103,7 +103,7 @@ def test_what_is_not_supported_with_images_is_refused(model: Path, served: Serve
     training, sampling = request_of(Renderer(model).encode(parts((64, 96))))
     training.data[0].model_input[1].image.override_dimensions.width = 32
     with pytest.raises(ValueError, match="an image with override_dimensions; resize the image in its place"):
-        read_batch(training, served.read_image)
+        read_batch(training, {}, served.read_image)
     pointer = types.ImageAssetPointerChunk(format="png", location="a.png")
     pointed = sampling.model_copy(update={"prompt": types.ModelInput(chunks=[pointer])})
     with pytest.raises(ValueError, match="image_asset_pointer; this server samples from text and the bytes of images"):

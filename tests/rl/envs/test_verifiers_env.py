@@ -131,7 +131,7 @@ def test_no_prompt_is_in_both_splits(with_eval: bool) -> None:
 
 
 @installed
-def test_an_environment_that_rewrites_its_conversation_fails_its_rollouts() -> None:
+def test_rewriting_the_conversation_fails_the_rollouts() -> None:
     failures = [
         failure for group in _play(_env(kind="multi", forgets=True), "no", count=4) for failure in group.failures
     ]
