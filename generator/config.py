@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
+from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
 from rl.system.hf_config import (
@@ -20,6 +21,7 @@ from rl.system.hf_config import (
     proven_architectures,
     read_config,
     rope_parameters,
+    vision_of,
 )
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
@@ -225,7 +227,10 @@ def check_request(
         start = prompt_tokens[:20]
         raise ValueError(f"prompt_tokens starts with {start!r}; it must be token ids, which are integers") from None
     check_length(len(tokens), sampling.max_tokens, config, scores_prompt=sampling.scores_prompt)
-    return tokens
+    images = images_of(prompt_tokens)
+    if images and vision_of(read_config(config.model)) is None:
+        raise ValueError(f"the prompt has {len(images)} images; {config.model} is a model of text")
+    return TokensWithImages(tokens, images) if images else tokens
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, config: GeneratorConfig, *, scores_prompt: bool) -> None:

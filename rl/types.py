@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -165,7 +166,7 @@ class Turn:
     """One message of the environment and the model's answer."""
 
     prompt_tokens: tuple[int, ...]
-    """[P] tokens between the previous answer and this one: the message in its chat template."""
+    """[P] tokens between the previous answer and this one: the message in its chat template. They know its images."""
     completion: Completion
     prompt: str = ""
     """The message as text, for a human reader."""
@@ -253,6 +254,8 @@ class Datum:
     routes: Ids | None = None
     """[T, layers, k] uint8 or uint16: the experts that the generator's layers chose for each token. The policy replays
     them; references, teachers and critics, which are other models, do not. None: layers choose for themselves."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images that some of the tokens stand for, in order."""
 
     @property
     def weights(self) -> NDArray[np.float32]:

@@ -30,8 +30,9 @@ OPTIONAL = (
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
+    *("rl/vision/", "generator/image_prompts.py", "configs/guess_colour_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
-    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py"),
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""

@@ -113,6 +113,8 @@ class TrainerConfig(LayoutConfig):
     lora: LoRAConfig | None = None
     """If given, the model is frozen and what is trained are adapters over it, made by `Engine.adapter`. A loop trains
     one adapter with these values. None trains the model itself."""
+    train_vision: bool = False
+    """Whether the parameters that read images are trained, too. Otherwise they stay as they are."""
     max_tokens_per_microbatch: int = 4096
     """Most tokens of one packed forward and backward pass, which a context-parallel group splits. Bounds activation
     memory. A longer datum runs alone."""

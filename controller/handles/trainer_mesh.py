@@ -128,6 +128,7 @@ class TrainerMesh:
             vocab_size=self.limits.vocab_size,
             max_seq_len=self.limits.max_seq_len,
             experts=self.limits.experts,
+            reads_images=self.limits.reads_images,
         )
         if batch[0].routes is not None:
             self.config.check_routes()
@@ -193,6 +194,7 @@ def _plain(datum: Datum) -> Datum:
         temperature=float(datum.temperature),
         kept=datum.kept,
         routes=datum.routes,
+        images=datum.images,
     )
 
 

@@ -55,7 +55,8 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
     ):
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
-        queue = RolloutQueue(sample_group, steps.remaining, config.prompts_per_step, config.max_staleness, run.restored)
+        restored, per_step = source.restored(run.restored), config.prompts_per_step
+        queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored)
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:

@@ -11,11 +11,11 @@ from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, all_advantages
 from rl.checks import check_above_zero, check_at_least, check_known
-from rl.envs.check import require_env
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
+from rl.rollouts.guard import require_env
 from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 

@@ -119,6 +119,7 @@ def validate_batch(
     vocab_size: int,
     max_seq_len: int,
     experts: tuple[int, int, int] | None = None,
+    reads_images: bool = False,
 ) -> None:
     """Raises ValueError, naming the datum and the field, if no trainer could compute the batch.
 
@@ -135,6 +136,9 @@ def validate_batch(
                 f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"
             )
         _check_token_ids(f"batch[{i}].tokens", datum.tokens, vocab_size)
+        if datum.images and not reads_images:
+            raise ValueError(f"batch[{i}].images holds {len(datum.images)}; the model, or its engine, takes text only")
+        _check_places(f"batch[{i}].images", datum)
         for name in ("target_tokens", *required_inputs):
             if name not in datum.loss_inputs:
                 raise ValueError(f"batch[{i}].loss_inputs lacks {name!r}; it has {sorted(datum.loss_inputs)}")
@@ -180,6 +184,19 @@ def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
     if not np.isfinite(array).all():
         first = int(np.flatnonzero(~np.isfinite(array))[0])
         raise ValueError(f"{field}[{first}] is {array[first]}; every value must be finite")
+
+
+def _check_places(field: str, datum: Datum) -> None:
+    end = 0
+    for number, image in enumerate(datum.images):
+        if not end <= image.start <= len(datum.tokens) - image.num_tokens or image.num_tokens < 1:
+            raise ValueError(
+                f"{field}[{number}] takes {image.num_tokens} tokens from {image.start} on; images must follow each "
+                f"other within the datum's {len(datum.tokens)} tokens"
+            )
+        if not image.inputs:
+            raise ValueError(f"{field}[{number}].inputs is empty; `Renderer.read_again` reads recorded images again")
+        end = image.start + image.num_tokens
 
 
 def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, joined_routes, padded_routes
 from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
@@ -104,6 +105,8 @@ class PackedRow:
     """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
+    images: tuple[PlacedImage, ...] = ()
+    """At their places in the row. The tokens of an image belong to one document."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -128,10 +131,9 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     lengths = [len(datum.tokens) for datum in datums]
     opening = common_opening(datums, groups) if share_opening else 0
     pieces = [(0, slice(opening))]  # of datums, in the order of the row
-    scored: list[Ints] = []
-    datum_index: list[Ints] = []
-    datum_position: list[Ints] = []
+    scored, datum_index, datum_position = list[Ints](), list[Ints](), list[Ints]()
     documents: list[Document] = [Document(opening)] if opening else []
+    images: list[PlacedImage] = []
     places = np.arange(max(lengths))  # in the row, of the tokens of the datum in hand
     start = opening  # of what comes next in the row
     for group in groups:
@@ -139,6 +141,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
         for i, first in zip(group.members, firsts, strict=True):
             datum, length = datums[i], lengths[i]
             pieces.append((i, slice(first, length)))
+            images += [image.moved(start - first) for image in datum.images]
             places[first:length] = np.arange(start, start + length - first)
             scored_here = np.flatnonzero(datum.weights)
             scored.append(places[scored_here])
@@ -166,6 +169,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
         datum_index=index,
         datum_position=position,
         loss_inputs=loss_inputs,
+        images=tuple(images),
     )
 
 

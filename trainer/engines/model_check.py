@@ -27,6 +27,7 @@ class ModelLimits:
     max_seq_len: int
     experts: tuple[int, int, int] | None = None
     """Layers, experts of a token, and experts to choose from; None for a dense model."""
+    reads_images: bool = False
 
 
 class LayoutCheck(Protocol):
@@ -55,6 +56,10 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
+    if config.train_vision and (not limits.reads_images or config.num_ranks > 1 or config.is_frozen):
+        raise ValueError(
+            "TrainerConfig.train_vision is True; that needs a model that reads images, trained as a whole on one rank"
+        )
     if config.head == "lm":
         check_head(config.model, tied=is_tied(hf_config))
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
