@@ -215,7 +215,7 @@ def _read_own_datum(
 ) -> tuple[list[Datum], int]:
     """The datum with the inputs of a traced loss, and 0."""
     traced, sequence = loss.function, _read_tokens(f"{field}.model_input", message, read_image)
-    tokens, images = np.array(sequence, dtype=np.int64), images_of(sequence)
+    tokens = np.array(sequence, dtype=np.int64)
     assert isinstance(traced, TracedLoss)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
     inputs: dict[str, NDArray[Any]] = {"weights": np.ones(len(tokens), np.float32)}

@@ -103,11 +103,13 @@ class TransformersPolicy(nn.Module):
         if not isinstance(projection, nn.Linear) or "bias" in dict(projection.named_parameters()):
             raise ValueError(f"{self._name} ends in {projection}; a linear projection without a bias is needed")
         if self._has_values:
-            parent, _, name = next(n for n, module in self.model.named_modules() if module is projection).rpartition(
-                "."
-            )
-            delattr(self.model.get_submodule(parent), name)
-            self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
+            self._replace_by_value_head(projection)
+
+    def _replace_by_value_head(self, projection: nn.Linear) -> None:
+        path = next(name for name, module in self.model.named_modules() if module is projection)
+        parent, _, name = path.rpartition(".")
+        delattr(self.model.get_submodule(parent), name)
+        self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
 
     def _read_images_by(self, vision: VisionParts | None, train_vision: bool) -> None:
         self._hidden: Hidden = resolve_name(vision.hidden) if vision else _hidden
