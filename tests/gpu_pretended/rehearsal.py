@@ -69,11 +69,10 @@ PARTS = (
     ),
     _layout("fsdp2_tied", "Two ranks under FSDP2 keep the contract of engines."),
     _layout("tp2_tied", "Two ranks under tensor parallelism keep it."),
-    _layout("cp2_untied", "Two ranks under context parallelism keep it."),
     _layout("pp2_untied", "Two stages of a pipeline keep it."),
     _layout("ep2_moe", "Two ranks under expert parallelism keep it."),
+    _layout("cp2_tp2_untied", "Four ranks under context and tensor parallelism keep it.", gpus=4),
     _layout("hsdp2x2_untied", "Four ranks, two copies of two shards, keep it.", gpus=4),
-    _layout("fsdp2_tp2_untied", "Four ranks, sharded and tensor parallel, keep it.", gpus=4),
     _layout("adapter_fsdp2_tied", "Two ranks with adapters under FSDP2 keep it."),
     Part(
         "compiled",
